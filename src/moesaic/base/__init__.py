@@ -1,0 +1,1 @@
+"""What everything else stands on: configuration, errors, events, records, tensor files. No torch."""

@@ -1,0 +1,54 @@
+"""Bulk facts of a run as Parquet: a directory of parts, each whole or absent.
+
+A writer that is killed loses the rows since its last part and nothing else: a part is written
+under another name and renamed when complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moesaic.base.errors import StoreError
+
+
+class RecordWriter:
+    """Collects rows and writes them as numbered parts of `directory`."""
+
+    def __init__(self, directory: Path, schema: pa.Schema, rows_per_part: int = 4096) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._schema, self._limit = directory, schema, rows_per_part
+        self._rows: list[Mapping[str, Any]] = []
+        parts = [int(path.stem.split("-")[1]) for path in directory.glob("part-*.parquet")]
+        self._next = max(parts, default=-1) + 1
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows; a part is written once enough have come."""
+        self._rows.extend(rows)
+        if len(self._rows) >= self._limit:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has come since the last part."""
+        if not self._rows:
+            return
+        table = pa.Table.from_pylist([dict(row) for row in self._rows], schema=self._schema)
+        target = self._directory / f"part-{self._next:06d}.parquet"
+        partial = target.with_suffix(".partial")
+        pq.write_table(table, partial)
+        os.replace(partial, target)
+        self._rows, self._next = [], self._next + 1
+
+
+def read_records(directory: Path) -> Iterator[pa.Table]:
+    """The parts of a directory, oldest first."""
+    for path in sorted(directory.glob("part-*.parquet")):
+        try:
+            yield pq.read_table(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None

@@ -1,0 +1,1 @@
+"""Ranks, links, and state that is spread over them."""

@@ -1,0 +1,71 @@
+"""State, independent of layout: logical name -> shape, dtype, pieces and owners.
+
+A rank's state is a list of *pieces*, live views of its parameters and moments. Whatever brings
+values in (initial values, a checkpoint, Hugging Face files, other ranks) is a *source* that fills
+pieces; whatever takes them out reads the same list. Nobody else knows where a tensor lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+PARAMETER = "parameter"
+FIRST_MOMENT = "first_moment"
+SECOND_MOMENT = "second_moment"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box cut out of one logical tensor, held on this rank."""
+
+    kind: str
+    """PARAMETER, FIRST_MOMENT or SECOND_MOMENT."""
+    name: str
+    """Logical name, as in `facts.workload`."""
+    shape: tuple[int, ...]
+    """Shape of the whole logical tensor."""
+    offset: tuple[int, ...]
+    """Where the box starts."""
+    tensor: torch.Tensor
+    """A live view of the values; its shape is the box's. It may be strided."""
+    owners: tuple[int, ...]
+    """Ranks that hold this very box, the same on each of them."""
+
+    @property
+    def key(self) -> str:
+        """kind/name: one tensor of the state."""
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass
+class State:
+    """Everything that training goes on from."""
+
+    pieces: list[Piece]
+    counters: dict[str, int] = field(default_factory=dict)
+    """step, samples, tokens: position in the run and in the data."""
+
+
+class Source(Protocol):
+    """Something that knows the values of state."""
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Write values into every piece's tensor; an error names what is missing."""
+
+
+def overlap(
+    offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """The common part of two boxes of one tensor, as slices into each; None if they are apart."""
+    mine, theirs = [], []
+    for a, n, b, m in zip(offset, size, other_offset, other_size, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        mine.append(slice(low - a, high - a))
+        theirs.append(slice(low - b, high - b))
+    return tuple(mine), tuple(theirs)

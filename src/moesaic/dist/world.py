@@ -1,0 +1,126 @@
+"""The world: which ranks work together, in which generation, with what patience.
+
+A world is joined and left explicitly, any number of times in one process; each generation meets
+under its own prefix of one store. torch keeps a default process group for its own use (device
+meshes need it); nothing of ours reads it: groups come from here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moesaic.base.errors import ConfigError
+from moesaic.dist import device as devices
+
+Group = dist.ProcessGroup
+"""A set of ranks that collectives run over; None stands for a set of one."""
+
+
+@dataclass
+class World:
+    """One generation of ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    generation: int
+    deadline: timedelta
+    store: dist.Store
+    everyone: Group | None = None
+    _groups: list[Group] = field(default_factory=list)
+
+    @classmethod
+    def solo(cls, device: torch.device | None = None) -> World:
+        """A world of one rank, without any process group."""
+        device = device or torch.device("cpu")
+        devices.activate(device)
+        return cls(0, 1, device, 0, timedelta(minutes=10), dist.HashStore())
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        device: torch.device | None = None,
+        generation: int = 0,
+        deadline: timedelta = timedelta(minutes=10),
+    ) -> World:
+        """Meet `size - 1` others in `generation`; returns when all have come."""
+        device = device or torch.device("cpu")
+        devices.activate(device)
+        prefixed = dist.PrefixStore(f"generation-{generation}", store)
+        dist.init_process_group(
+            devices.backend(device), store=prefixed, rank=rank, world_size=size, timeout=deadline,
+            device_id=device if device.type != "cpu" else None,
+        )  # fmt: skip
+        everyone = dist.group.WORLD
+        return cls(rank, size, device, generation, deadline, prefixed, everyone)
+
+    @classmethod
+    def from_launcher(cls, device_name: str = "auto", deadline: timedelta | None = None) -> World:
+        """The world that torchrun set up in the environment; a solo world where it did not."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = devices.resolve(device_name, local_rank)
+        if size == 1:
+            return cls.solo(device)
+        deadline = deadline or timedelta(minutes=10)
+        try:
+            rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
+        except KeyError as missing:
+            raise ConfigError(
+                f"WORLD_SIZE = {size} without {missing.args[0]} in the environment: start the "
+                "ranks with torchrun, or with --nproc"
+            ) from None
+        # torchrun's agent may serve the store itself; then rank 0 joins as a client too.
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            host, port, size, is_master=rank == 0 and not served, timeout=deadline,
+            multi_tenant=True,
+        )  # fmt: skip
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefixed = dist.PrefixStore(f"attempt-{attempt}", store)
+        return cls.join(rank, size, prefixed, device, deadline=deadline)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all (writes shared files, draws the progress bar)."""
+        return self.rank == 0
+
+    def partition(self, groups: Sequence[Sequence[int]]) -> Group | None:
+        """Create a group for each set of ranks and return this rank's own; None for a set of one.
+
+        Every rank of the world must call this with the same sets, in the same order.
+        """
+        mine: Group | None = None
+        for ranks in groups:
+            if len(ranks) < 2:
+                continue
+            if len(ranks) == self.size:
+                mine = self.everyone
+                continue
+            group = dist.new_group(list(ranks), timeout=self.deadline)
+            if self.rank in ranks:
+                mine = group
+                self._groups.append(group)
+        return mine
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.everyone is not None:
+            dist.barrier(group=self.everyone)
+
+    def leave(self) -> None:
+        """End this generation in this process."""
+        if self.everyone is not None:
+            dist.destroy_process_group()
+        self.everyone = None
+        self._groups.clear()

@@ -1,0 +1,28 @@
+"""The job: everything a user asks for, in one TOML file."""
+
+from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.job import Job
+from moesaic.facts.job.model import ModelConfig, Preset
+from moesaic.facts.job.routing import RoutingConfig
+from moesaic.facts.job.train import (
+    CheckpointConfig,
+    LayoutConfig,
+    LogConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "Job",
+    "LayoutConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Preset",
+    "RoutingConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+]

@@ -1,0 +1,45 @@
+"""Where text comes from and how it becomes samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+
+
+class DataConfig(Section):
+    """Training and validation text, tokenizer and packing."""
+
+    path: str
+    """A file, a directory or a glob: text (.txt, one document a file), .jsonl, .parquet, or a
+    dataset directory saved by Hugging Face `datasets`."""
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
+    """What `path` holds; auto goes by the file names."""
+    text_key: str = "text"
+    """Column that holds the text (jsonl, parquet, dataset)."""
+    tokenizer: str = "bytes"
+    """`bytes` (256 values and an end-of-document mark), or the path of a tokenizer.json or of the
+    directory that holds it."""
+    end_token: str | None = None
+    """Token that ends a document; unset: the tokenizer's own end-of-text mark."""
+    sequence: int = Field(ge=2)
+    """Tokens of one sample."""
+    packing: Literal["documents", "stream"] = "documents"
+    """documents: attention and targets stay inside a document. stream: samples are cut from one
+    long text, attention sees the whole sample."""
+    validation_path: str | None = None
+    """Text held out for validation, in the same format."""
+    validation_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the documents of `path` held out for validation, picked by a hash of their index."""
+    cache: str | None = None
+    """Directory for tokenised text; unset: ~/.cache/moesaic/tokens."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.validation_path and self.validation_share:
+            raise ValueError(
+                "data.validation_path and data.validation_share exclude each other: give one"
+            )
+        return self

@@ -1,0 +1,44 @@
+"""How tokens find experts: the router, its losses, capacity, and recorded routing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+
+
+class RoutingConfig(Section):
+    """The router of every expert layer."""
+
+    router: Literal["softmax", "switch", "gshard", "balanced"] = "softmax"
+    """softmax: top-k of the softmax. switch: top-1, optional noise on the scores while training.
+    gshard: top-2, the second expert kept at random in proportion to its weight, with capacity.
+    balanced: debugging; experts in turn whatever the scores say."""
+    balance_loss: float = Field(default=0.01, ge=0)
+    """Weight of the load-balance loss, the mean over expert layers of experts * sum(share * probability)."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the mean squared log-sum-exp of router scores, averaged over expert layers."""
+    capacity: float | None = Field(default=None, gt=0)
+    """Tokens that one expert takes from a global micro-batch, as a multiple of the even share;
+    assignments beyond it are dropped and counted. Unset: nothing is dropped."""
+    noise: float = Field(default=0.0, ge=0, lt=1)
+    """switch only: uniform noise in [1 - noise, 1 + noise] that multiplies scores while training."""
+    record: str | None = None
+    """File (Parquet) that receives the experts chosen for every token of this run."""
+    replay: str | None = None
+    """File written by `record`: its choices replace the router's, and differences are counted."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RoutingConfig:
+        if self.noise and self.router != "switch":
+            raise ValueError(
+                f"routing.noise = {self.noise} belongs to routing.router = 'switch', "
+                f"not '{self.router}': set it to 0"
+            )
+        if self.router == "gshard" and self.capacity is None:
+            raise ValueError("routing.router = 'gshard' needs routing.capacity (1.2 is usual)")
+        if self.record and self.replay:
+            raise ValueError("routing.record and routing.replay exclude each other: give one")
+        return self

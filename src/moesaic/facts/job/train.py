@@ -1,0 +1,114 @@
+"""How a job trains: steps, precision, optimizer, schedule, layout, checkpoints, logs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+
+
+class LayoutConfig(Section):
+    """How the ranks share the model; data parallelism takes whatever is left."""
+
+    ep: int = Field(default=1, ge=1)
+    """Expert parallelism: consecutive ranks that share out a layer's experts."""
+    shard: int | Literal["all"] = Field(default=1)
+    """Ranks that share out the dense parameters (FSDP2): 1 replicates them, "all" uses every rank."""
+
+    @model_validator(mode="after")
+    def _positive(self) -> LayoutConfig:
+        if isinstance(self.shard, int) and self.shard < 1:
+            raise ValueError(f'layout.shard = {self.shard}: give a number from 1, or "all"')
+        return self
+
+
+class TrainConfig(Section):
+    """One run's length, batch and precision."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps of the whole run."""
+    batch: int = Field(ge=1)
+    """Samples of one global batch, over all ranks and micro-batches."""
+    micro_batches: int = Field(default=1, ge=1)
+    """Equal parts of a global batch whose gradients are added up; each is spread over all ranks."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """fp32; bf16 computes in bfloat16 with fp32 weights; fp64 for proofs."""
+    recompute: bool = False
+    """Activation checkpointing: layers are computed again in backward instead of kept."""
+    clip: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; larger gradients are scaled down. 0: never."""
+    device: str = "auto"
+    """auto: a GPU where there is one, else cpu."""
+    validate_every: int = Field(default=0, ge=0)
+    """Steps between validation passes; 0: only at the end, if there is validation text."""
+    validation_samples: int = Field(default=64, ge=1)
+    """Samples of one validation pass."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank waits for its peers before it gives up."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.batch % self.micro_batches:
+            raise ValueError(
+                f"train.batch = {self.batch} is not divisible by "
+                f"train.micro_batches = {self.micro_batches}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with decoupled weight decay on matrices."""
+
+    kind: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """Decay of the first and second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decay of weights with two or more dimensions; norms have none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas = {self.betas}: each lies in [0, 1)")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate over steps."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after warm-up."""
+    warmup: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from zero."""
+    final: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the last step, as a share of the peak."""
+
+
+class CheckpointConfig(Section):
+    """When the run saves, and what it keeps."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = Field(default=3, ge=1)
+    """Newest checkpoints that stay on disk."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+
+
+class LogConfig(Section):
+    """Where figures go besides the run's own events."""
+
+    tensorboard: bool = True
+    """Write TensorBoard scalars."""
+    wandb: str | None = None
+    """Weights & Biases project (needs the wandb extra)."""
+    mlflow: str | None = None
+    """MLflow experiment (needs the mlflow extra)."""
+    loads_every: int = Field(default=1, ge=1)
+    """Steps between records of expert load."""

@@ -1,0 +1,118 @@
+"""Ranks for tests: a pool of processes that persists, so that a test costs no process start.
+
+`Ranks.run(size, function, *arguments)` joins the first `size` processes in a new generation of
+world, calls `function(world, *arguments)` on each, and returns the results by rank. Function and
+arguments are pickled: use functions of a module. A rank that raises, dies or overstays fails the
+call with its traceback; the pool then starts afresh for the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from moesaic.dist.world import World
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+class Ranks:
+    """A pool of rank processes on this machine."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._generation = 0
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(
+        self, size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 100.0
+    ) -> list[Any]:
+        """The results of `function(world, *arguments)` on ranks 0 to `size - 1`."""
+        self._generation += 1
+        for rank, pipe in enumerate(self._pipes[:size]):
+            pipe.send((rank, size, self._generation, timeout_s, function, arguments))
+        results: list[Any] = [None] * size
+        failures: list[str] = []
+        waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(size)}
+        end = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                failures.append(f"ranks {sorted(waiting.values())} did not answer in {timeout_s} s")
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process died"
+                results[rank] = value
+                if not ok:
+                    failures.append(f"rank {rank}: {value}")
+                    end = min(end, time.monotonic() + 10)
+        if failures:
+            self.close()
+            self._start()
+            raise RankFailed("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            rank, size, generation, timeout_s, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        deadline = timedelta(seconds=timeout_s)
+        try:
+            if size > 1:
+                world = World.join(rank, size, store, generation=generation, deadline=deadline)
+            else:
+                world = World.solo()
+            try:
+                result = function(world, *arguments)
+            finally:
+                world.leave()
+            pipe.send((True, result))
+        except BaseException:  # noqa: BLE001 - the boundary: any failure becomes the caller's
+            pipe.send((False, traceback.format_exc()))
