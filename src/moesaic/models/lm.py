@@ -1,0 +1,155 @@
+"""The decoder language model: a list of named blocks `(x, context) -> x`.
+
+embed, layers.0 ... layers.N-1, head. The names of its parameters are the logical names of
+`facts.workload`, but for the experts, which live in the arenas of their banks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moesaic.facts.job import ModelConfig, RoutingConfig
+from moesaic.facts.plan import Plan
+from moesaic.nn.attention import Attention, FeedForward, RMSNorm
+from moesaic.nn.bank import Bank
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.loss import HeadLoss
+from moesaic.nn.moe import MoE, compute_dtype
+from moesaic.nn.router import Router
+
+
+class Embedding(nn.Module):
+    """Token ids to vectors."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Look up."""
+        del context
+        return F.embedding(x, self.weight)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward network, each behind a norm and added to the stream."""
+
+    def __init__(self, attention: Attention, ffn: FeedForward | MoE, width: int, epsilon: float):
+        super().__init__()
+        self.attention_norm = RMSNorm(width, epsilon)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(width, epsilon)
+        self.add_module("moe" if isinstance(ffn, MoE) else "ffn", ffn)
+        self.recompute = False
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Compute, or with `recompute` keep only the input and compute again in backward."""
+        if self.recompute and torch.is_grad_enabled():
+            result: Tensor = checkpoint(
+                self._compute, x, context, use_reentrant=False, preserve_rng_state=False
+            )
+            return result
+        return self._compute(x, context)
+
+    def _compute(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context)
+        normed = self.ffn_norm(x)
+        inner = self.moe if hasattr(self, "moe") else self.ffn
+        result: Tensor = x + inner(normed, context)
+        return result
+
+
+class Head(nn.Module):
+    """The last norm and the projection onto the vocabulary; with targets, the loss instead."""
+
+    def __init__(self, weight: nn.Parameter, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(width, epsilon)
+        self.weight = weight
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
+        x = self.norm(x)
+        if context.targets is None:
+            return F.linear(x, self.weight)
+        with torch.autocast(x.device.type, enabled=False):
+            loss: Tensor = HeadLoss.apply(
+                x.flatten(0, 1).to(compute_dtype(x)), self.weight, context.targets.flatten(),
+                context.loss_scale,
+            )  # fmt: skip
+        return loss
+
+
+class LanguageModel(nn.Module):
+    """A decoder of the llama, mixtral or olmoe family."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        routing: RoutingConfig | None = None,
+        plan: Plan | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        routing = routing or RoutingConfig()
+        plan = plan or Plan(ranks=1, ep=1, shard=1, experts=config.experts)
+        ranks = ranks or Ranks()
+        self.embed = Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(
+            self._layer(index, routing, plan, ranks) for index in range(config.layers)
+        )
+        weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
+        self.head = Head(
+            self.embed.weight if config.tied else weight, config.hidden, config.norm_epsilon
+        )
+
+    def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
+        config = self.config
+        attention = Attention(
+            index, config.hidden, config.heads, config.kv_heads, config.head_dim,
+            norm_epsilon=config.norm_epsilon if config.normalised_attention else None,
+            clip=config.clip_qkv,
+        )  # fmt: skip
+        ffn: FeedForward | MoE
+        if config.experts:
+            router = Router(
+                index, config.hidden, config.experts, config.top_k,
+                kind=routing.router, renormalise=config.renormalise, noise=routing.noise,
+            )  # fmt: skip
+            bank = Bank(plan.homes(ranks.rank), config.hidden, config.ffn)
+            ffn = MoE(router, bank, Dispatcher(config.experts, ranks, routing.capacity))
+        else:
+            ffn = FeedForward(config.hidden, config.ffn)
+        return Layer(attention, ffn, config.hidden, config.norm_epsilon)
+
+    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """The named blocks, in order."""
+        yield "embed", self.embed
+        for index, layer in enumerate(self.layers):
+            yield f"layers.{index}", layer
+        yield "head", self.head
+
+    def banks(self) -> Iterator[tuple[int, Bank]]:
+        """The expert banks by layer."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(getattr(layer, "moe", None), MoE):
+                yield index, layer.moe.bank
+
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
+        dtype = self.embed.weight.dtype
+        return Rotary.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """All blocks in turn."""
+        x = tokens
+        for _, block in self.blocks():
+            x = block(x, context)
+        return x

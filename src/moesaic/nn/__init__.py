@@ -1,0 +1,1 @@
+"""Layers: attention, router, dispatch, expert bank, losses, and randomness by counter."""

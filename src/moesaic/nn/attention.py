@@ -1,0 +1,113 @@
+"""Grouped-query attention with rotary positions, RMS norm and the dense feed-forward network."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.nn.context import Context, Rotary
+
+
+class Linear(nn.Module):
+    """x @ weight.T, without bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / root mean square(x) * weight over the last dimension."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+
+
+class Attention(nn.Module):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        norm_epsilon: float | None = None,
+        clip: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.groups, self.clip = layer, head_dim, heads // kv_heads, clip
+        self.q = Linear(hidden, heads * head_dim)
+        self.k = Linear(hidden, kv_heads * head_dim)
+        self.v = Linear(hidden, kv_heads * head_dim)
+        self.o = Linear(heads * head_dim, hidden)
+        self.q_norm = self.k_norm = None
+        if norm_epsilon is not None:
+            self.q_norm = RMSNorm(heads * head_dim, norm_epsilon)
+            self.k_norm = RMSNorm(kv_heads * head_dim, norm_epsilon)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Attend."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
+        q, k, v = (self._split(t) for t in (q, k, v))
+        q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        dtype = v.dtype
+        q, k = q.to(dtype), k.to(dtype)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        attended = attend(q, self._repeat(k), self._repeat(v), context.mask)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+    def _repeat(self, x: Tensor) -> Tensor:
+        return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, causal where there is no mask."""
+    if q.shape[0] == 0:
+        # Nothing to attend to, yet gradients of this rank must exist (as zeros).
+        return q + k[:, :, : q.shape[2]] * 0 + v[:, :, : q.shape[2]] * 0
+    causal = mask is None and q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn channel pairs (i, i + d/2) of [batch, heads, sequence, d] by the positions' angles."""
+    left, right = x.chunk(2, dim=-1)
+    cosine, sine = rotary.cosine, rotary.sine
+    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate, self.up = Linear(hidden, ffn), Linear(hidden, ffn)
+        self.down = Linear(ffn, hidden)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Compute; the context is the same as an expert layer's and not used."""
+        del context
+        down: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return down

@@ -1,0 +1,82 @@
+"""What the blocks of a model share while one micro-batch passes through them.
+
+The context carries facts down (positions, masks, counters for randomness) and takes facts up
+(auxiliary losses, counts of tokens by expert). What goes up is keyed by layer, so that a layer that
+is computed twice, as under activation checkpointing, says it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Cache(Protocol):
+    """Keys and values of earlier positions."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new positions of one layer and return all of them."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of a micro-batch's positions, [batch, 1, sequence, head_dim / 2]."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+        """Rotary angles at `positions`, computed in fp32 or better."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        exponent = torch.arange(0, head_dim, 2, device=positions.device).to(wide) / head_dim
+        angles = positions[:, None, :, None].to(wide) * (1.0 / theta**exponent)
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one expert layer reports of one micro-batch."""
+
+    balance: Tensor
+    """This rank's share of the load-balance loss; shares add up to the loss. Carries gradient."""
+    z: Tensor
+    """This rank's share of the z-loss. Carries gradient."""
+    counts: Tensor
+    """Tokens sent to each expert by each rank after drops, [ranks, experts], on the host."""
+    dropped: int
+    """Assignments dropped for want of capacity, over all ranks."""
+    flips: int
+    """This rank's assignments in which a replayed choice differs from the router's own."""
+
+
+@dataclass
+class Context:
+    """One micro-batch on its way through the blocks."""
+
+    rotary: Rotary
+    mask: Tensor | None = None
+    """Which keys each query sees, bool, broadcastable to [batch, heads, queries, keys]; None: causal."""
+    training: bool = False
+    seed: int = 0
+    step: int = 0
+    samples: Tensor | None = None
+    """Global sample index of each row, [batch]."""
+    positions: Tensor | None = None
+    """Place of each token in its sample, [sequence]; with `samples` it names a token anywhere."""
+    targets: Tensor | None = None
+    """Tokens to predict, [batch, sequence], -100 where none; the head then returns a loss."""
+    loss_scale: float = 1.0
+    """Factor on the summed loss: one over the global number of targets."""
+    cache: Cache | None = None
+    replay: dict[int, Tensor] | None = None
+    """Recorded experts by layer, [tokens, choices]."""
+    keep_choices: bool = False
+    """Whether expert layers leave their choices in `choices`."""
+    choices: dict[int, Tensor] = field(default_factory=dict)
+    """Experts chosen by layer, [tokens, choices]."""
+    layers: dict[int, LayerFacts] = field(default_factory=dict)
+    """What each expert layer reports."""

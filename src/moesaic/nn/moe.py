@@ -1,0 +1,50 @@
+"""The expert layer: router, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.nn.bank import Bank
+from moesaic.nn.context import Context, LayerFacts
+from moesaic.nn.dispatch import Counted, Dispatcher
+from moesaic.nn.grouped import GatedExperts
+from moesaic.nn.router import Router, Routing, balance_share, z_share
+
+
+class MoE(nn.Module):
+    """A feed-forward network of experts."""
+
+    def __init__(self, router: Router, bank: Bank, dispatcher: Dispatcher) -> None:
+        super().__init__()
+        self.router, self.bank, self.dispatcher = router, bank, dispatcher
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Each token through its experts."""
+        tokens_TH = x.reshape(-1, x.shape[-1])
+        routing = self.router(tokens_TH, context)
+        counted = self.dispatcher.count(routing.experts_TK, training=context.training)
+        context.layers[self.router.layer] = self._facts(routing, counted)
+        sent = self.dispatcher.start(tokens_TH.to(compute_dtype(x)), counted)
+        rows, slot_counts = self.dispatcher.finish(sent)
+        arena = self.bank.acquire()
+        results = GatedExperts.apply(rows, arena, slot_counts, self.bank.ffn)
+        self.bank.release()
+        combined = self.dispatcher.combine(results, routing.weights_TK, counted, sent)
+        return combined.view(x.shape)
+
+    def _facts(self, routing: Routing, counted: Counted) -> LayerFacts:
+        asked_E = counted.asked_KE[0] if self.router.kind == "gshard" else counted.asked_KE.sum(0)
+        return LayerFacts(
+            balance=balance_share(routing, asked_E, counted.num_tokens),
+            z=z_share(routing, counted.num_tokens),
+            counts=counted.counts_RE,
+            dropped=counted.dropped,
+            flips=routing.flips,
+        )
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products take here: autocast's where it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
