@@ -1,0 +1,345 @@
+"""config.json of a Hugging Face directory <-> ModelConfig.
+
+Every key is one of four kinds: a size or switch that ModelConfig has; one that must have a fixed
+value, because another would mean arithmetic that is not built here (an error); bookkeeping, kept in
+`ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. Both
+spellings of the rotary base are read (transformers 4 and 5), and both are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import Family
+
+CONFIG_NAME = "config.json"
+
+ARCHITECTURES: dict[str, str] = {
+    "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "olmoe": "OlmoeForCausalLM",
+}  # fmt: skip
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,), "attention_dropout": (0.0,), "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,), "partial_rotary_factor": (1.0,), "quantization_config": (),
+    "router_jitter_noise": (0.0,), "sliding_window": (),
+}  # fmt: skip
+"""Keys that change arithmetic, with the values that are built here; null or absent always is."""
+
+WRITTEN: dict[str, dict[str, Any]] = {
+    "llama": {
+        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False,
+        "pretraining_tp": 1,
+    },
+    "mixtral": {
+        "attention_dropout": 0.0, "hidden_act": "silu", "output_router_logits": False,
+        "router_jitter_noise": 0.0, "sliding_window": None,
+    },
+    "olmoe": {
+        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+        "output_router_logits": False,
+    },
+}  # fmt: skip
+"""Keys that export always writes; with TOKENS, so that no reader falls back on its own default."""
+
+TOKENS: dict[str, Any] = {
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True,
+}  # fmt: skip
+
+TOKENS_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
+    "olmoe": {"eos_token_id": 50279, "pad_token_id": 1},
+}
+"""Special tokens that transformers takes where a file leaves the key out."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    "mixtral": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+    },
+    "olmoe": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+}  # fmt: skip
+"""What transformers takes where a file leaves a key out."""
+
+BOOKKEEPING = frozenset(
+    (
+        *TOKENS, "_attn_implementation", "_attn_implementation_autoset", "_name_or_path",
+        "add_cross_attention", "architectures", "chunk_size_feed_forward", "dtype",
+        "finetuning_task", "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels",
+        "output_attentions", "output_hidden_states", "output_router_logits", "prefix",
+        "pretraining_tp", "problem_type", "pruned_heads", "return_dict", "router_aux_loss_coef",
+        "router_z_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class",
+        "torch_dtype", "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "use_bfloat16",
+    )
+)  # fmt: skip
+"""Keys that change no arithmetic of the model."""
+
+MODEL_KEYS = frozenset(
+    (
+        "clip_qkv", "head_dim", "hidden_size", "initializer_range", "intermediate_size",
+        "max_position_embeddings", "model_type", "norm_topk_prob", "num_attention_heads",
+        "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+        "num_local_experts", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+        "tie_word_embeddings", "vocab_size",
+    )
+)  # fmt: skip
+"""Keys that ModelConfig has a field for."""
+
+
+def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
+    """The model that `directory` holds, and what a person should know of its config.json."""
+    path = directory / CONFIG_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"'{directory}' has no {CONFIG_NAME}: give a Hugging Face model directory"
+        ) from None
+    except NotADirectoryError:
+        raise ConfigError(
+            f"'{directory}' is a file: give the Hugging Face model directory that holds it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' cannot be read as JSON ({error}): restore it") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"'{path}' is not a JSON object: give a Hugging Face model directory")
+    return from_huggingface(raw, str(path))
+
+
+def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, list[str]]:
+    """The content of a config.json as ModelConfig, with warnings; `origin` opens every error."""
+    family = raw.get("model_type")
+    if family not in get_args(Family):
+        raise ConfigError(
+            f"{origin}: model_type = {json.dumps(family)} is not supported: "
+            f"use one of {', '.join(get_args(Family))}"
+        )
+    known = Keys({key: value for key, value in raw.items() if value is not None}, family, origin)
+    known.refuse_unbuilt()
+    fields: dict[str, Any] = {
+        "family": family,
+        "vocab": known.required("vocab_size"),
+        "layers": known.required("num_hidden_layers"),
+        "ffn": known.required("intermediate_size"),
+        "norm_epsilon": known.optional("rms_norm_eps"),
+        "max_positions": known.optional("max_position_embeddings"),
+        "init_std": known.raw.get("initializer_range", 0.02),
+        "tied": known.raw.get("tie_word_embeddings", False),
+        "rope_theta": known.rope_theta(),
+        **known.attention("num_key_value_heads" in raw),
+        **known.routing(),
+    }
+    extras, warnings = _extras(raw, family, origin)
+    return parse(ModelConfig, {**fields, "extras": extras}, origin), warnings
+
+
+class Keys:
+    """The keys of one config.json that are not null, and what follows from them."""
+
+    def __init__(self, raw: Mapping[str, Any], family: str, origin: str) -> None:
+        self.raw, self.family, self.origin = raw, family, origin
+
+    def required(self, key: str) -> int:
+        """A whole number that must be given."""
+        if key not in self.raw:
+            raise ConfigError(f"{self.origin}: '{key}' is required and not given: add it")
+        value = self.raw[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"{self.origin}: {key} = {json.dumps(value)} is not a positive whole number"
+            )
+        return value
+
+    def optional(self, key: str) -> Any:
+        """A value, or what transformers takes where the file leaves it out."""
+        return self.raw.get(key, DEFAULTS[self.family][key])
+
+    def refuse_unbuilt(self) -> None:
+        """Raise for a key whose value means arithmetic that is not built here."""
+        fixed = dict(FIXED)
+        if self.family != "olmoe":
+            fixed["clip_qkv"] = ()
+        if self.family == "mixtral":
+            fixed["norm_topk_prob"] = (True,)
+        for key, allowed in fixed.items():
+            if key in self.raw and self.raw[key] not in allowed:
+                self._refuse(key, self.raw[key], allowed or ("null",))
+
+    def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+        names = [v if v == "null" else json.dumps(v) for v in allowed]
+        raise ConfigError(
+            f"{self.origin}: {key} = {json.dumps(value)} is not supported for "
+            f"{self.family}: only {' or '.join(names)} is"
+        )
+
+    def attention(self, names_kv_heads: bool) -> dict[str, int]:
+        """Widths and heads; `names_kv_heads` says that the file has that key, if only as null."""
+        hidden, heads = self.required("hidden_size"), self.required("num_attention_heads")
+        result = {"hidden": hidden, "heads": heads, "kv_heads": heads}
+        if "num_key_value_heads" in self.raw:
+            result["kv_heads"] = self.required("num_key_value_heads")
+        elif not names_kv_heads:
+            result["kv_heads"] = DEFAULTS[self.family].get("num_key_value_heads", heads)
+        if "head_dim" in self.raw:
+            result["head_dim"] = self.required("head_dim")
+        elif hidden % heads:
+            raise ConfigError(
+                f"{self.origin}: num_attention_heads = {heads} does not divide "
+                f"hidden_size = {hidden}: give head_dim"
+            )
+        else:
+            result["head_dim"] = hidden // heads
+        if self.family == "olmoe" and result["head_dim"] * heads != hidden:
+            raise ConfigError(
+                f"{self.origin}: head_dim = {result['head_dim']} is not supported for olmoe: only "
+                f"hidden_size / num_attention_heads = {hidden} / {heads} is"
+            )
+        return result
+
+    def routing(self) -> dict[str, Any]:
+        """Experts and how their weights are scaled; nothing for a dense model."""
+        if self.family == "llama":
+            return {}
+        names = ("num_local_experts", "num_experts")
+        own, alias = names if self.family == "mixtral" else reversed(names)
+        if own not in self.raw and alias in self.raw:
+            own, alias = alias, own
+        experts = self.required(own)
+        if self.raw.get(alias, experts) != experts:
+            raise ConfigError(
+                f"{self.origin}: {own} = {experts} and {alias} = {json.dumps(self.raw[alias])} "
+                "contradict each other: remove one"
+            )
+        return {
+            "experts": experts,
+            "top_k": self.required("num_experts_per_tok"),
+            "renormalise": self.raw.get("norm_topk_prob", self.family == "mixtral"),
+            "clip_qkv": self.raw.get("clip_qkv"),
+        }
+
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding, from whichever keys hold it."""
+        theta: Any = self.raw.get("rope_theta")
+        for table_key in ("rope_scaling", "rope_parameters"):
+            table = self.raw.get(table_key)
+            if not table:
+                continue
+            if not isinstance(table, dict):
+                raise ConfigError(f"{self.origin}: {table_key} = {json.dumps(table)} is no table")
+            self._refuse_scaling(table_key, table)
+            inner = table.get("rope_theta")
+            if None not in (theta, inner) and inner != theta:
+                raise ConfigError(
+                    f"{self.origin}: rope_theta = {theta} and {table_key}.rope_theta = {inner} "
+                    "contradict each other: remove one"
+                )
+            theta = inner if theta is None else theta
+        theta = self.optional("rope_theta") if theta is None else theta
+        if not isinstance(theta, (int, float)) or isinstance(theta, bool):
+            raise ConfigError(f"{self.origin}: rope_theta = {json.dumps(theta)} is not a number")
+        return float(theta)
+
+    def _refuse_scaling(self, table_key: str, table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            name = f"{table_key}.{key}"
+            if key in ("rope_type", "type"):
+                if value not in (None, "default"):
+                    self._refuse(name, value, ("default",))
+            elif key == "partial_rotary_factor":
+                if value not in (None, 1.0):
+                    self._refuse(name, value, (1.0,))
+            elif key != "rope_theta" and value is not None:
+                self._refuse(name, value, ("null",))
+
+
+def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
+    """What to keep of keys that ModelConfig has no field for, and warnings about them."""
+    always = {**WRITTEN[family], **TOKENS, "architectures": [ARCHITECTURES[family]]}
+    extras: dict[str, Any] = {}
+    warnings: list[str] = []
+    for key, value in {**TOKENS_LEFT_OUT[family], **raw}.items():
+        if key in MODEL_KEYS or key in FIXED or key in ("dtype", "torch_dtype"):
+            continue
+        if key == "architectures":
+            if ARCHITECTURES[family] not in (value or [ARCHITECTURES[family]]):
+                warnings.append(
+                    f"{origin}: architectures = {json.dumps(value)} is read as "
+                    f"{ARCHITECTURES[family]}, which model_type = '{family}' means"
+                )
+            continue
+        if key not in BOOKKEEPING:
+            warnings.append(
+                f"{origin}: {key} = {json.dumps(value)} is not known and has no effect; "
+                "kept for export"
+            )
+        if key not in always or value != always[key]:
+            extras[key] = value
+    return extras, warnings
+
+
+def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The content of a config.json for `model` with weights of `dtype` (float32, bfloat16, ...)."""
+    _refuse_unwritable(model)
+    result: dict[str, Any] = {
+        **WRITTEN[model.family],
+        **TOKENS,
+        **model.extras,
+        "architectures": [ARCHITECTURES[model.family]],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "model_type": model.family,
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": model.max_positions,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tied,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
+    }
+    if model.family != "olmoe":
+        result["head_dim"] = model.head_dim
+    if model.family == "mixtral":
+        result |= {"num_local_experts": model.experts, "num_experts_per_tok": model.top_k}
+    if model.family == "olmoe":
+        result |= {
+            "num_experts": model.experts, "num_experts_per_tok": model.top_k,
+            "norm_topk_prob": model.renormalise, "clip_qkv": model.clip_qkv,
+        }  # fmt: skip
+    return result
+
+
+def config_text(model: ModelConfig, dtype: str) -> str:
+    """The bytes of config.json as text, keys in alphabetical order."""
+    return json.dumps(to_huggingface(model, dtype), indent=2, sort_keys=True) + "\n"
+
+
+def _refuse_unwritable(model: ModelConfig) -> None:
+    for key in model.extras:
+        if key in FIXED or key in MODEL_KEYS:
+            raise ConfigError(
+                f"model.extras.{key} = {json.dumps(model.extras[key])} is no bookkeeping but "
+                "changes the model: remove it, and use the key of [model] that means it"
+            )
+    if model.family == "mixtral" and not model.renormalise:
+        raise ConfigError(
+            "model.renormalise = false has no place in a mixtral config.json, whose readers always "
+            "renormalise: keep the checkpoint, or train with model.renormalise = true"
+        )
+    if model.family == "olmoe" and model.head_dim * model.heads != model.hidden:
+        raise ConfigError(
+            f"model.head_dim = {model.head_dim} has no place in an olmoe config.json, whose "
+            f"readers take hidden / heads = {model.hidden} / {model.heads}: keep the checkpoint"
+        )

@@ -1,0 +1,258 @@
+"""Weights out of a Hugging Face directory, tensor by tensor.
+
+The headers of all files are read first: every parameter must be there with the shape that
+config.json means, and every tensor must belong to a parameter. Then values are taken row by row
+from memory-mapped files, one file at a time, so that a reader never holds more than one shard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moesaic.base.errors import WeightsError
+from moesaic.dist.state import PARAMETER, Piece
+from moesaic.facts.job import ModelConfig
+from moesaic.models.hf import names
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+_ROWS_COMPARED = 4096
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor on file, from its header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class HFSource:
+    """The weights of `directory` as those of `model`: fills pieces, or gives whole parameters."""
+
+    def __init__(self, directory: Path, model: ModelConfig) -> None:
+        self._stored = scan(directory)
+        self._open: tuple[Path, Any] | None = None
+        chosen = names.choose(model, self._stored)
+        _check(directory, model, self._stored, chosen)
+        self._places = {name: place for name, place in chosen.items() if place is not None}
+        self.notes: list[str] = []
+        """Tensors on file that are passed over, and why, for a person to read."""
+        used = {place.tensor for place in self._places.values()}
+        for tensor in sorted(self._stored.keys() - used):
+            self.notes.append(
+                f"'{self._stored[tensor].file}': tensor '{tensor}' is passed over: "
+                f"{names.spare(model, tensor)}"
+            )
+        if model.tied and names.HEAD in self._stored:
+            self._check_tied(directory)
+
+    def __enter__(self) -> HFSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file that was read last; the source may be used again."""
+        self._open = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of one parameter on file."""
+        return DTYPES[self._stored[self._places[name].tensor].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """One whole parameter, as it is on file; a view of the mapped file."""
+        place = self._places[name]
+        box = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
+        return self._slice(place.tensor, box).reshape(_parameter_size(place))
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Write values into every piece's tensor, file by file."""
+
+        def position(piece: Piece) -> tuple[Path, str]:
+            tensor = self._places[piece.name].tensor
+            return self._stored[tensor].file, tensor
+
+        for piece in sorted(pieces, key=position):
+            if piece.kind != PARAMETER:
+                raise ValueError(f"{piece.key}: a model directory holds parameters only")
+            if piece.tensor.numel():
+                self._fill(piece)
+        self.close()
+
+    def _fill(self, piece: Piece) -> None:
+        place = self._places[piece.name]
+        lead = len(place.shape) - len(piece.shape)
+        offset = (*place.offset[:lead], *_added(place.offset[lead:], piece.offset))
+        size = (*place.size[:lead], *piece.tensor.shape)
+        box = [slice(o, o + n) for o, n in zip(offset, size, strict=True)]
+        piece.tensor.copy_(self._slice(place.tensor, box).reshape(piece.tensor.shape))
+
+    def _slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
+        stored = self._stored[tensor]
+        whole = all(s.stop - s.start == n for s, n in zip(box, stored.shape, strict=True))
+        file = self._opened(stored.file)
+        if whole:
+            result: Tensor = file.get_tensor(tensor)
+            return result
+        part: Tensor = file.get_slice(tensor)[tuple(box)]
+        return part
+
+    def _opened(self, path: Path) -> Any:
+        if self._open is None or self._open[0] != path:
+            self._open = None  # lets go of the old mapping before the new one grows
+            self._open = (path, _opened(path))
+        return self._open[1]
+
+    def _check_tied(self, directory: Path) -> None:
+        rows = self._stored[names.EMBEDDING].shape[0]
+        for first in range(0, rows, _ROWS_COMPARED):
+            count = min(_ROWS_COMPARED, rows - first)
+            left, right = (
+                self._slice(
+                    name, [slice(first, first + count), slice(0, self._stored[name].shape[1])]
+                )
+                for name in (names.EMBEDDING, names.HEAD)
+            )
+            if not torch.equal(left, right.to(left.dtype)):
+                raise WeightsError(
+                    f"'{directory}': config.json ties the head, but tensor '{names.HEAD}' differs "
+                    f"from '{names.EMBEDDING}': set tie_word_embeddings to false, or remove it"
+                )
+        self.close()
+
+
+def _parameter_size(place: names.Place) -> tuple[int, ...]:
+    return place.size[1:] if len(place.size) == 3 else place.size
+
+
+def _added(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def scan(directory: Path) -> dict[str, Stored]:
+    """Every tensor of the weight files of `directory`."""
+    files, index = _weight_files(directory)
+    stored: dict[str, Stored] = {}
+    for file in files:
+        opened = _opened(file)
+        for name in opened.keys():  # noqa: SIM118 - a file is no mapping
+            if name in stored:
+                raise WeightsError(
+                    f"tensor '{name}' is both in '{stored[name].file}' and in '{file}': remove one"
+                )
+            header = opened.get_slice(name)
+            stored[name] = Stored(file, tuple(header.get_shape()), str(header.get_dtype()))
+    for name, file_name in index.items():
+        if name not in stored or stored[name].file.name != file_name:
+            raise WeightsError(
+                f"'{directory / INDEX_NAME}' says that tensor '{name}' is in '{file_name}', "
+                "but it is not: restore the files"
+            )
+    return stored
+
+
+def _weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    if single.exists() and index.exists():
+        raise WeightsError(f"'{directory}' has both {SINGLE_NAME} and {INDEX_NAME}: remove one")
+    if single.exists():
+        return [single], {}
+    if not index.exists():
+        others = sorted(p.name for p in directory.glob("*.bin")) or ["no weights at all"]
+        raise WeightsError(
+            f"'{directory}' has neither {SINGLE_NAME} nor {INDEX_NAME} (it has {others[0]}): "
+            "save the model as safetensors"
+        )
+    weight_map = _weight_map(index)
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            count = sum(name == file.name for name in weight_map.values())
+            raise WeightsError(
+                f"'{index}' names the file '{file.name}' for {count} tensors, but it is not there: "
+                "fetch the missing file"
+            )
+    return files, weight_map
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        plain = all(Path(name).name == name for name in weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"'{index}' is no index of weights ({error!r}): restore it") from None
+    if not plain or not weight_map:
+        raise WeightsError(f"'{index}' must map tensors to files beside it: restore it")
+    result: dict[str, str] = weight_map
+    return result
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"'{path}' is no whole safetensors file ({error}): fetch it again"
+        ) from None
+
+
+def _check(
+    directory: Path,
+    model: ModelConfig,
+    stored: Mapping[str, Stored],
+    chosen: Mapping[str, names.Place | None],
+) -> None:
+    written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
+    missing = [written[name] for name, place in chosen.items() if place is None]
+    placed = {place.tensor: place for place in chosen.values() if place is not None}
+    unused = [t for t in stored if t not in placed and names.spare(model, t) is None]
+    problems = []
+    if missing:
+        problems.append(f"{_listed(missing)} missing")
+    if unused:
+        problems.append(f"{_listed(sorted(unused))} not part of the model")
+    if problems:
+        raise WeightsError(
+            f"'{directory}': {'; '.join(problems)}: "
+            "the weights and config.json must be of one model"
+        )
+    for tensor, place in placed.items():
+        found = stored[tensor]
+        if found.shape != place.shape:
+            count = sum(stored[t].shape != p.shape for t, p in placed.items())
+            raise WeightsError(
+                f"'{found.file}': tensor '{tensor}' has shape {list(found.shape)}, but config.json "
+                f"means {list(place.shape)} ({count} of {len(placed)} tensors differ): "
+                "the weights and config.json must be of one model"
+            )
+        if found.dtype not in DTYPES:
+            raise WeightsError(
+                f"'{found.file}': tensor '{tensor}' is of dtype {found.dtype}, which is not "
+                f"supported: convert the model to one of {', '.join(DTYPES)}"
+            )
+
+
+def _listed(tensors: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in tensors[:3])
+    if len(tensors) == 1:
+        return f"tensor {shown} is"
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return f"{len(tensors)} tensors ({shown}{more}) are"

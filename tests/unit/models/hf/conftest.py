@@ -1,0 +1,97 @@
+"""Directories that transformers itself wrote, and the logits that it computes from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied-wide": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    "olmoe-renormalised": {
+        "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "clip_qkv": 0.7, "num_key_value_heads": 4, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e5,
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model as transformers wrote it, and what transformers says of it."""
+
+    directory: Path
+    tokens: Tensor
+    logits: Tensor
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights large enough that logits are of order one and routing is decided."""
+    draws = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draws)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+
+
+def build(case: str, **changes: Any) -> transformers.PreTrainedModel:
+    keys = {**SIZES, **CASES[case], **changes}
+    config = transformers.AutoConfig.for_model(**keys)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    model.tie_weights()
+    return model.eval()
+
+
+def ask(model: transformers.PreTrainedModel) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(
+        0, SIZES["vocab_size"], (3, 17), generator=torch.Generator().manual_seed(1)
+    )
+    with torch.no_grad():
+        return tokens, model(tokens).logits
+
+
+@pytest.fixture(scope="session")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Peer]:
+    made: dict[str, Peer] = {}
+
+    def make(case: str) -> Peer:
+        if case not in made:
+            model = build(case)
+            directory = tmp_path_factory.mktemp("peers") / case
+            model.save_pretrained(directory)
+            made[case] = Peer(directory, *ask(model))
+        return made[case]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def their_logits() -> Callable[[Path, Tensor], Tensor]:
+    def compute(directory: Path, tokens: Tensor) -> Tensor:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return model(tokens).logits
+
+    return compute

@@ -1,0 +1,109 @@
+"""transformers is the oracle: same files, same logits, in both directions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moesaic.models.hf.config import read_config
+from moesaic.models.hf.reader import HFSource
+from moesaic.models.hf.writer import PieceTensors, find_companions, write_model
+from moesaic.models.lm import LanguageModel
+from moesaic.models.pieces import pieces
+from moesaic.nn.context import Context
+
+CASES = ["llama", "llama-tied-wide", "mixtral", "olmoe", "olmoe-renormalised"]
+
+
+def load(directory: Path) -> LanguageModel:
+    config, warnings = read_config(directory)
+    assert warnings == []
+    model = LanguageModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    HFSource(directory, config).fill(pieces(model))
+    return model.eval()
+
+
+def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    with torch.no_grad():
+        return model(tokens, Context(rotary=model.rotary(positions)))
+
+
+def export(model: LanguageModel, target: Path, **options: Any) -> None:
+    write_model(target, model.config, PieceTensors(pieces(model)), **options)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_theirs_on_files_they_wrote(case: str, peer: Callable[[str], Any]) -> None:
+    theirs = peer(case)
+    ours = our_logits(load(theirs.directory), theirs.tokens)
+    assert theirs.logits.std() > 0.3  # else a tolerance of 1e-5 would say nothing
+    torch.testing.assert_close(ours, theirs.logits, rtol=1e-5, atol=1e-5)
+    assert (ours - theirs.logits).norm() <= 1e-5 * theirs.logits.norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_read_what_we_write(
+    case: str, peer: Callable[[str], Any], their_logits: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    model = load(peer(case).directory)
+    export(model, tmp_path / "out", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    tokens = peer(case).tokens
+    theirs = their_logits(tmp_path / "out", tokens)
+    torch.testing.assert_close(our_logits(model, tokens), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_and_bytes_survive(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
+    source = peer(case).directory
+    export(load(source), tmp_path / "out")
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.int32), after[name].view(torch.int32)), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_of_import_of_export_is_file_identical(
+    case: str, peer: Callable[[str], Any], tmp_path: Path
+) -> None:
+    for turn, source in (("first", peer(case).directory), ("second", tmp_path / "first")):
+        model = load(source)
+        carried = find_companions(source)
+        export(model, tmp_path / turn, max_shard_bytes=20_000, companions=carried)
+    first = digests(tmp_path / "first")
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= first.keys()
+    assert first == digests(tmp_path / "second")
+
+
+def test_bfloat16_files_keep_their_bits(
+    peer: Callable[[str], Any], their_logits: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    model = load(peer("mixtral").directory)
+    export(model, tmp_path / "bf16", dtype="bf16")
+    again = load(tmp_path / "bf16")
+    again.to(torch.bfloat16)
+    export(again, tmp_path / "again")
+    assert digests(tmp_path / "bf16") == digests(tmp_path / "again")
+    for name, tensor in load_file(tmp_path / "bf16" / "model.safetensors").items():
+        original = load_file(peer("mixtral").directory / "model.safetensors")[name]
+        assert torch.equal(tensor, original.to(torch.bfloat16)), name
+    theirs = their_logits(tmp_path / "bf16", peer("mixtral").tokens)
+    assert theirs.dtype == torch.bfloat16  # config.json states the dtype of the weights
