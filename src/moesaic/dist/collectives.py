@@ -25,7 +25,7 @@ def gather(tensor: Tensor, group: Group | None) -> Tensor:
     if group is None:
         return tensor[None]
     stacked = tensor.new_empty((group.size(), *tensor.shape))
-    dist.all_gather_into_tensor(stacked, tensor.contiguous(), group=group)
+    dist.all_gather(list(stacked.unbind(0)), tensor.contiguous(), group=group)
     return stacked
 
 

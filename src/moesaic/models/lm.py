@@ -78,11 +78,10 @@ class Head(nn.Module):
         x = self.norm(x)
         if context.targets is None:
             return F.linear(x, self.weight)
+        rows = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            loss: Tensor = HeadLoss.apply(
-                x.flatten(0, 1).to(compute_dtype(x)), self.weight, context.targets.flatten(),
-                context.loss_scale,
-            )  # fmt: skip
+            targets = context.targets.flatten()
+            loss: Tensor = HeadLoss.apply(rows, self.weight, targets, context.loss_scale)
         return loss
 
 
@@ -105,10 +104,10 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(
             self._layer(index, routing, plan, ranks) for index in range(config.layers)
         )
-        weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
-        self.head = Head(
-            self.embed.weight if config.tied else weight, config.hidden, config.norm_epsilon
-        )
+        weight = self.embed.weight
+        if not config.tied:
+            weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
+        self.head = Head(weight, config.hidden, config.norm_epsilon)
 
     def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
         config = self.config

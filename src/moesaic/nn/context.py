@@ -7,7 +7,7 @@ is computed twice, as under activation checkpointing, says it once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -53,30 +53,35 @@ class LayerFacts:
     """This rank's assignments in which a replayed choice differs from the router's own."""
 
 
-@dataclass
 class Context:
-    """One micro-batch on its way through the blocks."""
+    """One micro-batch on its way through the blocks.
 
-    rotary: Rotary
-    mask: Tensor | None = None
-    """Which keys each query sees, bool, broadcastable to [batch, heads, queries, keys]; None: causal."""
-    training: bool = False
-    seed: int = 0
-    step: int = 0
-    samples: Tensor | None = None
-    """Global sample index of each row, [batch]."""
-    positions: Tensor | None = None
-    """Place of each token in its sample, [sequence]; with `samples` it names a token anywhere."""
-    targets: Tensor | None = None
-    """Tokens to predict, [batch, sequence], -100 where none; the head then returns a loss."""
-    loss_scale: float = 1.0
-    """Factor on the summed loss: one over the global number of targets."""
-    cache: Cache | None = None
-    replay: dict[int, Tensor] | None = None
-    """Recorded experts by layer, [tokens, choices]."""
-    keep_choices: bool = False
-    """Whether expert layers leave their choices in `choices`."""
-    choices: dict[int, Tensor] = field(default_factory=dict)
-    """Experts chosen by layer, [tokens, choices]."""
-    layers: dict[int, LayerFacts] = field(default_factory=dict)
-    """What each expert layer reports."""
+    Not a dataclass on purpose: FSDP rebuilds dataclasses among a module's inputs, dictionaries and
+    all, and what layers report would be lost in the copy.
+    """
+
+    def __init__(self, rotary: Rotary) -> None:
+        self.rotary = rotary
+        self.mask: Tensor | None = None
+        """Which keys each query sees, bool, broadcastable to [batch, heads, queries, keys]; None:
+        causal."""
+        self.training = False
+        self.seed = 0
+        self.step = 0
+        self.samples: Tensor | None = None
+        """Global sample index of each row, [batch]."""
+        self.positions: Tensor | None = None
+        """Place of each token in its sample, [sequence]; with `samples` it names a token anywhere."""
+        self.targets: Tensor | None = None
+        """Tokens to predict, [batch, sequence], -100 where none; the head then returns a loss."""
+        self.loss_scale = 1.0
+        """Factor on the summed loss: one over the global number of targets."""
+        self.cache: Cache | None = None
+        self.replay: dict[int, Tensor] | None = None
+        """Recorded experts by layer, [tokens, choices]."""
+        self.keep_choices = False
+        """Whether expert layers leave their choices in `choices`."""
+        self.choices: dict[int, Tensor] = {}
+        """Experts chosen by layer, [tokens, choices]."""
+        self.layers: dict[int, LayerFacts] = {}
+        """What each expert layer reports."""

@@ -84,20 +84,10 @@ class Dispatcher:
             asked_KE = asked_RKE.sum(0)
             return Counted(experts_TK, asked_KE, asked_RKE.sum(1), tokens, 0)
         limit = math.ceil(self.capacity * tokens * top_k / self.experts)
-        kept_RKE, before_KE = self._within(asked_RKE, limit)
+        kept_RKE = _within(asked_RKE, limit)
         kept_TK = _keep_first(experts_TK, kept_RKE[self.ranks.rank], self.experts)
-        del before_KE
         dropped = int(asked_RKE.sum() - kept_RKE.sum())
         return Counted(kept_TK, asked_RKE.sum(0), kept_RKE.sum(1), tokens, dropped)
-
-    @staticmethod
-    def _within(asked_RKE: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """How many of each rank's assignments fit: first choices of all ranks before second ones."""
-        ranks, top_k, experts = asked_RKE.shape
-        queue = asked_RKE.transpose(0, 1).reshape(top_k * ranks, experts)
-        before = queue.cumsum(0) - queue
-        kept = torch.minimum(queue, (limit - before).clamp(min=0))
-        return kept.view(top_k, ranks, experts).transpose(0, 1), before
 
     def start(self, tokens_TH: Tensor, counted: Counted) -> Sent:
         """Launch the exchange of tokens."""
@@ -149,6 +139,15 @@ class Dispatcher:
         weights_TK = torch.where(present, weights_TK, 0.0).to(results.dtype)
         combined: Tensor = Combine.apply(results, weights_TK, sent.order, sent.inverse_TK)
         return combined
+
+
+def _within(asked_RKE: Tensor, limit: int) -> Tensor:
+    """How many of each rank's assignments fit: first choices of all ranks before second ones."""
+    ranks, top_k, experts = asked_RKE.shape
+    queue = asked_RKE.transpose(0, 1).reshape(top_k * ranks, experts)
+    before = queue.cumsum(0) - queue
+    kept = torch.minimum(queue, (limit - before).clamp(min=0))
+    return kept.view(top_k, ranks, experts).transpose(0, 1)
 
 
 def _keep_first(experts_TK: Tensor, kept_KE: Tensor, experts: int) -> Tensor:

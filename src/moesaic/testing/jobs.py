@@ -1,0 +1,68 @@
+"""Tiny jobs and random samples for tests: a whole run in well under a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moesaic.base.config import parse
+from moesaic.facts.job import Job
+from moesaic.train.data import Batch
+
+TINY: dict[str, Any] = {
+    "seed": 7,
+    "model": {
+        "family": "olmoe", "vocab": 61, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2,
+        "head_dim": 8, "ffn": 24, "experts": 8, "top_k": 2, "init_std": 0.2,
+    },
+    "routing": {"balance_loss": 0.02, "z_loss": 0.001},
+    "data": {"path": "unused", "sequence": 12},
+    "train": {"steps": 10, "batch": 8, "precision": "fp64"},
+    "optimizer": {"lr": 0.003},
+    "schedule": {"warmup": 2},
+}  # fmt: skip
+
+
+def tiny_job(**tables: dict[str, Any]) -> Job:
+    """The tiny job with the given keys of its tables changed."""
+    raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
+    for table, changes in tables.items():
+        raw[table] = {**raw.get(table, {}), **changes}
+    return parse(Job, raw, "tiny job")
+
+
+class RandomSamples:
+    """Endless random samples, each a function of its index; two documents in every third one."""
+
+    def __init__(self, vocab: int, sequence: int) -> None:
+        self._vocab, self._sequence = vocab, sequence
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
+        """The samples of `indices`."""
+        del shuffled
+        rows = [self._sample(index) for index in indices]
+        empty = torch.zeros(0, self._sequence, dtype=torch.int64)
+        inputs, targets, documents = (
+            torch.stack(column) if rows else empty for column in (zip(*rows) if rows else ((),) * 3)
+        )
+        place = torch.arange(self._sequence).expand(len(rows), -1)
+        first = torch.where(documents > 0, self._sequence // 2, 0)
+        return Batch(
+            samples=torch.tensor(list(indices), dtype=torch.int64),
+            inputs=inputs, targets=targets, documents=documents.int(), positions=place - first,
+        )  # fmt: skip
+
+    def _sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(self._vocab, (self._sequence + 1,), generator=generator)
+        documents = torch.zeros(self._sequence, dtype=torch.int64)
+        targets = tokens[1:].clone()
+        if index % 3 == 0:
+            documents[self._sequence // 2 :] = 1
+            targets[self._sequence // 2 - 1] = -100
+        return tokens[:-1], targets, documents

@@ -1,0 +1,77 @@
+"""Next-token prediction with attention inside documents, and the routers' auxiliary losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.facts.job import Job
+from moesaic.models.lm import LanguageModel
+from moesaic.nn.context import Context
+from moesaic.nn.loss import IGNORED
+from moesaic.train.data import Batch
+
+
+@dataclass(frozen=True)
+class Losses:
+    """One micro-batch's losses on this rank; every rank's add up to the global ones."""
+
+    total: Tensor
+    """What backward starts from."""
+    loss: Tensor
+    """Cross-entropy, already divided by the number of targets of the whole batch."""
+    balance: Tensor
+    z: Tensor
+    """Means over expert layers and micro-batches."""
+    context: Context
+
+
+def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Context:
+    """The context of one micro-batch, without targets."""
+    device = model.embed.weight.device
+    context = Context(model.rotary(batch.positions.to(device)))
+    context.mask = inside_documents(batch.documents.to(device))
+    context.seed, context.step = job.seed, step
+    context.samples = batch.samples.to(device)
+    context.positions = torch.arange(batch.inputs.shape[1], device=device)
+    return context
+
+
+def inside_documents(documents: Tensor) -> Tensor | None:
+    """Causal attention that ends at document boundaries; None where there are none."""
+    if bool((documents == documents[:, :1]).all()):
+        return None
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
+
+
+def num_targets(batch: Batch) -> int:
+    """Tokens of a batch that count towards the loss."""
+    return int((batch.targets != IGNORED).sum())
+
+
+def compute(
+    model: LanguageModel, batch: Batch, context: Context, job: Job, targets_total: int
+) -> Losses:
+    """Losses of one of the job's micro-batches.
+
+    Args:
+        model: the model.
+        batch: this rank's rows of the micro-batch.
+        context: from `make_context`, with whatever the run adds.
+        job: the job.
+        targets_total: targets of the whole global batch.
+    """
+    device = model.embed.weight.device
+    context.targets = batch.targets.to(device)
+    context.loss_scale = 1.0 / max(targets_total, 1)
+    loss = model(batch.inputs.to(device), context)
+    assert len(context.layers) == len(list(model.banks())), "an expert layer did not report"
+    parts = job.train.micro_batches * max(len(context.layers), 1)
+    zero = loss.new_zeros(())
+    balance = sum((facts.balance for facts in context.layers.values()), start=zero) / parts
+    z = sum((facts.z for facts in context.layers.values()), start=zero) / parts
+    total = loss + job.routing.balance_loss * balance + job.routing.z_loss * z
+    return Losses(total, loss.detach(), balance.detach(), z.detach(), context)

@@ -1,0 +1,70 @@
+"""AdamW that runs where a block lives, and the learning rate over steps.
+
+`update(name, values, grad, step, ...)` needs nothing but one parameter's own tensors, so that a
+block can be updated wherever and whenever its gradient is ready. Moments are plain tensors of the
+values' layout; they are state like any other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from moesaic.facts.job import OptimizerConfig, ScheduleConfig
+
+
+class AdamW:
+    """Decoupled weight decay (Loshchilov and Hutter), torch's fused kernel."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def attach(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Create zero moments for a parameter and return them."""
+        first = torch.zeros_like(values, memory_format=torch.contiguous_format)
+        self.moments[name] = (first, torch.zeros_like(first))
+        return self.moments[name]
+
+    def update(
+        self, name: str, values: Tensor, grad: Tensor, step: int, *, lr: float, clip: float, decay: bool
+    ) -> None:
+        """One step, in place.
+
+        Args:
+            name: the parameter's name, as given to `attach`.
+            values: the parameter's values on this rank.
+            grad: their gradient; it may be scaled in place.
+            step: 1 for the first update.
+            lr: learning rate.
+            clip: factor on the gradient.
+            decay: whether weight decay applies.
+        """
+        if not values.numel():
+            return
+        first, second = self.moments[name]
+        scale = torch.tensor(1.0 / clip, device=values.device) if clip < 1.0 else None
+        adamw(
+            [values], [grad], [first], [second], [],
+            [torch.tensor(float(step - 1), device=values.device)],
+            fused=True, grad_scale=scale, amsgrad=False, maximize=False,
+            beta1=self.config.betas[0], beta2=self.config.betas[1], eps=self.config.epsilon,
+            lr=lr, weight_decay=self.config.weight_decay if decay else 0.0,
+        )  # fmt: skip
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
+    """The learning rate of update `step` (1 is the first) of `steps`."""
+    if step <= schedule.warmup:
+        return peak * step / schedule.warmup
+    if schedule.kind == "constant":
+        return peak
+    done = (step - schedule.warmup) / max(steps - schedule.warmup, 1)
+    if schedule.kind == "linear":
+        shape = 1.0 - done
+    else:
+        shape = 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (schedule.final + (1.0 - schedule.final) * shape)

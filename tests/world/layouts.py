@@ -1,0 +1,118 @@
+"""One training run under one layout, and what it did, in terms that do not depend on the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.dist.state import PARAMETER
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import assemble
+from moesaic.train.routes import RouteRecorder, RouteReplay
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Outcome:
+    """What a run did."""
+
+    steps: list[dict[str, Any]]
+    gradients: dict[str, Array]
+    state: dict[str, Array]
+
+
+def run_layout(
+    world: World, job: Job, steps: int, record: str | None = None, replay: str | None = None
+) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    """Train on one rank; pieces are returned as (key, shape, offset, values)."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    run.recorder = RouteRecorder(Path(record), world.rank) if record else None
+    run.replay = RouteReplay(Path(replay)) if replay else None
+    recorder, run.recorder = run.recorder, None
+    run.gradients(samples)
+    gradients = [
+        _plain(piece)
+        for item in run.holdings
+        for piece in item.pieces("gradient", item.grad, world.rank)
+    ]
+    for item in run.holdings:
+        item.parameter.grad = None
+    run.recorder = recorder
+    facts = []
+    for _ in range(steps):
+        step = run.step(samples)
+        facts.append(
+            {
+                "loss": step.loss, "balance": step.balance_loss, "z": step.z_loss,
+                "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
+                "dropped": sum(step.dropped.values()),
+                "counts": [c.tolist() for c in step.counts.values()],
+            }
+        )  # fmt: skip
+    if run.recorder:
+        run.recorder.close()
+    state = [_plain(piece) for piece in run.state().pieces]
+    run.close()
+    return facts, gradients, state
+
+
+def _plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
+    return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
+
+
+def outcome(ranks: Ranks, size: int, job: Job, steps: int, **files: str) -> Outcome:
+    """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
+    results = ranks.run(size, run_layout, job, steps, files.get("record"), files.get("replay"))
+    for facts, _, _ in results[1:]:
+        assert facts == results[0][0], "ranks disagree about what happened"
+    return Outcome(
+        results[0][0], _whole([r[1] for r in results]), _whole([r[2] for r in results])
+    )
+
+
+def _whole(by_rank: list[list[Any]]) -> dict[str, Array]:
+    whole: dict[str, Array] = {}
+    seen: dict[str, Array] = {}
+    for pieces in by_rank:
+        for key, shape, offset, values in pieces:
+            if key not in whole:
+                whole[key], seen[key] = np.zeros(shape, values.dtype), np.zeros(shape, bool)
+            box = tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))
+            known = seen[key][box]
+            assert np.array_equal(whole[key][box][known], values[known]), f"copies of {key} differ"
+            whole[key][box] = values
+            seen[key][box] = True
+    for key, mask in seen.items():
+        assert mask.all(), f"{key} is not covered"
+    return whole
+
+
+def weights(result: Outcome) -> dict[str, Array]:
+    """The parameters among the state."""
+    return {k: v for k, v in result.state.items() if k.startswith(PARAMETER + "/")}
+
+
+def worst_element(a: dict[str, Array], b: dict[str, Array]) -> float:
+    """Largest |a - b| / max(1, |b|) over all elements of all tensors."""
+    assert a.keys() == b.keys()
+    return max(float((abs(a[k] - b[k]) / np.maximum(1.0, abs(b[k]))).max()) for k in a)
+
+
+def worst_tensor(a: dict[str, Array], b: dict[str, Array]) -> float:
+    """Largest norm(a - b) / norm(b) over all tensors."""
+    assert a.keys() == b.keys()
+    return max(
+        float(np.linalg.norm(a[k] - b[k]) / max(np.linalg.norm(b[k]), 1e-30)) for k in a
+    )

@@ -1,0 +1,117 @@
+"""Every layout gives the same numbers as one process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layouts import Outcome, outcome, weights, worst_element, worst_tensor
+
+from moesaic.testing.jobs import tiny_job
+from moesaic.testing.ranks import Ranks
+
+LAYOUTS = [
+    # ranks, ep, shard
+    (2, 1, 1),
+    (2, 2, 1),
+    (2, 1, 2),
+    (2, 2, 2),
+    (4, 1, 1),
+    (4, 2, 1),
+    (4, 4, 1),
+    (4, 1, 4),
+    (4, 2, 2),
+    (4, 4, 2),
+    (4, 4, 4),
+]
+STEPS = 10
+_references: dict[str, Outcome] = {}
+
+
+def reference(ranks: Ranks, key: str, **tables: Any) -> Outcome:
+    if key not in _references:
+        _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
+    return _references[key]
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    """In fp64: element by element at 1e-9, and the same routing."""
+    for a, b in zip(one.steps, other.steps, strict=True):
+        assert a["counts"] == b["counts"]
+        assert (a["tokens"], a["dropped"]) == (b["tokens"], b["dropped"])
+        for figure in ("loss", "balance", "z", "norm"):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
+    assert worst_element(one.gradients, other.gradients) < 1e-9
+    assert worst_element(one.state, other.state) < 1e-9
+
+
+# Micro-batches of 8, 4 and 2 samples; with 2, half of four ranks hold no token at all.
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize(("size", "ep", "shard"), LAYOUTS)
+def test_fp64(ranks: Ranks, size: int, ep: int, shard: int, micro_batches: int) -> None:
+    train = {"micro_batches": micro_batches}
+    one = reference(ranks, f"plain {micro_batches}", train=train)
+    job = tiny_job(train=train, layout={"ep": ep, "shard": shard})
+    assert_same(outcome(ranks, size, job, STEPS), one)
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "switch with noise and drops": {
+        "model": {"top_k": 1},
+        "routing": {"router": "switch", "noise": 0.1, "capacity": 1.0},
+    },
+    "gshard with drops": {
+        "model": {"top_k": 2},
+        "routing": {"router": "gshard", "capacity": 1.0, "balance_loss": 1.0},
+    },
+    "balanced": {"routing": {"router": "balanced"}},
+    "mixtral": {"model": {"family": "mixtral", "renormalise": True}},
+    "one expert of eight per token": {"model": {"top_k": 1}},
+    "dense": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
+    "recompute": {"train": {"recompute": True, "micro_batches": 2}},
+    "tied": {"model": {"tied": True}, "train": {"micro_batches": 2}},
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(("size", "ep", "shard"), [(2, 2, 1), (4, 2, 2), (4, 4, 1)])
+def test_fp64_of_every_router(ranks: Ranks, name: str, size: int, ep: int, shard: int) -> None:
+    tables = ROUTERS[name]
+    one = reference(ranks, name, **tables)
+    ep = ep if tables.get("model", {}).get("experts", 8) else 1
+    job = tiny_job(**{**tables, "layout": {"ep": ep, "shard": shard}})
+    several = outcome(ranks, size, job, STEPS)
+    assert_same(several, one)
+    if "drops" in name:
+        assert sum(step["dropped"] for step in one.steps) > 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("size", "ep", "shard"), LAYOUTS)
+def test_fp32_with_replayed_routing(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, size: int, ep: int, shard: int,
+    micro_batches: int,
+) -> None:  # fmt: skip
+    train = {"micro_batches": micro_batches, "precision": "fp32"}
+    one, record = recorded(ranks, tmp_path_factory, micro_batches)
+    job = tiny_job(train=train, layout={"ep": ep, "shard": shard})
+    several = outcome(ranks, size, job, STEPS, replay=str(record))
+    assert worst_tensor(several.gradients, one.gradients) < 1e-5
+    assert worst_tensor(weights(several), weights(one)) < 1e-5
+    flips = sum(step["flips"] for step in several.steps)
+    assert flips < 10, "replayed choices are the router's own but for ties"
+    for a, b in zip(several.steps, one.steps, strict=True):
+        assert a["counts"] == b["counts"]
+        for figure in ("loss", "balance", "z", "norm"):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
+
+
+@lru_cache
+def recorded(
+    ranks: Ranks, factory: pytest.TempPathFactory, micro_batches: int
+) -> tuple[Outcome, Path]:
+    path = factory.mktemp("routes")
+    job = tiny_job(train={"micro_batches": micro_batches, "precision": "fp32"})
+    return outcome(ranks, 1, job, STEPS, record=str(path)), path
