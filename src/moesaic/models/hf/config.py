@@ -70,17 +70,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 BOOKKEEPING = frozenset(
     (
-        *TOKENS, "_attn_implementation", "_attn_implementation_autoset", "_name_or_path",
-        "add_cross_attention", "architectures", "chunk_size_feed_forward", "dtype",
+        *TOKENS, "add_cross_attention", "architectures", "chunk_size_feed_forward",
         "finetuning_task", "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels",
         "output_attentions", "output_hidden_states", "output_router_logits", "prefix",
         "pretraining_tp", "problem_type", "pruned_heads", "return_dict", "router_aux_loss_coef",
         "router_z_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class",
-        "torch_dtype", "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
         "use_bfloat16",
     )
 )  # fmt: skip
 """Keys that change no arithmetic of the model."""
+
+OUTDATED = frozenset(
+    ("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "dtype", "torch_dtype")
+)  # fmt: skip
+"""Keys that say how or whence a file was once loaded, or what export says anew; not kept."""
 
 MODEL_KEYS = frozenset(
     (
@@ -266,7 +270,7 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
     extras: dict[str, Any] = {}
     warnings: list[str] = []
     for key, value in {**TOKENS_LEFT_OUT[family], **raw}.items():
-        if key in MODEL_KEYS or key in FIXED or key in ("dtype", "torch_dtype"):
+        if key in MODEL_KEYS or key in FIXED or key in OUTDATED:
             continue
         if key == "architectures":
             if ARCHITECTURES[family] not in (value or [ARCHITECTURES[family]]):

@@ -1,0 +1,216 @@
+"""config.json in both spellings, what it must not say, and what comes back on export."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.models.hf.config import config_text, from_huggingface, read_config, to_huggingface
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+MIXTRAL = {
+    **LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2, "architectures": ["MixtralForCausalLM"],
+}  # fmt: skip
+OLMOE = {
+    **LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3,
+    "architectures": ["OlmoeForCausalLM"],
+}  # fmt: skip
+FAMILIES = {"llama": LLAMA, "mixtral": MIXTRAL, "olmoe": OLMOE}
+
+
+def parse(raw: dict[str, Any]) -> ModelConfig:
+    model, warnings = from_huggingface(raw, "config.json")
+    assert warnings == []
+    return model
+
+
+def refuse(raw: dict[str, Any], *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_huggingface(raw, "DIR/config.json")
+    for word in ("DIR/config.json", *words):
+        assert word in str(caught.value)
+
+
+def test_torch_is_not_needed() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import moesaic.models.hf.config, moesaic.models.hf.names"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_out_keys_mean_what_transformers_takes(family: str) -> None:
+    theirs = transformers.AutoConfig.for_model(
+        **{key: value for key, value in FAMILIES[family].items() if key != "architectures"}
+    )
+    ours = parse(FAMILIES[family])
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.init_std == theirs.initializer_range
+    assert ours.tied == theirs.tie_word_embeddings
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert ours.extras.get(key) == getattr(theirs, key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 500000, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}, "partial_rotary_factor": 1.0},
+    ],
+)
+def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) -> None:
+    assert parse({**FAMILIES[family], **keys}).rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling.type", '"linear"')),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, ("rope_type", '"llama3"')),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("0.5", "1.0")),
+        ({"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2}}, ("attention_factor",)),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ("contradict",)),
+        ({"rope_theta": "big"}, ("rope_theta", '"big"')),
+        ({"rope_scaling": "linear"}, ("rope_scaling", "no table")),
+        ({"attention_bias": True}, ("attention_bias = true", "only false")),
+        ({"mlp_bias": True}, ("mlp_bias = true", "only false")),
+        ({"hidden_act": "gelu"}, ('hidden_act = "gelu"', '"silu"')),
+        ({"sliding_window": 4096}, ("sliding_window = 4096", "only null")),
+        ({"attention_dropout": 0.1}, ("attention_dropout = 0.1", "only 0.0")),
+        ({"router_jitter_noise": 0.01}, ("router_jitter_noise = 0.01", "only 0.0")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config", "only null")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor = 0.5",)),
+        ({"hidden_size": None}, ("'hidden_size' is required",)),
+        ({"hidden_size": "big"}, ("hidden_size", '"big"')),
+        ({"hidden_size": 30}, ("num_attention_heads = 4", "hidden_size = 30", "head_dim")),
+        ({"num_key_value_heads": 3}, ("kv_heads = 3", "heads = 4")),
+        ({"rms_norm_eps": "tiny"}, ("norm_epsilon", "tiny")),
+    ],
+)
+def test_arithmetic_that_is_not_built_is_refused(keys: dict[str, Any], words: tuple[str]) -> None:
+    refuse({**MIXTRAL, **keys}, *words)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({**LLAMA, "model_type": "gpt2"}, ('model_type = "gpt2"', "llama, mixtral, olmoe")),
+        ({"vocab_size": 3}, ("model_type = null", "llama, mixtral, olmoe")),
+        ({**LLAMA, "clip_qkv": 8.0}, ("clip_qkv = 8.0", "llama")),
+        ({**MIXTRAL, "norm_topk_prob": False}, ("norm_topk_prob = false", "only true")),
+        ({**OLMOE, "head_dim": 16}, ("head_dim = 16", "32 / 4")),
+        ({**MIXTRAL, "num_experts": 8}, ("num_local_experts = 4", "num_experts = 8")),
+        ({**OLMOE, "num_experts_per_tok": None}, ("num_experts_per_tok", "required")),
+    ],
+)
+def test_what_one_family_does_not_have_is_refused(raw: dict[str, Any], words: tuple[str]) -> None:
+    refuse(raw, *words)
+
+
+def test_sparse_keys() -> None:
+    mixtral, olmoe = parse({**MIXTRAL, "head_dim": None}), parse(OLMOE)
+    assert (mixtral.experts, mixtral.top_k, mixtral.renormalise, mixtral.head_dim) == (
+        4,
+        2,
+        True,
+        8,
+    )
+    assert (olmoe.experts, olmoe.top_k, olmoe.renormalise, olmoe.ffn) == (8, 3, False, 48)
+    assert parse({**OLMOE, "norm_topk_prob": True}).renormalise
+    assert parse({**OLMOE, "clip_qkv": 8.0}).clip_qkv == 8.0
+    alias = {key: value for key, value in OLMOE.items() if key != "num_experts"}
+    assert parse({**alias, "num_local_experts": 6}).experts == 6
+    assert parse({**MIXTRAL, "num_key_value_heads": None}).kv_heads == 4
+
+
+def test_bookkeeping_comes_back_and_outdated_keys_do_not() -> None:
+    kept = {
+        "eos_token_id": [2, 7], "pad_token_id": 0, "transformers_version": "4.40.0",
+        "use_cache": False, "router_aux_loss_coef": 0.5, "output_router_logits": True,
+    }  # fmt: skip
+    model = parse({**MIXTRAL, **kept, "_name_or_path": "/home/x", "torch_dtype": "float16"})
+    written = to_huggingface(model, "bfloat16")
+    assert kept.items() <= written.items()
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    assert "_name_or_path" not in written
+
+
+def test_unknown_keys_are_kept_and_reported() -> None:
+    model, warnings = from_huggingface({**LLAMA, "flux": {"a": 1}}, "DIR/config.json")
+    assert len(warnings) == 1
+    assert all(word in warnings[0] for word in ("DIR/config.json", "flux", '{"a": 1}'))
+    assert to_huggingface(model, "float32")["flux"] == {"a": 1}
+
+
+def test_another_architecture_is_reported() -> None:
+    model, warnings = from_huggingface({**LLAMA, "architectures": ["OwnLlama"]}, "x")
+    assert len(warnings) == 1
+    assert "OwnLlama" in warnings[0]
+    assert to_huggingface(model, "float32")["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_survive_export(preset: str, tmp_path: Path) -> None:
+    model = ModelConfig(**PRESETS[preset])
+    (tmp_path / "config.json").write_text(config_text(model, "float32"))
+    again, warnings = read_config(tmp_path)
+    assert warnings == []
+    # transformers reads an absent special token as its own default; null says that there is none
+    assert again == model
+    assert config_text(again, "float32") == config_text(model, "float32")
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.model_type == model.family
+    assert theirs.eos_token_id is None
+    assert theirs.rope_parameters["rope_theta"] == model.rope_theta
+
+
+def test_what_a_config_json_cannot_say_is_not_written() -> None:
+    with pytest.raises(ConfigError, match=r"model\.renormalise"):
+        to_huggingface(ModelConfig(**PRESETS["tiny-mixtral"] | {"renormalise": False}), "float32")
+    with pytest.raises(ConfigError, match=r"model\.head_dim = 16"):
+        to_huggingface(ModelConfig(**PRESETS["tiny-olmoe"] | {"head_dim": 16}), "float32")
+    with pytest.raises(ConfigError, match=r"model\.extras\.attention_bias"):
+        to_huggingface(
+            ModelConfig(**PRESETS["tiny-dense"], extras={"attention_bias": True}), "float32"
+        )
+
+
+def test_keys_stand_in_alphabetical_order() -> None:
+    text = config_text(parse(OLMOE), "float32")
+    assert list(json.loads(text)) == sorted(json.loads(text))
+
+
+def test_a_directory_without_a_readable_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_config(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json' cannot be read as JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match="is a file"):
+        read_config(tmp_path / "config.json")

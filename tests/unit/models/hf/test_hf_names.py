@@ -1,0 +1,91 @@
+"""Every parameter has one name on file, and fused tensors are cut where transformers cuts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.workload import expert_name, parameters
+from moesaic.models.hf import names
+
+MIXTRAL = ModelConfig(**PRESETS["tiny-mixtral"])
+OLMOE = ModelConfig(**PRESETS["tiny-olmoe"])
+DENSE = ModelConfig(**PRESETS["tiny-dense"])
+
+
+def at(model: ModelConfig, logical: str) -> list[names.Place]:
+    return next(names.places(model, p) for p in parameters(model) if p.name == logical)
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, DENSE], ids=lambda m: m.family)
+def test_names_are_one_to_one(model: ModelConfig) -> None:
+    mapping = names.logical_names(model)
+    assert list(mapping.values()) == [p.name for p in parameters(model)]
+    for parameter in parameters(model):
+        assert mapping[names.written_name(model, parameter)] == parameter.name
+
+
+@pytest.mark.parametrize(
+    ("model", "logical", "written"),
+    [
+        (MIXTRAL, "layers.3.moe.router.weight", "model.layers.3.block_sparse_moe.gate.weight"),
+        (MIXTRAL, expert_name(1, 5, "gate"), "model.layers.1.block_sparse_moe.experts.5.w1.weight"),
+        (MIXTRAL, expert_name(1, 5, "up"), "model.layers.1.block_sparse_moe.experts.5.w3.weight"),
+        (MIXTRAL, expert_name(1, 5, "down"), "model.layers.1.block_sparse_moe.experts.5.w2.weight"),
+        (OLMOE, "layers.3.moe.router.weight", "model.layers.3.mlp.gate.weight"),
+        (OLMOE, expert_name(0, 9, "gate"), "model.layers.0.mlp.experts.9.gate_proj.weight"),
+        (OLMOE, expert_name(0, 9, "down"), "model.layers.0.mlp.experts.9.down_proj.weight"),
+        (OLMOE, "layers.0.attention.q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
+        (DENSE, "layers.2.ffn.up.weight", "model.layers.2.mlp.up_proj.weight"),
+        (DENSE, "layers.2.ffn_norm.weight", "model.layers.2.post_attention_layernorm.weight"),
+        (DENSE, "embed.weight", "model.embed_tokens.weight"),
+        (DENSE, "head.weight", "lm_head.weight"),
+        (DENSE, "head.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_written_names(model: ModelConfig, logical: str, written: str) -> None:
+    assert at(model, logical)[0].tensor == written
+    assert not at(model, logical)[0].fused
+
+
+def test_fused_places_cut_gate_and_up_apart() -> None:
+    hidden, ffn, experts = OLMOE.hidden, OLMOE.ffn, OLMOE.experts
+    fused = torch.arange(experts * 2 * ffn * hidden).view(experts, 2 * ffn, hidden)
+    gate, up = fused[7].chunk(2, dim=0)
+    for part, expected in (("gate", gate), ("up", up)):
+        place = at(OLMOE, expert_name(2, 7, part))[-1]
+        assert place.fused
+        assert place.tensor == "model.layers.2.mlp.experts.gate_up_proj"
+        assert place.shape == tuple(fused.shape)
+        box = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
+        assert torch.equal(fused[tuple(box)].squeeze(0), expected)
+
+
+def test_mixtral_is_also_read_under_the_name_of_transformers_5() -> None:
+    router = [place.tensor for place in at(MIXTRAL, "layers.0.moe.router.weight")]
+    assert router[1:] == ["model.layers.0.mlp.gate.weight"]
+    down = [place.tensor for place in at(MIXTRAL, expert_name(0, 1, "down"))]
+    assert down[-2:] == [
+        "model.layers.0.block_sparse_moe.experts.down_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    ]
+
+
+def test_a_written_name_is_chosen_before_a_fused_one() -> None:
+    on_file = dict.fromkeys(names.logical_names(OLMOE), 0)
+    fused = {"model.layers.0.mlp.experts.gate_up_proj": 0, **on_file}
+    chosen = names.choose(OLMOE, fused)
+    assert not any(place is None or place.fused for place in chosen.values())
+    del on_file["model.norm.weight"]
+    assert names.choose(OLMOE, on_file)["head.norm.weight"] is None
+
+
+def test_spare_tensors() -> None:
+    tied = DENSE.model_copy(update={"tied": True})
+    assert "rope_theta" in str(names.spare(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq"))
+    assert names.spare(DENSE, "model.rotary_emb.inv_freq")
+    assert names.spare(tied, "lm_head.weight")
+    assert names.spare(DENSE, "lm_head.weight") is None
+    assert names.spare(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq.x") is None

@@ -1,0 +1,278 @@
+"""What may stand in a directory: sharded, fused and spare tensors; what may not, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moesaic.base.errors import WeightsError
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.workload import parameters
+from moesaic.models.hf import names
+from moesaic.models.hf.config import config_text, read_config
+from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
+
+LLAMA = ModelConfig(
+    family="llama", vocab=20, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=6
+)
+MIXTRAL = LLAMA.model_copy(
+    update={"family": "mixtral", "experts": 4, "top_k": 2, "renormalise": True}
+)
+OLMOE = MIXTRAL.model_copy(update={"family": "olmoe"})
+NORM = "model.norm.weight"
+
+
+def values(model: ModelConfig) -> dict[str, Tensor]:
+    """Random parameters by logical name."""
+    return {p.name: torch.randn(p.shape) for p in parameters(model)}
+
+
+def on_file(model: ModelConfig, logical: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {tensor: logical[name] for tensor, name in names.logical_names(model).items()}
+
+
+def put(directory: Path, model: ModelConfig, tensors: dict[str, Tensor]) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(config_text(model, "float32"))
+    save_file(tensors, directory / SINGLE_NAME)
+    return directory
+
+
+def put_sharded(directory: Path, model: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Every third tensor to the same of three files; returns the map."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(config_text(model, "float32"))
+    file_of = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(file_of.values()):
+        save_file({n: t for n, t in tensors.items() if file_of[n] == file}, directory / file)
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": file_of}))
+    return file_of
+
+
+def fill(
+    directory: Path, model: ModelConfig, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    found = {p.name: torch.full(p.shape, float("nan"), dtype=dtype) for p in parameters(model)}
+    pieces = [
+        Piece(PARAMETER, name, tuple(t.shape), (0,) * t.dim(), t, (0,)) for name, t in found.items()
+    ]
+    HFSource(directory, model).fill(pieces)
+    return found
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def fused(model: ModelConfig, logical: dict[str, Tensor], block: str) -> dict[str, Tensor]:
+    """The tensors as transformers 5 has them in memory."""
+    result = {}
+    for parameter in parameters(model):
+        at = f"model.layers.{parameter.layer}.{block}"
+        if parameter.kind == "router":
+            result[f"{at}.gate.weight"] = logical[parameter.name]
+        elif parameter.kind != "expert":
+            result[names.written_name(model, parameter)] = logical[parameter.name]
+    for layer in range(model.layers):
+        experts = [f"layers.{layer}.moe.experts.{e}" for e in range(model.experts)]
+        gate_up = [torch.cat((logical[f"{e}.gate"], logical[f"{e}.up"])) for e in experts]
+        at = f"model.layers.{layer}.{block}.experts"
+        result[f"{at}.gate_up_proj"] = torch.stack(gate_up)
+        result[f"{at}.down_proj"] = torch.stack([logical[f"{e}.down"] for e in experts])
+    return result
+
+
+@pytest.mark.parametrize("model", [LLAMA, MIXTRAL, OLMOE], ids=lambda m: m.family)
+def test_single_and_sharded_files(model: ModelConfig, tmp_path: Path) -> None:
+    expected = values(model)
+    same(fill(put(tmp_path / "single", model, on_file(model, expected)), model), expected)
+    put_sharded(tmp_path / "sharded", model, on_file(model, expected))
+    same(fill(tmp_path / "sharded", model), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "block"), [(MIXTRAL, "block_sparse_moe"), (MIXTRAL, "mlp"), (OLMOE, "mlp")]
+)
+def test_fused_files(model: ModelConfig, block: str, tmp_path: Path) -> None:
+    expected = values(model)
+    same(fill(put(tmp_path, model, fused(model, expected, block)), model), expected)
+    with HFSource(tmp_path, model) as source:
+        for name, tensor in expected.items():
+            assert torch.equal(source.read(name), tensor), name
+
+
+def test_what_transformers_has_in_memory_is_what_fused_means(
+    peer: Callable[[str], Any], tmp_path: Path
+) -> None:
+    directory = peer("mixtral").directory
+    held = transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in held
+    model, _ = read_config(directory)
+    put(tmp_path, model, {name: tensor.clone() for name, tensor in held.items()})
+    same(fill(tmp_path, model), fill(directory, model))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_piece_takes_its_box_only(fuse: bool, tmp_path: Path) -> None:
+    expected = values(OLMOE)
+    tensors = fused(OLMOE, expected, "mlp") if fuse else on_file(OLMOE, expected)
+    put(tmp_path, OLMOE, tensors)
+    pieces, wanted = [], []
+    for name in ("embed.weight", "layers.1.moe.experts.2.up", "layers.0.attention_norm.weight"):
+        whole = expected[name]
+        strided = torch.full((3, *whole.shape[1:], 2), float("nan"))[..., 0]
+        offset = (2,) + (0,) * (whole.dim() - 1)
+        pieces.append(Piece(PARAMETER, name, tuple(whole.shape), offset, strided, (0,)))
+        wanted.append(whole[2:5])
+    empty = torch.empty(0, 8)
+    pieces.append(Piece(PARAMETER, "embed.weight", (20, 8), (20, 0), empty, (0,)))
+    HFSource(tmp_path, OLMOE).fill(pieces)
+    for piece, rows in zip(pieces, wanted, strict=False):
+        assert torch.equal(piece.tensor, rows), piece.name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_values_take_the_dtype_of_the_piece(dtype: torch.dtype, tmp_path: Path) -> None:
+    expected = values(LLAMA)
+    put(tmp_path, LLAMA, {n: t.to(torch.bfloat16) for n, t in on_file(LLAMA, expected).items()})
+    same(fill(tmp_path, LLAMA, dtype), {n: t.bfloat16().to(dtype) for n, t in expected.items()})
+    assert HFSource(tmp_path, LLAMA).dtype("embed.weight") == torch.bfloat16
+
+
+def test_moments_are_not_its_business(tmp_path: Path) -> None:
+    put(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
+    moment = Piece(FIRST_MOMENT, "embed.weight", (20, 8), (0, 0), torch.empty(20, 8), (0,))
+    with pytest.raises(ValueError, match="parameters only"):
+        HFSource(tmp_path, LLAMA).fill([moment])
+
+
+def test_spare_tensors_are_passed_over_and_told(tmp_path: Path) -> None:
+    tied = LLAMA.model_copy(update={"tied": True})
+    expected = values(tied)
+    tensors = on_file(tied, expected)
+    tensors["lm_head.weight"] = expected["embed.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    put(tmp_path, tied, tensors)
+    notes = HFSource(tmp_path, tied).notes
+    assert len(notes) == 2
+    assert "lm_head.weight" in notes[0]
+    assert "inv_freq" in notes[1]
+    same(fill(tmp_path, tied), expected)
+
+    tensors["lm_head.weight"][19, 7] += 1
+    put(tmp_path, tied, tensors)
+    with pytest.raises(WeightsError, match=r"'lm_head\.weight' differs .*tie_word_embeddings"):
+        HFSource(tmp_path, tied)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    tensors = on_file(MIXTRAL, values(MIXTRAL))
+    del tensors[NORM]
+    with pytest.raises(WeightsError, match=r"tensor 'model\.norm\.weight' is missing"):
+        HFSource(put(tmp_path, MIXTRAL, tensors), MIXTRAL)
+    for expert in range(4):
+        del tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.w3.weight"]
+    with pytest.raises(WeightsError, match=r"5 tensors \(.*experts\.0\.w3\.weight.* 2 more\) are"):
+        HFSource(put(tmp_path, MIXTRAL, tensors), MIXTRAL)
+
+
+def test_an_unused_tensor_is_named(tmp_path: Path) -> None:
+    tensors = on_file(LLAMA, values(LLAMA))
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(WeightsError, match=r"q_proj\.bias' is not part of the model"):
+        HFSource(put(tmp_path, LLAMA, {**tensors, bias: torch.ones(8)}), LLAMA)
+    tied = LLAMA.model_copy(update={"tied": True})
+    untied = put(tmp_path, LLAMA, {**tensors, "lm_head.bias": torch.ones(20)})
+    with pytest.raises(WeightsError, match=r"'lm_head\.bias' is not part"):
+        HFSource(untied, tied)
+
+
+def test_a_tensor_both_fused_and_apart_is_refused(tmp_path: Path) -> None:
+    expected = values(OLMOE)
+    both = {**fused(OLMOE, expected, "mlp"), **on_file(OLMOE, expected)}
+    with pytest.raises(WeightsError, match=r"experts\.down_proj.* not part of the model"):
+        HFSource(put(tmp_path, OLMOE, both), OLMOE)
+
+
+def test_a_misshaped_tensor_is_named(tmp_path: Path) -> None:
+    tensors = on_file(LLAMA, values(LLAMA))
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(8, 6)
+    with pytest.raises(WeightsError) as caught:
+        HFSource(put(tmp_path, LLAMA, tensors), LLAMA)
+    for word in (SINGLE_NAME, "model.layers.1.mlp.up_proj.weight", "[8, 6]", "[6, 8]", "1 of 21"):
+        assert word in str(caught.value)
+    expected = fused(OLMOE, values(OLMOE), "mlp")
+    expected["model.layers.0.mlp.experts.gate_up_proj"] = torch.ones(4, 8, 12)
+    with pytest.raises(WeightsError, match=r"gate_up_proj' has shape \[4, 8, 12\]"):
+        HFSource(put(tmp_path, OLMOE, expected), OLMOE)
+
+
+def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
+    tensors = on_file(LLAMA, values(LLAMA))
+    tensors[NORM] = torch.ones(8, dtype=torch.int8)
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight' is of dtype I8"):
+        HFSource(put(tmp_path, LLAMA, tensors), LLAMA)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
+    file_of = put_sharded(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
+    victim = tmp_path / sorted(set(file_of.values()))[1]
+    victim.write_bytes(victim.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match=r"part-1\.safetensors' is no whole safetensors file"):
+        HFSource(tmp_path, LLAMA)
+
+
+def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
+    tensors = on_file(LLAMA, values(LLAMA))
+    file_of = put_sharded(tmp_path, LLAMA, tensors)
+    index = tmp_path / INDEX_NAME
+
+    index.write_text(json.dumps({"weight_map": {**file_of, NORM: "part-9.safetensors"}}))
+    with pytest.raises(
+        WeightsError, match=r"'part-9\.safetensors' for 1 tensors, but .* not there"
+    ):
+        HFSource(tmp_path, LLAMA)
+    index.write_text(json.dumps({"weight_map": {**file_of, "ghost": "part-0.safetensors"}}))
+    with pytest.raises(WeightsError, match=r"'ghost' is in 'part-0\.safetensors', but it is not"):
+        HFSource(tmp_path, LLAMA)
+    index.write_text(json.dumps({"weight_map": {**file_of, NORM: "../part-0.safetensors"}}))
+    with pytest.raises(WeightsError, match="files beside it"):
+        HFSource(tmp_path, LLAMA)
+    for broken in ("{", "[]", '{"weight_map": {"a": 3}}', '{"weight_map": {}}'):
+        index.write_text(broken)
+        with pytest.raises(WeightsError, match=INDEX_NAME):
+            HFSource(tmp_path, LLAMA)
+
+
+def test_the_same_tensor_twice_is_refused(tmp_path: Path) -> None:
+    tensors = on_file(LLAMA, values(LLAMA))
+    file_of = put_sharded(tmp_path, LLAMA, tensors)
+    other = next(file for file in file_of.values() if file != file_of[NORM])
+    held = load_file(tmp_path / other)
+    save_file({**held, NORM: tensors[NORM]}, tmp_path / other)
+    with pytest.raises(WeightsError, match=r"'model\.norm\.weight' is both in"):
+        HFSource(tmp_path, LLAMA)
+
+
+def test_a_directory_without_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no weights at all"):
+        HFSource(tmp_path, LLAMA)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin.*safetensors"):
+        HFSource(tmp_path, LLAMA)
+    put_sharded(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
+    put(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
+    with pytest.raises(WeightsError, match="has both"):
+        HFSource(tmp_path, LLAMA)
