@@ -7,6 +7,7 @@ last line, which readers pass over. Bulk facts (expert loads, routing) go to `ba
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,13 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Append one event; `fields` must be JSON."""
-        self._file.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\n")
+        """Append one event, from any thread; `fields` must be JSON."""
+        line = json.dumps({"time": time.time(), "event": event, **fields}) + "\n"
+        with self._lock:
+            self._file.write(line)
 
     def close(self) -> None:
         """Close the file."""
@@ -30,7 +34,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of one file, oldest first; a broken line, left by a killed writer, is passed over."""
+    """The events of one file, oldest first; a line broken by a killed writer is passed over."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:

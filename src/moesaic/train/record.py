@@ -1,0 +1,198 @@
+"""What a run leaves in its directory: facts at the start, events as they happen, bulk loads.
+
+Rank 0 writes for all; every rank writes its own phases. TensorBoard, Weights & Biases and MLflow are
+sinks of the same scalars.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import torch
+
+import moesaic
+from moesaic.base.errors import ConfigError
+from moesaic.base.events import EventLog
+from moesaic.base.records import RecordWriter
+from moesaic.dist import device as devices
+from moesaic.dist.world import World
+from moesaic.facts.job import Job, LogConfig
+from moesaic.facts.plan import Plan
+from moesaic.train.run import StepFacts
+
+LOADS = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("layer", pa.int16()),
+        ("counts", pa.list_(pa.int64())),
+        ("dropped", pa.int64()),
+    ]
+)
+
+
+class Sink(Protocol):
+    """Where scalars go besides the run's own events."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Take one step's figures."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class TensorBoardSink:
+    """TensorBoard event files under the run."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory), flush_secs=10)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one step's figures."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run."""
+
+    def __init__(self, project: str, job: Job, name: str) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("log.wandb", project, "wandb") from None
+        self._run: Any = wandb.init(project=project, name=name, config=job.model_dump(mode="json"))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Send one step's figures."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """An MLflow run."""
+
+    def __init__(self, experiment: str, name: str) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise _missing("log.mlflow", experiment, "mlflow") from None
+        self._mlflow: Any = mlflow
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=name)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Send one step's figures."""
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+def _missing(key: str, value: str, extra: str) -> ConfigError:
+    return ConfigError(
+        f"{key} = '{value}' needs the {extra} package: pip install 'moesaic[{extra}]', or unset {key}"
+    )
+
+
+def open_sinks(log: LogConfig, job: Job, out: Path) -> list[Sink]:
+    """The sinks that the job asks for; an error names a package that is missing."""
+    sinks: list[Sink] = []
+    if log.wandb:
+        sinks.append(WandbSink(log.wandb, job, out.name))
+    if log.mlflow:
+        sinks.append(MlflowSink(log.mlflow, out.name))
+    if log.tensorboard:
+        sinks.append(TensorBoardSink(out / "tensorboard"))
+    return sinks
+
+
+class RunRecord:
+    """The directory of one run, as this rank writes to it."""
+
+    def __init__(self, out: Path, job: Job, world: World) -> None:
+        self.out, self._job, self._world = out, job, world
+        self._own = EventLog(out / "events" / f"rank-{world.rank}.jsonl")
+        self._sinks: list[Sink] = open_sinks(job.log, job, out) if world.leads else []
+        self._loads = RecordWriter(out / "loads", LOADS) if world.leads else None
+
+    def event(self, name: str, **fields: Any) -> None:
+        """An event of the whole run: rank 0 writes it."""
+        if self._world.leads:
+            self._own.emit(name, **fields)
+
+    def step(self, facts: StepFacts, step_s: float) -> dict[str, float]:
+        """One step's figures, to events, loads and sinks; returns them."""
+        device = self._world.device
+        held, peak = devices.held_bytes(device), devices.peak_bytes(device)
+        self._own.emit(
+            "rank_step", step=facts.step, phases=facts.phases, memory_bytes=held, peak_bytes=peak
+        )
+        figures = {
+            "loss": facts.loss, "total_loss": facts.total_loss,
+            "balance_loss": facts.balance_loss, "z_loss": facts.z_loss,
+            "grad_norm": facts.grad_norm, "lr": facts.lr, "tokens": facts.tokens,
+            "step_s": step_s, "tokens_per_s": facts.tokens / max(step_s, 1e-9),
+            "dropped": sum(facts.dropped.values()), "flips": facts.flips, "memory_bytes": held,
+        }  # fmt: skip
+        if not self._world.leads:
+            return figures
+        self._own.emit("step", step=facts.step, phases=facts.phases, **figures)
+        for sink in self._sinks:
+            sink.scalars(facts.step, {f"train/{key}": value for key, value in figures.items()})
+        if self._loads is not None and facts.step % self._job.log.loads_every == 0:
+            self._loads.add(
+                {
+                    "step": facts.step, "layer": layer, "counts": counts.tolist(),
+                    "dropped": facts.dropped[layer],
+                }
+                for layer, counts in facts.counts.items()
+            )  # fmt: skip
+        return figures
+
+    def validation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """One validation pass."""
+        self.event("validation", step=step, loss=loss, tokens=tokens, seconds=seconds)
+        for sink in self._sinks:
+            sink.scalars(step, {"validation/loss": loss})
+
+    def flush(self) -> None:
+        """Write bulk facts that are still in memory."""
+        if self._loads is not None:
+            self._loads.flush()
+
+    def close(self) -> None:
+        """Close everything."""
+        self.flush()
+        for sink in self._sinks:
+            sink.close()
+        self._own.close()
+
+
+def write_opening(out: Path, text: str, job: Job, plan: Plan, world: World) -> None:
+    """The facts that a run starts from: job as written, job resolved, plan, versions."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "job.toml").write_text(text, encoding="utf-8")
+    (out / "job.json").write_text(job.to_json(), encoding="utf-8")
+    (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    versions = {
+        "moesaic": moesaic.__version__, "torch": torch.__version__,
+        "python": platform.python_version(), "platform": platform.platform(),
+        "device": devices.describe(world.device), "command": sys.argv,
+    }  # fmt: skip
+    (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,232 @@
+"""The training engine: from a job and a world to a finished run directory.
+
+It opens data, finds what to start from (a checkpoint, Hugging Face weights, initial values),
+assembles the run and takes steps; it records what happened, validates, saves, and ends with a
+checkpoint. Nothing is written to the run's directory before everything has been checked.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from moesaic.base.errors import ConfigError, StoreError
+from moesaic.dist import device as devices
+from moesaic.dist.checkpoint import Checkpoint, Saver, committed
+from moesaic.dist.state import PARAMETER, Piece, Source
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.workload import count
+from moesaic.models.hf.reader import HFSource
+from moesaic.models.initial import InitialSource
+from moesaic.train.assemble import assemble
+from moesaic.train.data import TextData
+from moesaic.train.jobfile import LoadedJob
+from moesaic.train.record import RunRecord, write_opening
+from moesaic.train.routes import RouteRecorder, RouteReplay
+from moesaic.train.run import Run
+
+
+class Progress(Protocol):
+    """What a person watches while a run goes on; only rank 0's is shown."""
+
+    def message(self, text: str) -> None:
+        """Say something."""
+
+    def start(self, total: int, done: int) -> None:
+        """Training begins with `done` of `total` steps behind it."""
+
+    def step(self, figures: Mapping[str, float]) -> None:
+        """One more step is done."""
+
+    def done(self) -> None:
+        """Training is over."""
+
+
+class PretrainedSource:
+    """Parameters from a Hugging Face directory, zero moments."""
+
+    def __init__(self, weights: Source) -> None:
+        self._weights = weights
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Fill both kinds."""
+        for piece in pieces:
+            if piece.kind != PARAMETER:
+                piece.tensor.zero_()
+        self._weights.fill([piece for piece in pieces if piece.kind == PARAMETER])
+
+
+def train(
+    loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
+) -> dict[str, Any]:
+    """Train `loaded.job` into `out`; returns the run's last figures.
+
+    Args:
+        loaded: the job and its text.
+        out: the run's directory.
+        resume: a checkpoint's path, "auto" for the newest one under `out`, None to start afresh.
+        world: the ranks.
+        progress: who watches.
+    """
+    job = loaded.job
+    plan = lay_out(job.layout, job.model, world.size)
+    data = TextData.open(job.data, job.seed, world, progress.message)
+    data.check_vocab(job.model.vocab)
+    replay = RouteReplay(Path(job.routing.replay)) if job.routing.replay else None
+    source, counters, origin = _find_start(job, out, resume, world, progress)
+    run = assemble(job, plan, world, source, counters)
+    run.replay = replay
+    if world.leads:
+        write_opening(out, loaded.text, job, plan, world)
+        _keep_tokenizer(data, out)
+    world.barrier()
+    if job.routing.record:
+        run.recorder = RouteRecorder(Path(job.routing.record), world.rank)
+    record = RunRecord(out, job, world)
+    session = _Session(run, data, record, progress, world)
+    try:
+        return session.go(origin)
+    finally:
+        session.close()
+
+
+def _find_start(
+    job: Job, out: Path, resume: str | None, world: World, progress: Progress
+) -> tuple[Source, dict[str, int] | None, str | None]:
+    """The source of state, the position in the run, and the checkpoint it comes from."""
+    if resume is None:
+        if job.source is None:
+            return InitialSource(job.seed, job.model.init_std), None, None
+        weights = HFSource(Path(job.source), job.model)
+        return PretrainedSource(weights), None, None
+    path = Path(resume)
+    if resume == "auto":
+        found = committed(out / "checkpoints")
+        if not found:
+            raise StoreError(
+                f"--resume: '{out / 'checkpoints'}' holds no whole checkpoint to go on from; "
+                "start afresh without --resume, in another --out"
+            )
+        path = found[0]
+    progress.message(f"resuming from {path}")
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify_shared(world)
+    if checkpoint.step >= job.train.steps:
+        raise ConfigError(
+            f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
+            "raise train.steps (--set train.steps=N)"
+        )
+    return checkpoint, dict(checkpoint.counters), str(path)
+
+
+def _keep_tokenizer(data: TextData, out: Path) -> None:
+    """Copy the tokenizer's files beside the run, so that it can generate and export by itself."""
+    directory = out / "tokenizer"
+    for file in data.tokenizer.files:
+        directory.mkdir(exist_ok=True)
+        shutil.copyfile(file, directory / file.name)
+
+
+class _Session:
+    """One process's part in one call of `train`."""
+
+    def __init__(
+        self, run: Run, data: TextData, record: RunRecord, progress: Progress, world: World
+    ) -> None:
+        self.run, self.data, self.record = run, data, record
+        self.progress, self.world, self.job = progress, world, run.job
+        self.saver = Saver(
+            record.out / "checkpoints", world, self.job.checkpoint.keep,
+            asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
+        )  # fmt: skip
+        self.figures: dict[str, Any] = {}
+
+    def go(self, origin: str | None) -> dict[str, Any]:
+        """Steps until the job is done."""
+        train, began = self.job.train, time.perf_counter()
+        done = self.run.counters["step"]
+        self._announce(origin)
+        self.saver.prepare(self.run.state())
+        self.progress.start(train.steps, done)
+        rates: list[float] = []
+        for step in range(done + 1, train.steps + 1):
+            self._step()
+            rates.append(self.figures["tokens_per_s"])
+            if train.validate_every and step % train.validate_every == 0 and step < train.steps:
+                self._validate()
+            every = self.job.checkpoint.every
+            if every and step % every == 0 and step < train.steps:
+                self._save()
+        self._validate()
+        self._save()
+        self.saver.wait()
+        self.progress.done()
+        seconds = time.perf_counter() - began
+        self.record.event("run_end", step=self.run.counters["step"], seconds=seconds, reason="finished")
+        rates.sort()
+        return {
+            **self.figures, "seconds": seconds, "step": self.run.counters["step"],
+            "tokens_per_s_median": rates[len(rates) // 2] if rates else 0.0,
+            "checkpoint": str(self.saver.newest), "out": str(self.record.out),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of everything; a save that is under way is abandoned if training failed."""
+        self.saver.abandon()
+        if self.run.recorder is not None:
+            self.run.recorder.close()
+        self.record.close()
+        self.run.close()
+
+    def _announce(self, origin: str | None) -> None:
+        counts, train = count(self.job.model), self.job.train
+        self.record.event(
+            "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
+            ranks=self.world.size, device=devices.describe(self.world.device),
+            parameters_total=counts.total, parameters_active=counts.active,
+            plan=self.run.plan.model_dump(), tokens_per_step=train.batch * self.job.data.sequence,
+        )  # fmt: skip
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        facts = self.run.step(self.data.train)
+        self.figures = {**self.figures, **self.record.step(facts, time.perf_counter() - began)}
+        self.figures["step"] = facts.step
+        self.progress.step(self.figures)
+
+    def _validate(self) -> None:
+        if self.data.validation is None:
+            return
+        began = time.perf_counter()
+        limit = self.job.train.validation_samples
+        loss, tokens = self.run.validate(self.data.validation, limit)
+        self.record.validation(
+            self.run.counters["step"], loss, tokens, time.perf_counter() - began
+        )
+        self.figures["validation_loss"] = loss
+        self.progress.message(f"step {self.run.counters['step']}: validation loss {loss:.4f}")
+
+    def _save(self) -> None:
+        self.record.flush()
+        facts = {"job": self.job.model_dump(mode="json"), "plan": self.run.plan.model_dump()}
+        self.saver.save(self.run.state(), self.run.counters["step"], facts)
+
+
+def deadline(job: Job) -> timedelta:
+    """How long a rank of `job` waits for its peers."""
+    return timedelta(seconds=job.train.deadline_s)
+
+
+def describe_plan(plan: Plan) -> str:
+    """The plan in a few words."""
+    copies = plan.ranks // plan.ep
+    return (
+        f"{plan.ranks} ranks: experts over {plan.ep} (x{copies}), dense over {plan.shard} "
+        f"(x{plan.ranks // plan.shard})"
+    )
