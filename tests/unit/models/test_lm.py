@@ -1,0 +1,135 @@
+"""The language model: logical names, initial values, and what the options change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.base.config import parse
+from moesaic.dist.state import PARAMETER, Piece
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import count, parameters
+from moesaic.models.initial import InitialSource
+from moesaic.models.lm import LanguageModel
+from moesaic.models.pieces import pieces
+from moesaic.nn.context import Context
+from moesaic.nn.dispatch import Ranks
+
+SMALL = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "vocab": 19}
+
+
+def small(name: str, **changes: object) -> ModelConfig:
+    preset = {**PRESETS[name], **SMALL, **changes}
+    return parse(ModelConfig, preset, name)
+
+
+def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    model = LanguageModel(config).double()
+    InitialSource(seed, 0.3).fill(pieces(model))
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe"])
+def test_pieces_are_the_parameters_that_the_facts_name(name: str, tied: bool) -> None:
+    config = small(name, tied=tied)
+    live = {piece.name: tuple(piece.tensor.shape) for piece in pieces(LanguageModel(config))}
+    assert live == {p.name: p.shape for p in parameters(config)}
+
+
+def test_known_sizes() -> None:
+    olmoe = count(parse(ModelConfig, PRESETS["olmoe-1b-7b"], "preset"))
+    assert (round(olmoe.total / 1e9, 2), round(olmoe.active / 1e9, 2)) == (6.92, 1.28)
+    mixtral = count(parse(ModelConfig, PRESETS["mixtral-8x7b"], "preset"))
+    assert (round(mixtral.total / 1e9, 1), round(mixtral.active / 1e9, 1)) == (46.7, 12.9)
+
+
+def test_ranks_hold_their_own_experts_only() -> None:
+    config = small("tiny-mixtral")
+    plan = Plan(ranks=2, ep=2, shard=1, experts=8)
+    names = []
+    for rank in range(2):
+        with torch.device("meta"):
+            model = LanguageModel(config, None, plan, Ranks(rank, None, None, (0, 1)))
+        mine = {p.name for p in pieces(model, plan, rank) if ".experts." in p.name}
+        names.append(mine)
+    assert not names[0] & names[1]
+    assert names[0] | names[1] == {p.name for p in parameters(config) if p.kind == "expert"}
+
+
+def test_initial_values_are_a_function_of_the_name() -> None:
+    model = build(small("tiny-olmoe"), seed=5)
+    for piece in pieces(model):
+        if len(piece.shape) == 1:
+            assert bool((piece.tensor == 1).all())
+            continue
+        rows = piece.shape[0]
+        part = torch.empty(rows - rows // 2, *piece.shape[1:], dtype=torch.float64)
+        offset = (rows // 2,) + (0,) * (len(piece.shape) - 1)
+        half = Piece(PARAMETER, piece.name, piece.shape, offset, part, (0,))
+        columns = torch.empty(rows, 2, dtype=torch.float64)
+        inner = Piece(PARAMETER, piece.name, piece.shape, (0, 1), columns, (0,))
+        InitialSource(5, 0.3).fill([half, inner])
+        assert torch.equal(part, piece.tensor[rows // 2 :])
+        assert torch.equal(columns, piece.tensor[:, 1:3])
+    spread = torch.cat([p.tensor.flatten() for p in pieces(model) if len(p.shape) > 1])
+    assert float(spread.std()) == pytest.approx(0.3, rel=0.05)
+
+
+def test_attention_stays_inside_documents() -> None:
+    model = build(small("tiny-olmoe"))
+    tokens = torch.randint(19, (1, 10))
+    documents = torch.tensor([[0] * 4 + [1] * 6])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    packed = Context(model.rotary(positions))
+    packed.mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    together = model(tokens, packed)
+    alone = [
+        model(part, Context(model.rotary(torch.arange(part.shape[1])[None])))
+        for part in (tokens[:, :4], tokens[:, 4:])
+    ]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1))
+
+
+def test_recompute_changes_no_bit() -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = build(small("tiny-mixtral"))
+        for layer in model.layers:
+            layer.recompute = recompute
+        tokens = torch.arange(14).view(2, 7)
+        context = Context(model.rotary(torch.arange(7)[None]))
+        context.training = True
+        logits = model(tokens, context)
+        facts = context.layers
+        loss = logits.square().mean() + sum(f.balance + f.z for f in facts.values())
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_bf16_autocast_is_close_to_fp32() -> None:
+    config = small("tiny-mixtral", hidden=64, ffn=64, head_dim=16)
+    model = LanguageModel(config)
+    InitialSource(0, 0.1).fill(pieces(model))
+    tokens = torch.randint(19, (2, 24))
+    outputs = []
+    recorded: dict[int, torch.Tensor] = {}
+    for on in (False, True):
+        context = Context(model.rotary(torch.arange(24)[None]))
+        context.keep_choices, context.replay = True, recorded or None
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            outputs.append(model(tokens, context).float().detach())
+        recorded = context.choices
+    assert 0 < float((outputs[1] - outputs[0]).norm() / outputs[0].norm()) < 0.02
+
+
+def test_clip_qkv_clamps() -> None:
+    free, clipped = (build(small("tiny-olmoe", clip_qkv=c)) for c in (None, 0.05))
+    context = Context(free.rotary(torch.arange(6)[None]))
+    tokens = torch.arange(6)[None]
+    assert not torch.allclose(free(tokens, context), clipped(tokens, context))
+    wide = build(small("tiny-olmoe", clip_qkv=1e6))
+    assert torch.equal(free(tokens, context), wide(tokens, context))

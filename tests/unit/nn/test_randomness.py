@@ -1,0 +1,64 @@
+"""Counter-based randomness: known answers, independence of order and of how it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.nn.randomness import normal, philox, uniform
+
+ONES = 0xFFFFFFFF
+# Known answers of Philox 4x32-10 as published with the Random123 library (kat_vectors).
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], answer: tuple[int, ...]
+) -> None:
+    words = philox(tuple(torch.tensor([c]) for c in counter), key)  # type: ignore[arg-type]
+    assert [int(word) for word in words] == list(answer)
+
+
+def test_normal_is_one_sequence_however_it_is_cut() -> None:
+    whole = normal(3, "x", 0, 1000)
+    for start, stop in [(0, 1), (1, 2), (7, 400), (399, 1000), (5, 5)]:
+        assert torch.equal(normal(3, "x", start, stop), whole[start:stop])
+
+
+def test_normal_crosses_its_own_chunks() -> None:
+    edge = 1 << 20
+    around = normal(3, "x", edge - 3, edge + 3)
+    assert torch.equal(around[:3], normal(3, "x", edge - 3, edge))
+    assert torch.equal(around[3:], normal(3, "x", edge, edge + 3))
+
+
+def test_normal_has_the_moments_of_a_normal() -> None:
+    values = normal(0, "moments", 0, 200_000)
+    assert abs(values.mean()) < 0.01
+    assert abs(values.std() - 1) < 0.01
+    assert abs((values**4).mean() - 3) < 0.1
+
+
+def test_uniform_depends_on_every_argument_and_on_nothing_else() -> None:
+    sample, position = torch.arange(4)[:, None], torch.arange(8)
+    base = uniform(1, "noise", 5, sample, position)
+    assert base.shape == (4, 8)
+    assert bool(((base > 0) & (base < 1)).all())
+    assert base.unique().numel() == base.numel()
+    assert torch.equal(base[2:3, 3:5], uniform(1, "noise", 5, sample[2:3], position[3:5]))
+    for other in (
+        uniform(2, "noise", 5, sample, position),
+        uniform(1, "other", 5, sample, position),
+        uniform(1, "noise", 6, sample, position),
+        uniform(1, "noise", 5, sample + (1 << 32), position),
+    ):
+        assert not (other == base).any()

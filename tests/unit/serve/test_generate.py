@@ -1,0 +1,90 @@
+"""Generation against recomputing everything for each token, and its sampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.models.initial import InitialSource
+from moesaic.models.lm import LanguageModel
+from moesaic.models.pieces import pieces
+from moesaic.nn.context import Context
+from moesaic.serve.generate import Sampling, choose, generate
+
+SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 41}
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
+
+
+@pytest.fixture(scope="module", params=["tiny-dense", "tiny-mixtral", "tiny-olmoe"])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    config = parse(ModelConfig, {**PRESETS[request.param], **SMALL, "max_positions": 64}, "test")
+    model = LanguageModel(config).double()
+    InitialSource(1, 0.4).fill(pieces(model))
+    return model
+
+
+def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        context = Context(model.rotary(torch.arange(len(tokens))[None]))
+        tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_equals_recomputing_everything(model: LanguageModel) -> None:
+    expected = [slow_greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, 12) == expected
+    assert [generate(model, [prompt], 12)[0] for prompt in PROMPTS] == expected
+
+
+def test_rows_end_by_themselves(model: LanguageModel) -> None:
+    free = generate(model, PROMPTS, 12)
+    end = free[0][3]
+    seen: list[tuple[int, int]] = []
+    ended = generate(
+        model, PROMPTS, 12, end_ids=[end], on_token=lambda row, token: seen.append((row, token))
+    )
+    for row, (all_tokens, tokens) in enumerate(zip(free, ended, strict=True)):
+        cut = all_tokens.index(end) + 1 if end in all_tokens else len(all_tokens)
+        assert tokens == all_tokens[:cut]
+        assert [token for r, token in seen if r == row] == tokens
+
+
+def test_sampling_is_a_function_of_the_seed(model: LanguageModel) -> None:
+    draws = [
+        generate(model, PROMPTS, 8, sampling=Sampling(temperature=1.0, seed=seed))
+        for seed in (0, 0, 1)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_sampling_follows_the_odds_and_top_p() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20_000, -1)
+    positions = torch.arange(20_000)
+    chosen = choose(logits, Sampling(temperature=0.7), positions)
+    odds = (logits[0].double() / 0.7).softmax(-1)
+    share = torch.bincount(chosen, minlength=4) / 20_000
+    torch.testing.assert_close(share.double(), odds, atol=0.015, rtol=0)
+    nucleus = choose(logits, Sampling(temperature=0.7, top_p=0.8), positions)
+    assert set(nucleus.tolist()) == {0, 1}
+    assert set(choose(logits, Sampling(temperature=0.7, top_p=0.0), positions).tolist()) == {0}
+
+
+def test_nothing_asked_nothing_done(model: LanguageModel) -> None:
+    assert generate(model, [], 5) == []
+    assert generate(model, [[1], [2]], 0) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "words"),
+    [([], 4, "no token"), ([41], 4, "vocabulary of 41"), ([1] * 60, 5, "lower max_tokens")],
+)
+def test_impossible_prompts(
+    model: LanguageModel, prompt: list[int], max_tokens: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        generate(model, [prompt], max_tokens)
