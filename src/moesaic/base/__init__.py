@@ -1,1 +1,1 @@
-"""What everything else stands on: configuration, errors, events, records, tensor files. No torch."""
+"""What everything stands on: configuration, errors, events, records, tensor files. No torch."""

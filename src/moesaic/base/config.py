@@ -2,32 +2,37 @@
 
 A *section* is a frozen pydantic model whose every field carries its own documentation. Unknown
 keys are fatal and come with the nearest known one. `--set a.b=c` is applied to the raw TOML before
-parsing, so it has no rules of its own; `explain` prints what a key means.
+parsing, so it has no rules of its own. What the keys are called and mean: `base.keys`.
 """
 
 from __future__ import annotations
 
-import difflib
+import copy
 import json
 import tomllib
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic.fields import FieldInfo
 
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 
 
 class Section(BaseModel):
-    """A frozen group of settings: unknown keys are errors, values are never coerced between kinds."""
+    """A frozen group of settings: unknown keys are errors, values keep their kind."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, populate_by_name=True
-    )
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
+        use_attribute_docstrings=True, populate_by_name=True,
+    )  # fmt: skip
+
+    file_keys: ClassVar[type[BaseModel] | None] = None
+    """Keys that a file may use in this table besides the fields; resolved before parsing."""
+    resolved_keys: ClassVar[frozenset[str]] = frozenset()
+    """Fields that resolving fills in, and that no file may use."""
 
     def to_json(self) -> str:
         """The section as JSON, indented, every default filled in."""
@@ -39,172 +44,196 @@ S = TypeVar("S", bound=Section)
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The raw tables of a TOML file."""
+    return parse_toml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a TOML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no file '{path}': give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{path}' cannot be read as text ({error}): give a TOML file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"'{path}' is a directory: give the path of a TOML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"'{path}' is not UTF-8 text: give a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read ({error.strerror}): give a TOML file") from None
+
+
+def parse_toml(text: str, origin: str) -> dict[str, Any]:
+    """The raw tables of a TOML text; `origin` opens the message of an error."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"'{path}' is not valid TOML: {error}") from None
+        remedy = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
+        raise ConfigError(f"{origin}: not valid TOML: {_lower(str(error))}{remedy}") from None
 
 
 def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
     """A copy of `raw` with every `a.b=value` of `sets` written over it; later ones win.
 
-    A value is read as TOML (`0.1`, `true`, `[1, 2]`, `"text"`); what is not TOML is taken as a string.
+    A value is read as TOML (`0.1`, `true`, `[1, 2]`, `"text"`); what is not TOML is a string.
     """
-    result: dict[str, Any] = json.loads(json.dumps(raw))
+    result = copy.deepcopy(dict(raw))
     for item in sets:
         key, separator, text = item.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not separator or not all(parts):
-            raise ConfigError(f"--set '{item}' is not of the form key.path=value")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
+            raise ConfigError(
+                f"--set '{item}' is not of the form key.path=value, as in train.steps=100"
+            )
         table = result
         for depth, part in enumerate(parts[:-1]):
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 where = ".".join(parts[: depth + 1])
-                raise ConfigError(f"--set '{item}': '{where}' is a value, not a table")
-        table[parts[-1]] = value
+                raise ConfigError(f"--set {item}: '{where}' is a value and has no keys of its own")
+        table[parts[-1]] = _value(text)
     return result
 
 
-def parse(kind: type[S], raw: Mapping[str, Any], origin: str) -> S:
-    """`raw` as a section of `kind`; `origin` (a file, a flag) opens the message of any error."""
+def _value(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    return table["value"] if len(table) == 1 else text
+
+
+def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str] = ()) -> S:
+    """`raw` as a section of `kind`.
+
+    The message of an error opens with `origin` (a file, say), or with the item of `sets` that
+    brought the key in.
+    """
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(f"{origin}: {_sentence(kind, first)}") from None
+        mistakes = _mistakes(kind, error)
+    first = mistakes[0]
+    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    culprits = [item for item in sets if _covers(item.partition("=")[0].strip(), first.key)]
+    where = f"--set {culprits[-1]}" if culprits else origin
+    raise ConfigError(f"{where}: {first.sentence}{more}")
 
 
-def field_path(kind: type[BaseModel], key: str) -> tuple[type[BaseModel], str]:
-    """The section class that holds the last part of the dotted `key`, and that part."""
-    parts = key.split(".")
-    section = kind
-    for depth, part in enumerate(parts):
-        if part not in section.model_fields:
-            where = ".".join(parts[:depth])
-            raise ConfigError(_unknown(section, where, part))
-        if depth == len(parts) - 1:
-            return section, part
-        inner = _section_of(section.model_fields[part].annotation)
-        if inner is None:
-            where = ".".join(parts[: depth + 1])
-            raise ConfigError(f"'{where}' is a value and has no keys of its own")
-        section = inner
-    raise ConfigError("an empty key names nothing")
+def _covers(set_key: str, key: str) -> bool:
+    return bool(key) and f"{key}.".startswith(f"{set_key}.")
 
 
-def explain(kind: type[BaseModel], key: str) -> str:
-    """What `key` means, its type and its default, in a few lines; the keys of a table."""
-    section, name = field_path(kind, key)
-    field = section.model_fields[name]
-    inner = _section_of(field.annotation)
-    lines = [f"{key}: {type_name(field.annotation)}"]
-    if field.description:
-        lines.append(f"  {' '.join(field.description.split())}")
-    if inner is not None:
-        lines += [f"  .{child}: {_summary(info)}" for child, info in inner.model_fields.items()]
-    elif field.is_required():
-        lines.append("  required")
-    else:
-        lines.append(f"  default: {_default(field)}")
-    return "\n".join(lines)
+class _Mistake(NamedTuple):
+    order: int
+    key: str
+    sentence: str
+    meant: str | None = None
+    """The key that an unknown one stands for."""
 
 
-def walk(kind: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, str, str, str]]:
-    """(key, type, default, description) of every key of a section and of those below it."""
-    for name, field in kind.model_fields.items():
-        key = f"{prefix}{name}"
-        inner = _section_of(field.annotation)
-        if inner is not None:
-            yield key, "table", "", " ".join((field.description or "").split())
-            yield from walk(inner, f"{key}.")
-        else:
-            yield key, type_name(field.annotation), _default(field), _summary(field)
+def _mistakes(kind: type[BaseModel], error: ValidationError) -> list[_Mistake]:
+    """One per place, unknown keys first: a misspelt key also shows up as a missing one."""
+    found: dict[str, _Mistake] = {}
+    for detail in error.errors(include_url=False):
+        mistake = _mistake(kind, detail)
+        found.setdefault(mistake.key, mistake)
+    meant = {one.meant for one in found.values()}
+    return sorted(
+        (one for one in found.values() if one.order != _MISSING or one.key not in meant),
+        key=lambda one: one.order,
+    )
 
 
-def type_name(annotation: object) -> str:
-    """A type as a reader of TOML would call it."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return " | ".join(json.dumps(value) for value in args)
-    if origin in (types.UnionType, typing.Union):
-        return " | ".join(type_name(arg) for arg in args if arg is not type(None))
-    if origin in (list, tuple):
-        return f"list of {type_name(args[0])}"
-    names: dict[object, str] = {
-        int: "integer", float: "number", str: "string", bool: "true | false", Path: "path",
+_UNKNOWN, _WRONG, _MISSING = range(3)
+
+_RANGE = {
+    "greater_than_equal", "greater_than", "less_than", "less_than_equal", "finite_number",
+    "too_short", "too_long", "string_too_short",
+}  # fmt: skip
+
+
+def _mistake(kind: type[BaseModel], detail: Any) -> _Mistake:
+    value, reason = detail.get("input"), detail["type"]
+    if reason == "extra_forbidden":
+        parts = [str(part) for part in detail["loc"]]
+        meant = keys.nearest(kind, parts)
+        return _Mistake(_UNKNOWN, keys.dotted(parts), keys.unknown(kind, parts), meant)
+    field, key, index = _place(kind, detail["loc"])
+    if reason == "value_error":
+        sentence = str(detail["ctx"]["error"])
+        leaf = field is not None and keys.section_of(field.annotation) is None
+        return _Mistake(
+            _WRONG, key, f"{key} = {keys.show(value)}: {sentence}" if leaf else sentence
+        )
+    if field is None:
+        return _Mistake(
+            _WRONG, key, f"{key or 'the whole'} = {keys.show(value)}: {_lower(detail['msg'])}"
+        )
+    if reason == "missing":
+        return _Mistake(_MISSING, key, _missing(kind, field, key))
+    return _Mistake(_WRONG, key, _wrong(field, key + index, bool(index), value, reason in _RANGE))
+
+
+def _place(
+    kind: type[BaseModel], location: Sequence[str | int]
+) -> tuple[FieldInfo | None, str, str]:
+    """The field that a pydantic location points at, its dotted key, and `[i]` inside a list."""
+    section: type[BaseModel] | None = kind
+    field: FieldInfo | None = None
+    names: list[str] = []
+    index = ""
+    for part in location:
+        if section is not None and part in keys.fields(section):
+            field = keys.fields(section)[str(part)]
+            section = keys.section_of(field.annotation)
+            names.append(str(part))
+        elif isinstance(part, int):
+            index += f"[{part}]"
+    return field, ".".join(names), index
+
+
+def _missing(kind: type[BaseModel], field: FieldInfo, key: str) -> str:
+    table, _, name = key.rpartition(".")
+    if keys.section_of(field.annotation) is not None:
+        return f"table [{key}] is missing: add it ({_lower(_first(field))})"
+    holder = keys.section_of(keys.locate(kind, table).annotation) if table else kind
+    also = getattr(holder, "file_keys", None)
+    names = keys.listed([name, *keys.fields(also)] if also else [name])
+    where = f"to [{table}]" if table else "at the top"
+    what = f"{keys.expects(field)}: {_lower(_first(field))}"
+    return f"{key} is missing: add {names} {where} ({what})"
+
+
+def _first(field: FieldInfo) -> str:
+    return keys.meaning(field).partition(". ")[0].rstrip(".")
+
+
+def _wrong(field: FieldInfo, place: str, inside: bool, value: object, out_of_range: bool) -> str:
+    section = keys.section_of(field.annotation)
+    if section is not None:
+        return (
+            f"{place} = {keys.show(value)} is {_kind(value)} where a table is needed: "
+            f"write [{place}] with keys {', '.join(keys.fields(section))}"
+        )
+    expected = keys.element(field) if inside else keys.expects(field)
+    if isinstance(value, dict):
+        return f"{place} is a table where a value is needed: give {expected}"
+    shown, words = f"{place} = {keys.show(value)}", keys.choices(field)
+    if words and isinstance(value, str):
+        return f"{shown} is not known: {keys.choose(value, words, expected)}"
+    if isinstance(value, list) and out_of_range:
+        return f"{shown} is {len(value)} long: give {expected}"
+    if out_of_range:
+        return f"{shown} is out of range: give {expected}"
+    return f"{shown} is {_kind(value)}: give {expected}"
+
+
+def _kind(value: object) -> str:
+    names: dict[type, str] = {
+        bool: "a boolean", int: "an integer", float: "a number with a fraction", str: "a string",
+        list: "a list", dict: "a table", type(None): "nothing",
     }  # fmt: skip
-    if _section_of(annotation) is not None:
-        return "table"
-    return names.get(annotation, str(annotation))
-
-
-def _default(field: Any) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    return "unset" if value is None or value is PydanticUndefined else json.dumps(value, default=str)
-
-
-def _summary(field: Any) -> str:
-    return " ".join((field.description or "").split())
-
-
-def _section_of(annotation: object) -> type[BaseModel] | None:
-    candidates = [annotation, *typing.get_args(annotation)]
-    for candidate in candidates:
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _unknown(section: type[BaseModel], where: str, name: str) -> str:
-    dotted = f"{where}.{name}" if where else name
-    known = sorted(section.model_fields)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-    return f"unknown key '{dotted}': {hint}"
-
-
-def _sentence(kind: type[BaseModel], error: Any) -> str:
-    parts = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
-    key, value = ".".join(parts), error.get("input")
-    if error["type"] == "extra_forbidden":
-        try:
-            field_path(kind, key)
-        except ConfigError as unknown:
-            return str(unknown)
-    if error["type"] == "missing":
-        return f"'{key}' is required and not given: {_describe(kind, parts)}"
-    if error["type"] == "value_error":
-        reason = str(error["ctx"]["error"])
-        return f"{key} = {_show(value)}: {reason}" if key else reason
-    return f"{key} = {_show(value)}: {_lower(error['msg'])}; {_describe(kind, parts)}"
-
-
-def _describe(kind: type[BaseModel], parts: list[str]) -> str:
-    try:
-        section, name = field_path(kind, ".".join(parts))
-    except ConfigError:
-        return "see --explain"
-    field = section.model_fields[name]
-    return f"it takes {type_name(field.annotation)} ({_summary(field)})"
+    return names.get(type(value), "a date or time")
 
 
 def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
-
-
-def _show(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -41,7 +41,7 @@ class Plan(Section):
         return [list(range(i, self.ranks, self.ep)) for i in range(self.ep)]
 
     def rows(self, rank: int, batch: int) -> range:
-        """Which of the `batch` samples of a global micro-batch `rank` holds: contiguous, in order."""
+        """Which of the `batch` samples of a global micro-batch `rank` holds: a run of them."""
         return range(rank * batch // self.ranks, (rank + 1) * batch // self.ranks)
 
 
@@ -56,6 +56,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             )
     if layout.ep > 1 and model.experts % layout.ep:
         raise ConfigError(
-            f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}"
+            f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}: "
+            "choose a divisor of the number of experts"
         )
     return Plan(ranks=ranks, ep=layout.ep, shard=shard, experts=model.experts)

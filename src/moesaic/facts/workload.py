@@ -57,7 +57,8 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         yield Parameter(f"{at}.attention.q_norm.weight", (queries,), "norm", layer)
         yield Parameter(f"{at}.attention.k_norm.weight", (keys,), "norm", layer)
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
-    parts = (("gate", (model.ffn, hidden)), ("up", (model.ffn, hidden)), ("down", (hidden, model.ffn)))
+    wide, back = (model.ffn, hidden), (hidden, model.ffn)
+    parts = (("gate", wide), ("up", wide), ("down", back))
     if not model.experts:
         for name, shape in parts:
             yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
@@ -95,6 +96,10 @@ BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
 """Bytes of a stored parameter by `train.precision`; bf16 computes in bfloat16 over fp32 weights."""
 
 
+HEAD_ROWS = 1024
+"""Tokens whose logits exist at one time."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes that one rank holds while it trains, by what they are for."""
@@ -127,7 +132,9 @@ def memory(job: Job, plan: Plan) -> Memory:
     per_layer = _activations_per_token(model) * tokens * compute
     kept = model.hidden * tokens * compute
     layers = model.layers * kept + per_layer if job.train.recompute else model.layers * per_layer
-    return Memory(held * width, held * width, 2 * held * width, layers)
+    # The head's logits live HEAD_ROWS tokens at a time, in fp32 at least, and once more narrow.
+    head = min(tokens, HEAD_ROWS) * model.vocab * (max(width, 4) + compute) + 2 * kept
+    return Memory(held * width, held * width, 2 * held * width, layers + head)
 
 
 def _activations_per_token(model: ModelConfig) -> int:

@@ -14,9 +14,11 @@ class DataConfig(Section):
 
     path: str
     """A file, a directory or a glob: text (.txt, one document a file), .jsonl, .parquet, or a
-    dataset directory saved by Hugging Face `datasets`."""
+    directory that Hugging Face `datasets` reads."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
     """What `path` holds; auto goes by the file names."""
+    split: str = "train"
+    """Split of `path` to train on, where a dataset directory has several."""
     text_key: str = "text"
     """Column that holds the text (jsonl, parquet, dataset)."""
     tokenizer: str = "bytes"
@@ -31,15 +33,23 @@ class DataConfig(Section):
     long text, attention sees the whole sample."""
     validation_path: str | None = None
     """Text held out for validation, in the same format."""
+    validation_split: str = "validation"
+    """Split of `validation_path`, where that is a dataset directory with several."""
     validation_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents of `path` held out for validation, picked by a hash of their index."""
     cache: str | None = None
-    """Directory for tokenised text; unset: ~/.cache/moesaic/tokens."""
+    """Directory for tokenised text, safe to delete; unset: ~/.cache/moesaic/tokens."""
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         if self.validation_path and self.validation_share:
             raise ValueError(
-                "data.validation_path and data.validation_share exclude each other: give one"
+                f'data.validation_path = "{self.validation_path}" and data.validation_share = '
+                f"{self.validation_share} exclude each other: remove one"
+            )
+        if self.end_token is not None and self.tokenizer == "bytes":
+            raise ValueError(
+                f'data.end_token = "{self.end_token}" belongs to a tokenizer file, and '
+                'data.tokenizer = "bytes" has an end mark of its own: remove data.end_token'
             )
         return self

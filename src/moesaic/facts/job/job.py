@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.data import DataConfig
@@ -23,6 +24,8 @@ from moesaic.facts.job.train import (
 
 class Job(Section):
     """One training job, every default filled in."""
+
+    resolved_keys: ClassVar[frozenset[str]] = frozenset({"source"})
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of everything random: initial weights, order of samples, noise."""
@@ -49,40 +52,76 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
-        model, ep = self.model, self.layout.ep
-        if model.experts % ep or (ep > 1 and not model.experts):
+        self._check_experts()
+        if self.schedule.warmup > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup = {self.schedule.warmup} is longer than "
+                f"train.steps = {self.train.steps}: shorten the warm-up, or train longer"
+            )
+        if self.data.sequence > self.model.max_positions:
+            raise ValueError(
+                f"data.sequence = {self.data.sequence} is longer than "
+                f"model.max_positions = {self.model.max_positions}: shorten it, or raise the latter"
+            )
+        return self
+
+    def _check_experts(self) -> None:
+        model, ep, router = self.model, self.layout.ep, self.routing.router
+        if ep > 1 and not model.experts:
+            raise ValueError(
+                f"layout.ep = {ep} with a dense model (model.experts = 0): set layout.ep = 1, or "
+                "choose a model with experts"
+            )
+        if model.experts % ep:
             raise ValueError(
                 f"layout.ep = {ep} does not divide model.experts = {model.experts}: "
                 "choose a divisor of the number of experts"
             )
-        needs = {"switch": 1, "gshard": 2}.get(self.routing.router)
-        if needs is not None and model.top_k != needs:
+        needs = {"switch": 1, "gshard": 2}.get(router)
+        if needs is None or model.top_k == needs:
+            return
+        if not model.experts:
             raise ValueError(
-                f"routing.router = '{self.routing.router}' chooses {needs} of the experts, "
-                f"but model.top_k = {model.top_k}: set model.top_k = {needs}"
+                f'routing.router = "{router}" with a dense model (model.experts = 0): '
+                "remove it, or choose a model with experts"
             )
-        if self.schedule.warmup > self.train.steps:
-            raise ValueError(
-                f"schedule.warmup = {self.schedule.warmup} is longer than "
-                f"train.steps = {self.train.steps}"
+        raise ValueError(
+            f'routing.router = "{router}" chooses {needs} of the experts, '
+            f"but model.top_k = {model.top_k}: set model.top_k = {needs}"
+        )
+
+    def idle(self) -> list[str]:
+        """A sentence for each setting that was given and has no effect in this job."""
+        found = []
+        if not self.model.experts:
+            given = sorted(self.routing.model_fields_set)
+            found += [f"routing.{key} has no effect: the model is dense" for key in given]
+        if self.schedule.kind == "constant" and "final" in self.schedule.model_fields_set:
+            found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
+        if not (self.data.validation_path or self.data.validation_share):
+            given = sorted(self.train.model_fields_set & {"validate_every", "validation_samples"})
+            found += [
+                f"train.{key} has no effect: there is no validation text "
+                "(data.validation_path, data.validation_share)"
+                for key in given
+            ]
+        if self.checkpoint.every > self.train.steps:
+            found.append(
+                f"checkpoint.every = {self.checkpoint.every} is more than train.steps = "
+                f"{self.train.steps}: the run saves only at the end"
             )
-        if self.data.sequence > model.max_positions:
-            raise ValueError(
-                f"data.sequence = {self.data.sequence} is longer than "
-                f"model.max_positions = {model.max_positions}: shorten it, or raise the latter"
-            )
-        return self
+        return found
 
 
 def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:
-    """`raw` with `[model] preset = NAME` replaced by the preset's sizes under the user's own keys."""
+    """`raw` with `[model] preset = NAME` replaced by its sizes, under the user's own keys."""
     model = raw.get("model")
     if not isinstance(model, dict) or "preset" not in model:
         return raw
     chosen = dict(model)
     name = chosen.pop("preset")
-    if name not in PRESETS:
-        raise ConfigError(
-            f"{origin}: model.preset = {name!r} is unknown: choose one of {', '.join(PRESETS)}"
-        )
+    if not isinstance(name, str) or name not in PRESETS:
+        known = keys.listed([keys.show(preset) for preset in PRESETS])
+        remedy = keys.choose(str(name), list(PRESETS), known)
+        raise ConfigError(f"{origin}: model.preset = {keys.show(name)} is not known: {remedy}")
     return {**raw, "model": {**PRESETS[name], **chosen}}

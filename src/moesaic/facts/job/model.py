@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,11 +12,23 @@ Family = Literal["llama", "mixtral", "olmoe"]
 Preset = Literal["tiny-dense", "tiny-mixtral", "tiny-olmoe", "olmoe-1b-7b", "mixtral-8x7b"]
 
 
+class ModelSource(Section):
+    """Where the sizes come from if a file does not write them out; resolved before parsing."""
+
+    preset: Preset | None = None
+    """A model by name; other keys of [model] change it."""
+    from_: str | None = Field(default=None, alias="from")
+    """Hugging Face model directory: its config.json gives the sizes, its weights are where training
+    starts."""
+
+
 class ModelConfig(Section):
     """A decoder: token embedding, layers of attention and (expert) feed-forward, head."""
 
+    file_keys: ClassVar[type[ModelSource]] = ModelSource
+
     family: Family
-    """Whose architecture and file names: llama (dense), mixtral, olmoe (normalised queries and keys)."""
+    """Whose architecture and file names: llama (dense), mixtral, olmoe (normed queries, keys)."""
     vocab: int = Field(ge=1)
     """Rows of the embedding: at least the tokenizer's size."""
     hidden: int = Field(ge=1)
@@ -49,17 +61,21 @@ class ModelConfig(Section):
     """Standard deviation of initial weights."""
     clip_qkv: float | None = Field(default=None, gt=0)
     """Queries, keys and values are clamped to this magnitude (olmoe only)."""
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = Field(default_factory=dict)
     """Keys of a Hugging Face config.json that change no arithmetic here; kept for export."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}"
+                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}: "
+                "choose a divisor of the number of heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim = {self.head_dim} is odd: rotary embedding pairs channels")
+            raise ValueError(
+                f"model.head_dim = {self.head_dim} is odd: the rotary embedding pairs channels, "
+                "give an even number"
+            )
         if bool(self.experts) != bool(self.top_k):
             raise ValueError(
                 f"model.experts = {self.experts} with model.top_k = {self.top_k}: "
@@ -67,13 +83,25 @@ class ModelConfig(Section):
             )
         if self.top_k > self.experts:
             raise ValueError(
-                f"model.top_k = {self.top_k} is more than model.experts = {self.experts}"
+                f"model.top_k = {self.top_k} is more than model.experts = {self.experts}: "
+                "a token visits each expert once, lower it"
             )
         if (self.family == "llama") == bool(self.experts):
-            kind = "dense: set model.experts = 0" if self.experts else "sparse: set model.experts"
-            raise ValueError(f"model.family = '{self.family}' is {kind}")
+            what = "is dense" if self.experts else "has experts"
+            remedy = (
+                'set model.experts and model.top_k to 0, or family to "mixtral" or "olmoe"'
+                if self.experts
+                else 'give model.experts and model.top_k, or set family to "llama"'
+            )
+            raise ValueError(
+                f'model.family = "{self.family}" {what}, but model.experts = {self.experts}: '
+                f"{remedy}"
+            )
         if self.clip_qkv is not None and self.family != "olmoe":
-            raise ValueError(f"model.clip_qkv belongs to family 'olmoe', not '{self.family}'")
+            raise ValueError(
+                f'model.clip_qkv = {self.clip_qkv} belongs to family "olmoe", not "{self.family}": '
+                "remove it"
+            )
         return self
 
     @property

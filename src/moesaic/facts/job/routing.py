@@ -17,14 +17,15 @@ class RoutingConfig(Section):
     gshard: top-2, the second expert kept at random in proportion to its weight, with capacity.
     balanced: debugging; experts in turn whatever the scores say."""
     balance_loss: float = Field(default=0.01, ge=0)
-    """Weight of the load-balance loss, the mean over expert layers of experts * sum(share * probability)."""
+    """Weight of the load-balance loss: experts * sum(share * probability), averaged over expert
+    layers."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the mean squared log-sum-exp of router scores, averaged over expert layers."""
     capacity: float | None = Field(default=None, gt=0)
     """Tokens that one expert takes from a global micro-batch, as a multiple of the even share;
     assignments beyond it are dropped and counted. Unset: nothing is dropped."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """switch only: uniform noise in [1 - noise, 1 + noise] that multiplies scores while training."""
+    """switch only: uniform noise in [1 - noise, 1 + noise] multiplies scores while training."""
     record: str | None = None
     """File (Parquet) that receives the experts chosen for every token of this run."""
     replay: str | None = None
@@ -34,11 +35,17 @@ class RoutingConfig(Section):
     def _consistent(self) -> RoutingConfig:
         if self.noise and self.router != "switch":
             raise ValueError(
-                f"routing.noise = {self.noise} belongs to routing.router = 'switch', "
-                f"not '{self.router}': set it to 0"
+                f'routing.noise = {self.noise} belongs to routing.router = "switch", '
+                f'not "{self.router}": set it to 0'
             )
         if self.router == "gshard" and self.capacity is None:
-            raise ValueError("routing.router = 'gshard' needs routing.capacity (1.2 is usual)")
+            raise ValueError(
+                'routing.router = "gshard" drops tokens beyond a capacity: set routing.capacity '
+                "(1.2 is usual)"
+            )
         if self.record and self.replay:
-            raise ValueError("routing.record and routing.replay exclude each other: give one")
+            raise ValueError(
+                f'routing.record = "{self.record}" and routing.replay = "{self.replay}" exclude '
+                "each other: remove one"
+            )
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,14 +14,8 @@ class LayoutConfig(Section):
 
     ep: int = Field(default=1, ge=1)
     """Expert parallelism: consecutive ranks that share out a layer's experts."""
-    shard: int | Literal["all"] = Field(default=1)
-    """Ranks that share out the dense parameters (FSDP2): 1 replicates them, "all" uses every rank."""
-
-    @model_validator(mode="after")
-    def _positive(self) -> LayoutConfig:
-        if isinstance(self.shard, int) and self.shard < 1:
-            raise ValueError(f'layout.shard = {self.shard}: give a number from 1, or "all"')
-        return self
+    shard: Annotated[int, Field(ge=1)] | Literal["all"] = 1
+    """Ranks that share out the dense parameters (FSDP2): 1: none do; "all": every rank."""
 
 
 class TrainConfig(Section):
@@ -53,7 +47,7 @@ class TrainConfig(Section):
         if self.batch % self.micro_batches:
             raise ValueError(
                 f"train.batch = {self.batch} is not divisible by "
-                f"train.micro_batches = {self.micro_batches}"
+                f"train.micro_batches = {self.micro_batches}: a batch has equal parts, change one"
             )
         return self
 
@@ -75,7 +69,9 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas = {self.betas}: each lies in [0, 1)")
+            raise ValueError(
+                f"optimizer.betas = {self.betas} is out of range: each is from 0 and below 1"
+            )
         return self
 
 

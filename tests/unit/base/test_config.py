@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, model_validator
+
+from moesaic.base.config import Section, apply_sets, parse, parse_toml, read_toml
+from moesaic.base.errors import ConfigError
+
+
+class Choice(Section):
+    """Instead of sizes."""
+
+    preset: str | None = None
+    """A name."""
+    from_: str | None = Field(default=None, alias="from")
+    """A directory."""
+
+
+class Wheel(Section):
+    """A wheel."""
+
+    file_keys: ClassVar[type[BaseModel]] = Choice
+
+    radius: float = Field(gt=0)
+    """Hub to rim. In metres."""
+    spokes: int = Field(default=24, ge=3, le=96)
+    """How many."""
+
+
+class Bicycle(Section):
+    """A bicycle."""
+
+    resolved_keys: ClassVar[frozenset[str]] = frozenset({"maker"})
+
+    maker: str | None = None
+    """Filled in."""
+    gears: int = Field(ge=1)
+    """How many gears. Fewer is lighter."""
+    wheel: Wheel
+    """Both wheels."""
+    colour: Literal["red", "green"] = "red"
+    """Its colour."""
+    brake: Annotated[int, Field(ge=0)] | Literal["all"] = "all"
+    """How many brakes."""
+    bell: bool = True
+    """Whether it rings."""
+    tags: list[str] = []  # noqa: RUF012 - pydantic copies defaults
+    """Words."""
+    span: list[float] = Field(default=[0.0, 1.0], min_length=2, max_length=2)
+    """From and to."""
+    notes: dict[str, Any] = Field(default_factory=dict)
+    """Anything."""
+    lock: float | None = Field(default=None, ge=0)
+    """Weight of the lock."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Bicycle:
+        if self.gears > 1 and self.colour == "green":
+            raise ValueError(f"gears = {self.gears} of a green bicycle: give 1")
+        return self
+
+
+GOOD: dict[str, Any] = {"gears": 1, "wheel": {"radius": 0.3}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"gear": 3}, "unknown key 'gear': did you mean 'gears'?"),
+        (
+            {"zzz": 3},
+            "unknown key 'zzz': the keys at the top are "
+            "gears, wheel, colour, brake, bell, tags, span, notes, lock",
+        ),
+        (
+            {"wheel": {"radius": 1, "spoke": 3}},
+            "unknown key 'wheel.spoke': did you mean 'wheel.spokes'?",
+        ),
+        (
+            {"wheel": {"radius": 1, "form": "x"}},
+            "unknown key 'wheel.form': did you mean 'wheel.from'?",
+        ),
+        ({"wheel": {"radius": 1, "bell": True}}, "unknown key 'wheel.bell': did you mean 'bell'?"),
+        ({"radius": 1}, "unknown key 'radius': did you mean 'wheel.radius'?"),
+        ({"radiuss": 1}, "unknown key 'radiuss': did you mean 'wheel.radius'?"),
+        (
+            {"wheel": {"radius": 1, "zzz": 3}},
+            "unknown key 'wheel.zzz': 'wheel' has the keys preset, from, radius, spokes",
+        ),
+        ({"gears": "3"}, 'gears = "3" is a string: give an integer from 1'),
+        ({"gears": 3.0}, "gears = 3.0 is a number with a fraction: give an integer from 1"),
+        ({"gears": True}, "gears = true is a boolean: give an integer from 1"),
+        ({"gears": [3]}, "gears = [3] is a list: give an integer from 1"),
+        ({"gears": {"a": 3}}, "gears is a table where a value is needed: give an integer from 1"),
+        ({"gears": 0}, "gears = 0 is out of range: give an integer from 1"),
+        (
+            {"gears": parse_toml("x = 2020-01-02", "")["x"]},
+            "gears = 2020-01-02 is a date or time: give an integer from 1",
+        ),
+        (
+            {"wheel": 3},
+            "wheel = 3 is an integer where a table is needed: "
+            "write [wheel] with keys preset, from, radius, spokes",
+        ),
+        ({"wheel": {"radius": 0}}, "wheel.radius = 0 is out of range: give a number above 0"),
+        (
+            {"wheel": {"radius": float("inf")}},
+            "wheel.radius = inf is out of range: give a number above 0",
+        ),
+        (
+            {"wheel": {"radius": 1, "spokes": 97}},
+            "wheel.spokes = 97 is out of range: give an integer from 3 and up to 96",
+        ),
+        (
+            {"wheel": {}},
+            "wheel.radius is missing: add radius, preset or from to [wheel] "
+            "(a number above 0: hub to rim)",
+        ),
+        (
+            {"colour": "rde"},
+            'colour = "rde" is not known: did you mean "red" (it takes "red" or "green")?',
+        ),
+        ({"colour": "blue"}, 'colour = "blue" is not known: give "red" or "green"'),
+        ({"colour": 1}, 'colour = 1 is an integer: give "red" or "green"'),
+        ({"brake": -1}, 'brake = -1 is out of range: give an integer from 0 or "all"'),
+        (
+            {"brake": "al"},
+            'brake = "al" is not known: did you mean "all" (it takes an integer from 0 or "all")?',
+        ),
+        (
+            {"brake": 1.5},
+            'brake = 1.5 is a number with a fraction: give an integer from 0 or "all"',
+        ),
+        ({"bell": 1}, "bell = 1 is an integer: give true or false"),
+        ({"bell": "yes"}, 'bell = "yes" is a string: give true or false'),
+        ({"tags": "a"}, 'tags = "a" is a string: give a list of strings'),
+        ({"tags": ["a", 2]}, "tags[1] = 2 is an integer: give a string"),
+        ({"span": [1.0]}, "span = [1.0] is 1 long: give a list of 2 numbers"),
+        ({"notes": 3}, "notes = 3 is an integer: give a table"),
+        ({"lock": -1}, "lock = -1 is out of range: give a number from 0"),
+        ({"lock": "heavy"}, 'lock = "heavy" is a string: give a number from 0'),
+        ({"gears": 2, "colour": "green"}, "gears = 2 of a green bicycle: give 1"),
+        ({"gears": "x", "bell": 1}, 'gears = "x" is a string: give an integer from 1 (and 1 more)'),
+        ({"gears": "x" * 200}, f'gears = "{"x" * 76}... is a string: give an integer from 1'),
+    ],
+)
+def test_a_mistake_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Bicycle, {**GOOD, **changes}, "bike.toml")
+    assert str(caught.value) == f"bike.toml: {sentence}"
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Bicycle, {"wheel": {"radius": 1}}, "b")
+    assert (
+        str(caught.value)
+        == "b: gears is missing: add gears at the top (an integer from 1: how many gears)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse(Bicycle, {"gears": 1}, "b")
+    assert str(caught.value) == "b: table [wheel] is missing: add it (both wheels)"
+
+
+def test_a_misspelt_key_is_not_also_a_missing_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Bicycle, {"gaers": 1, "wheel": {"radius": 1}}, "b")
+    assert str(caught.value) == "b: unknown key 'gaers': did you mean 'gears'?"
+
+
+def test_the_item_that_set_a_wrong_value_is_blamed() -> None:
+    sets = ["wheel.spokes=5", "wheel.spokes=1", "gears=2"]
+    with pytest.raises(ConfigError) as caught:
+        parse(Bicycle, apply_sets(GOOD, sets), "b.toml", sets)
+    assert str(caught.value).startswith("--set wheel.spokes=1: wheel.spokes = 1 is out of range")
+    sets = ["gears=2"]
+    with pytest.raises(ConfigError) as caught:
+        parse(Bicycle, apply_sets({"wheel": {"radius": "x"}}, sets), "b.toml", sets)
+    assert str(caught.value).startswith("b.toml: wheel.radius")
+
+
+@pytest.mark.parametrize(
+    ("item", "key", "value"),
+    [
+        ("gears=3", "gears", 3),
+        ("gears = 3", "gears", 3),
+        ("a.b.c=true", "a", {"b": {"c": True}}),
+        ("wheel.radius=0.5", "wheel", {"radius": 0.5}),
+        ("name=plain words", "name", "plain words"),
+        ('name="quoted"', "name", "quoted"),
+        ("name=", "name", ""),
+        ("name=a=b", "name", "a=b"),
+        ("list=[1, 2]", "list", [1, 2]),
+        ("rate=1e-3", "rate", 1e-3),
+        ("two=1\nthree=4", "two", "1\nthree=4"),
+        ("path=/tmp/x.txt", "path", "/tmp/x.txt"),
+    ],
+)
+def test_a_set_value_is_read_as_toml_or_as_a_word(item: str, key: str, value: Any) -> None:
+    assert apply_sets(GOOD, [item])[key] == value
+
+
+def test_sets_leave_the_original_alone_and_the_last_one_wins() -> None:
+    raw = {"wheel": {"radius": 1.0}, "day": parse_toml("x = 2020-01-02", "")["x"]}
+    assert apply_sets(raw, ["wheel.radius=2.0", "wheel.radius=3.0"])["wheel"]["radius"] == 3.0
+    assert raw["wheel"] == {"radius": 1.0}
+
+
+@pytest.mark.parametrize("item", ["", "=3", "gears", "a..b=3", ".a=1", "a.=1"])
+def test_a_malformed_set_says_so(item: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of the form key\.path=value"):
+        apply_sets(GOOD, [item])
+
+
+def test_a_set_below_a_value_says_so() -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_sets(GOOD, ["gears.x=1"])
+    assert str(caught.value) == "--set gears.x=1: 'gears' is a value and has no keys of its own"
+
+
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    with pytest.raises(ConfigError, match=r"there is no file '.*bad.toml'"):
+        read_toml(bad)
+    with pytest.raises(ConfigError, match="is a directory"):
+        read_toml(tmp_path)
+    bad.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        read_toml(bad)
+    bad.write_text("a = 1\na = 2\n")
+    with pytest.raises(
+        ConfigError, match=r"bad.toml: not valid TOML: cannot overwrite a value .*line 2"
+    ):
+        read_toml(bad)
+    bad.write_text("a = hello\n")
+    with pytest.raises(
+        ConfigError, match=r"invalid value \(at line 1, column 5\) \(text needs quotes\)"
+    ):
+        read_toml(bad)
+
+
+def test_json_holds_every_default_and_reads_back() -> None:
+    bicycle = parse(Bicycle, {**GOOD, "notes": {"a": [1, None]}}, "b")
+    raw = json.loads(bicycle.to_json())
+    assert raw["wheel"] == {"radius": 0.3, "spokes": 24}
+    assert parse(Bicycle, raw, "b.json") == bicycle
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+names = st.sampled_from(
+    ["gears", "wheel", "colour", "brake", "tags", "span", "notes", "lock", "xyz"]
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(names, values))
+def test_any_table_is_taken_or_refused_in_one_line(raw: dict[str, Any]) -> None:
+    try:
+        bicycle = parse(Bicycle, raw, "b.toml")
+    except ConfigError as error:
+        message = str(error)
+    else:
+        message = "b.toml: "
+        assert parse(Bicycle, json.loads(bicycle.to_json()), "b.json") == bicycle
+    assert message.startswith("b.toml: ")
+    assert "pydantic" not in message

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import get_args
+
+import pytest
+
+from moesaic.base import keys
+from moesaic.base.config import apply_sets, parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job, ModelConfig, Preset
+from moesaic.facts.job.job import fill_preset
+from moesaic.facts.job.model import PRESETS
+
+GOOD = """
+[model]
+preset = "tiny-olmoe"
+
+[data]
+path = "text.txt"
+sequence = 64
+
+[train]
+steps = 10
+batch = 8
+"""
+DENSE = 'model.preset="tiny-dense"'
+
+
+def job(*sets: str) -> Job:
+    raw = apply_sets(tomllib.loads(GOOD), sets)
+    return parse(Job, fill_preset(raw, "job.toml"), "job.toml", sets)
+
+
+WRONG = [
+    (['model.preset="tiny-olmo"'],
+     'job.toml: model.preset = "tiny-olmo" is not known: did you mean "tiny-olmoe" (it takes '
+     '"tiny-dense", "tiny-mixtral", "tiny-olmoe", "olmoe-1b-7b" or "mixtral-8x7b")?'),
+    (["model.preset=[1]"],
+     'job.toml: model.preset = [1] is not known: give "tiny-dense", "tiny-mixtral", "tiny-olmoe", '
+     '"olmoe-1b-7b" or "mixtral-8x7b"'),
+    (["model.heads=6"],
+     "job.toml: model.kv_heads = 4 does not divide model.heads = 6: "
+     "choose a divisor of the number of heads"),
+    (["model.head_dim=31"],
+     "job.toml: model.head_dim = 31 is odd: the rotary embedding pairs channels, "
+     "give an even number"),
+    (["model.top_k=0"],
+     "job.toml: model.experts = 16 with model.top_k = 0: give both, or neither for a dense model"),
+    (["model.top_k=17"],
+     "job.toml: model.top_k = 17 is more than model.experts = 16: "
+     "a token visits each expert once, lower it"),
+    (['model.family="llama"'],
+     'job.toml: model.family = "llama" is dense, but model.experts = 16: '
+     'set model.experts and model.top_k to 0, or family to "mixtral" or "olmoe"'),
+    (["model.experts=0", "model.top_k=0"],
+     'job.toml: model.family = "olmoe" has experts, but model.experts = 0: '
+     'give model.experts and model.top_k, or set family to "llama"'),
+    (['model.family="mixtral"', "model.clip_qkv=8"],
+     'job.toml: model.clip_qkv = 8.0 belongs to family "olmoe", not "mixtral": remove it'),
+    (["layout.ep=3"],
+     "job.toml: layout.ep = 3 does not divide model.experts = 16: "
+     "choose a divisor of the number of experts"),
+    ([DENSE, "layout.ep=2"],
+     "job.toml: layout.ep = 2 with a dense model (model.experts = 0): "
+     "set layout.ep = 1, or choose a model with experts"),
+    (["routing.router=switch"],
+     'job.toml: routing.router = "switch" chooses 1 of the experts, but model.top_k = 4: '
+     "set model.top_k = 1"),
+    (["routing.router=gshard", "routing.capacity=1.2"],
+     'job.toml: routing.router = "gshard" chooses 2 of the experts, but model.top_k = 4: '
+     "set model.top_k = 2"),
+    (["routing.router=gshard", "model.top_k=2"],
+     'job.toml: routing.router = "gshard" drops tokens beyond a capacity: '
+     "set routing.capacity (1.2 is usual)"),
+    ([DENSE, "routing.router=switch"],
+     'job.toml: routing.router = "switch" with a dense model (model.experts = 0): '
+     "remove it, or choose a model with experts"),
+    (["routing.noise=0.1"],
+     'job.toml: routing.noise = 0.1 belongs to routing.router = "switch", not "softmax": '
+     "set it to 0"),
+    (["routing.record=a", "routing.replay=b"],
+     'job.toml: routing.record = "a" and routing.replay = "b" exclude each other: remove one'),
+    (["train.micro_batches=3"],
+     "job.toml: train.batch = 8 is not divisible by train.micro_batches = 3: "
+     "a batch has equal parts, change one"),
+    (["optimizer.betas=[0.9, 1.0]"],
+     "job.toml: optimizer.betas = [0.9, 1.0] is out of range: each is from 0 and below 1"),
+    (["schedule.warmup=11"],
+     "job.toml: schedule.warmup = 11 is longer than train.steps = 10: "
+     "shorten the warm-up, or train longer"),
+    (["data.sequence=4097"],
+     "job.toml: data.sequence = 4097 is longer than model.max_positions = 4096: "
+     "shorten it, or raise the latter"),
+    (["data.validation_path=v.txt", "data.validation_share=0.1"],
+     'job.toml: data.validation_path = "v.txt" and data.validation_share = 0.1 exclude each other: '
+     "remove one"),
+    (["layout.shard=0"],
+     '--set layout.shard=0: layout.shard = 0 is out of range: give an integer from 1 or "all"'),
+    (["seed=-1"],
+     "--set seed=-1: seed = -1 is out of range: "
+     "give an integer from 0 and below 9223372036854775808"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sets", "sentence"), WRONG, ids=lambda value: str(value)[:30])
+def test_an_impossible_job_is_one_sentence(sets: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(*sets)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        [DENSE],
+        ["layout.ep=16", "layout.shard=all"],
+        ["routing.router=gshard", "routing.capacity=1.2", "model.top_k=2"],
+        ["routing.router=switch", "routing.noise=0.1", "model.top_k=1"],
+        ["schedule.warmup=10", "data.sequence=4096", "train.micro_batches=8"],
+        ["optimizer.lr=1", "train.clip=0", "model.clip_qkv=8", "seed=9223372036854775807"],
+    ],
+)
+def test_a_job_survives_json(sets: list[str]) -> None:
+    made = job(*sets)
+    assert parse(Job, json.loads(made.to_json()), "job.json") == made
+
+
+def test_preset_sizes_give_way_to_the_users() -> None:
+    made = job("model.layers=1", "model.vocab=257")
+    assert made.model == parse(
+        ModelConfig, {**PRESETS["tiny-olmoe"], "layers": 1, "vocab": 257}, "preset"
+    )
+    assert PRESETS["tiny-olmoe"]["layers"] == 4
+
+
+def test_presets_are_named_and_possible() -> None:
+    assert set(get_args(Preset)) == set(PRESETS)
+    for name in PRESETS:
+        assert job(f"model.preset={name}").model.family
+
+
+def test_settings_without_effect_are_told() -> None:
+    assert job().idle() == []
+    assert job(DENSE, "routing.z_loss=0.1", "routing.balance_loss=0.1").idle() == [
+        "routing.balance_loss has no effect: the model is dense",
+        "routing.z_loss has no effect: the model is dense",
+    ]
+    told = job(
+        "schedule.kind=constant", "schedule.final=0.5", "train.validate_every=5",
+        "checkpoint.every=11",
+    ).idle()  # fmt: skip
+    assert [sentence.split()[0] for sentence in told] == [
+        "schedule.final", "train.validate_every", "checkpoint.every",
+    ]  # fmt: skip
+    assert job("train.validate_every=5", "data.validation_share=0.1").idle() == []
+
+
+def test_every_key_is_documented() -> None:
+    for key in keys.walk(Job):
+        assert len(key.meaning) > 10, key
+        assert key.meaning.endswith("."), key
+    assert {"model.preset", "model.from"} < {key.path for key in keys.walk(Job)}
+    assert "source" not in {key.path for key in keys.walk(Job)}
