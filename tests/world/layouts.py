@@ -77,9 +77,7 @@ def outcome(ranks: Ranks, size: int, job: Job, steps: int, **files: str) -> Outc
     results = ranks.run(size, run_layout, job, steps, files.get("record"), files.get("replay"))
     for facts, _, _ in results[1:]:
         assert facts == results[0][0], "ranks disagree about what happened"
-    return Outcome(
-        results[0][0], _whole([r[1] for r in results]), _whole([r[2] for r in results])
-    )
+    return Outcome(results[0][0], _whole([r[1] for r in results]), _whole([r[2] for r in results]))
 
 
 def _whole(by_rank: list[list[Any]]) -> dict[str, Array]:
@@ -113,6 +111,4 @@ def worst_element(a: dict[str, Array], b: dict[str, Array]) -> float:
 def worst_tensor(a: dict[str, Array], b: dict[str, Array]) -> float:
     """Largest norm(a - b) / norm(b) over all tensors."""
     assert a.keys() == b.keys()
-    return max(
-        float(np.linalg.norm(a[k] - b[k]) / max(np.linalg.norm(b[k]), 1e-30)) for k in a
-    )
+    return max(float(np.linalg.norm(a[k] - b[k]) / max(np.linalg.norm(b[k]), 1e-30)) for k in a)

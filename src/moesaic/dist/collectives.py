@@ -1,4 +1,4 @@
-"""Collectives with a group of one as the trivial case: a missing group means nobody else is there."""
+"""Collectives with a group of one as the trivial case: no group means nobody else is there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def gather(tensor: Tensor, group: Group | None) -> Tensor:
     return stacked
 
 
-def sum_buckets_(tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = 32 << 20) -> None:
+def sum_buckets_(
+    tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = 32 << 20
+) -> None:
     """Add up every tensor over the group, in place, in few messages: flat buckets of one dtype."""
     if group is None or not tensors:
         return
@@ -50,17 +52,15 @@ def _sum_bucket_(bucket: list[Tensor], group: Group) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.all_reduce(flat, group=group)
-    for tensor, part in zip(
-        bucket, flat.split([math.prod(t.shape) for t in bucket]), strict=True
-    ):
+    for tensor, part in zip(bucket, flat.split([math.prod(t.shape) for t in bucket]), strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to ranks: send `send[i]` consecutive rows to rank i of the group; uneven and zero allowed.
+    """Rows to ranks: `send[i]` consecutive rows go to rank i of the group; zero is allowed.
 
-    The exchange is launched and not awaited; whoever reads the result first calls `wait` on the work
-    that was appended to `works`. Its backward is the exchange in the other direction.
+    The exchange is launched and not awaited; whoever reads the result first calls `wait` on the
+    work that was appended to `works`. Its backward is the exchange in the other direction.
     """
 
     @staticmethod

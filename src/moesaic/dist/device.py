@@ -35,8 +35,8 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
     index = device.index if device.index is not None else local_rank
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"train.device = '{name}' with local rank {local_rank} needs GPU {index}, but there are "
-            f"{torch.cuda.device_count()}: start fewer ranks or name another device"
+            f"train.device = '{name}' with local rank {local_rank} needs GPU {index}, but there "
+            f"are {torch.cuda.device_count()}: start fewer ranks or name another device"
         )
     return torch.device("cuda", index)
 

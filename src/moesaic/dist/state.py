@@ -58,7 +58,10 @@ class Source(Protocol):
 
 
 def overlap(
-    offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]
+    offset: Sequence[int],
+    size: Sequence[int],
+    other_offset: Sequence[int],
+    other_size: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """The common part of two boxes of one tensor, as slices into each; None if they are apart."""
     mine, theirs = [], []

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def obey(
             target.copy_(buffer)
 
 
-def _operation(kind: object, tensor: Tensor, peer: int, world: World) -> dist.P2POp:
+def _operation(kind: Callable[..., Any], tensor: Tensor, peer: int, world: World) -> dist.P2POp:
     return dist.P2POp(kind, tensor, peer, group=world.everyone)
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
@@ -31,7 +32,7 @@ class World:
     device: torch.device
     generation: int
     deadline: timedelta
-    store: dist.Store
+    store: Store
     everyone: Group | None = None
     _groups: list[Group] = field(default_factory=list)
 
@@ -40,14 +41,14 @@ class World:
         """A world of one rank, without any process group."""
         device = device or torch.device("cpu")
         devices.activate(device)
-        return cls(0, 1, device, 0, timedelta(minutes=10), dist.HashStore())
+        return cls(0, 1, device, 0, timedelta(minutes=10), HashStore())
 
     @classmethod
     def join(
         cls,
         rank: int,
         size: int,
-        store: dist.Store,
+        store: Store,
         device: torch.device | None = None,
         generation: int = 0,
         deadline: timedelta = timedelta(minutes=10),
@@ -55,7 +56,7 @@ class World:
         """Meet `size - 1` others in `generation`; returns when all have come."""
         device = device or torch.device("cpu")
         devices.activate(device)
-        prefixed = dist.PrefixStore(f"generation-{generation}", store)
+        prefixed = PrefixStore(f"generation-{generation}", store)
         dist.init_process_group(
             devices.backend(device), store=prefixed, rank=rank, world_size=size, timeout=deadline,
             device_id=device if device.type != "cpu" else None,
@@ -82,12 +83,12 @@ class World:
             ) from None
         # torchrun's agent may serve the store itself; then rank 0 joins as a client too.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(
+        store = TCPStore(
             host, port, size, is_master=rank == 0 and not served, timeout=deadline,
             multi_tenant=True,
         )  # fmt: skip
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefixed = dist.PrefixStore(f"attempt-{attempt}", store)
+        prefixed = PrefixStore(f"attempt-{attempt}", store)
         return cls.join(rank, size, prefixed, device, deadline=deadline)
 
     @property

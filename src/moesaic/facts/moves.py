@@ -1,4 +1,4 @@
-"""Moves: which box of which tensor goes from which rank to which. Plain data; `dist.transfer` obeys."""
+"""Moves: which box of which tensor goes from which rank to which; `dist.transfer` obeys them."""
 
 from __future__ import annotations
 

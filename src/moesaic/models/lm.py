@@ -45,7 +45,8 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(width, epsilon)
         self.attention = attention
         self.ffn_norm = RMSNorm(width, epsilon)
-        self.add_module("moe" if isinstance(ffn, MoE) else "ffn", ffn)
+        self.moe = ffn if isinstance(ffn, MoE) else None
+        self.ffn = ffn if isinstance(ffn, FeedForward) else None
         self.recompute = False
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -60,7 +61,8 @@ class Layer(nn.Module):
     def _compute(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.attention(self.attention_norm(x), context)
         normed = self.ffn_norm(x)
-        inner = self.moe if hasattr(self, "moe") else self.ffn
+        inner = self.moe if self.moe is not None else self.ffn
+        assert inner is not None
         result: Tensor = x + inner(normed, context)
         return result
 
@@ -128,6 +130,11 @@ class LanguageModel(nn.Module):
             ffn = FeedForward(config.hidden, config.ffn)
         return Layer(attention, ffn, config.hidden, config.norm_epsilon)
 
+    def tie(self) -> None:
+        """Make the head use the embedding's weight, if the model is tied."""
+        if self.config.tied:
+            self.head.weight = self.embed.weight
+
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The named blocks, in order."""
         yield "embed", self.embed
@@ -137,9 +144,15 @@ class LanguageModel(nn.Module):
 
     def banks(self) -> Iterator[tuple[int, Bank]]:
         """The expert banks by layer."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(getattr(layer, "moe", None), MoE):
+        for index, layer in enumerate(self.decoder_layers()):
+            if layer.moe is not None:
                 yield index, layer.moe.bank
+
+    def decoder_layers(self) -> Iterator[Layer]:
+        """The layers between embedding and head."""
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            yield layer
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles at `positions` [batch, sequence], in the model's dtype."""

@@ -73,10 +73,12 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         attended = attend(q, self._repeat(k), self._repeat(v), context.mask)
-        return self.o(attended.transpose(1, 2).flatten(2))
+        result: Tensor = self.o(attended.transpose(1, 2).flatten(2))
+        return result
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(2, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
     def _repeat(self, x: Tensor) -> Tensor:
         return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=1)

@@ -32,7 +32,7 @@ class Bank(nn.Module):
         """The last acquired experts are no longer used."""
 
     def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
-        """(expert, gate | up | down, view) of everything in `arena`, a tensor of the arena's shape."""
+        """(expert, gate | up | down, view) of all of `arena`, a tensor of the arena's shape."""
         gate_up, down = arena_views(arena, self.ffn, self.hidden)
         for slot, expert in enumerate(self.experts):
             yield expert, "gate", gate_up[slot, : self.ffn]

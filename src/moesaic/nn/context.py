@@ -71,7 +71,7 @@ class Context:
         self.samples: Tensor | None = None
         """Global sample index of each row, [batch]."""
         self.positions: Tensor | None = None
-        """Place of each token in its sample, [sequence]; with `samples` it names a token anywhere."""
+        """Place of each token in its sample, [sequence]; with `samples` it names any token."""
         self.targets: Tensor | None = None
         """Tokens to predict, [batch, sequence], -100 where none; the head then returns a loss."""
         self.loss_scale = 1.0

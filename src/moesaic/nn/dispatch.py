@@ -234,7 +234,7 @@ class Permute(torch.autograd.Function):
 
 
 def _add_up(rows: Tensor, inverse_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """sum over k of weights[t, k] * rows[inverse[t, k]], without the [T, K, H] between."""
+    """Sum over k of weights[t, k] * rows[inverse[t, k]], without the [T, K, H] between."""
     if rows.shape[0] == 0 or inverse_TK.shape[0] == 0:
         return rows.new_zeros((inverse_TK.shape[0], rows.shape[1]))
     return F.embedding_bag(inverse_TK, rows, mode="sum", per_sample_weights=weights_TK)

@@ -1,8 +1,8 @@
 """Matrix products of many experts at once: the one seam for expert compute.
 
 Rows are sorted by slot; `counts[s]` of them (a tensor on the host) belong to slot s. Weights are
-views of an arena: [slots, N, K] with any stride between slots. The products are custom ops, so that
-torch's compiler, its flop counter and its profiler see them as one thing; which engine computes them
+views of an arena: [slots, N, K] with any stride between slots. The products are custom ops, so
+that torch's compiler, flop counter and profiler see them as one thing; which engine computes them
 is decided here, by device and dtype.
 """
 
@@ -22,7 +22,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -
     out = rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
     if _by_library(rows, weight):
         operand = weight.transpose(1, 2) if transposed else weight
-        return F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
+        product: Tensor = F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
+        return product
     start = 0
     for slot, count in enumerate(counts.tolist()):
         if count:
@@ -61,7 +62,7 @@ def _(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
 
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:
-    """torch's own grouped product: a kernel on GPUs in bf16; on the CPU it is a loop like ours."""
+    """Torch's own grouped product: a kernel on GPUs in bf16; on the CPU it is a loop like ours."""
     return rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
 
 
@@ -95,7 +96,7 @@ class GatedExperts(torch.autograd.Function):
         inner = grouped_mm(rows, gate_up.to(rows.dtype), counts, True)
         gate, up = inner.chunk(2, dim=1)
         activated = F.silu(gate).mul_(up)
-        result = grouped_mm(activated, down.to(rows.dtype), counts, True)
+        result: Tensor = grouped_mm(activated, down.to(rows.dtype), counts, True)
         ctx.save_for_backward(rows, arena, counts, inner, activated)
         ctx.ffn = ffn
         return result

@@ -21,7 +21,9 @@ class HeadLoss(torch.autograd.Function):
     """scale * sum over tokens of -log softmax(x @ weight.T)[target]."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, scale: float
+    ) -> Tensor:
         """Loss, and at once its gradients where they are wanted."""
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         operand = weight_VH.to(x_TH.dtype)

@@ -1,4 +1,4 @@
-"""Random numbers as a function of counters: Philox 4x32-10 (Salmon et al., SC 2011) on torch tensors.
+"""Random numbers as a function of counters: Philox 4x32-10 (Salmon et al., SC 2011) in torch.
 
 Every draw is a function of (seed, purpose, step, sample, position) and of nothing else: no state,
 no order, no rank. The key is a hash of seed and purpose; step, sample and position are the counter.

@@ -46,10 +46,8 @@ class RandomSamples:
         """The samples of `indices`."""
         del shuffled
         rows = [self._sample(index) for index in indices]
-        empty = torch.zeros(0, self._sequence, dtype=torch.int64)
-        inputs, targets, documents = (
-            torch.stack(column) if rows else empty for column in (zip(*rows) if rows else ((),) * 3)
-        )
+        whole = torch.stack(rows) if rows else torch.zeros(0, 3, self._sequence, dtype=torch.int64)
+        inputs, targets, documents = whole.unbind(1)
         place = torch.arange(self._sequence).expand(len(rows), -1)
         first = torch.where(documents > 0, self._sequence // 2, 0)
         return Batch(
@@ -57,7 +55,7 @@ class RandomSamples:
             inputs=inputs, targets=targets, documents=documents.int(), positions=place - first,
         )  # fmt: skip
 
-    def _sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _sample(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(self._vocab, (self._sequence + 1,), generator=generator)
         documents = torch.zeros(self._sequence, dtype=torch.int64)
@@ -65,4 +63,4 @@ class RandomSamples:
         if index % 3 == 0:
             documents[self._sequence // 2 :] = 1
             targets[self._sequence // 2 - 1] = -100
-        return tokens[:-1], targets, documents
+        return torch.stack((tokens[:-1], targets, documents))

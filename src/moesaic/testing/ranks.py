@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 from moesaic.dist.world import World
 
@@ -41,7 +41,7 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(self._size):
@@ -64,14 +64,14 @@ class Ranks:
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(size)}
         end = time.monotonic() + timeout_s
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            ready: list[Any] = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 failures.append(f"ranks {sorted(waiting.values())} did not answer in {timeout_s} s")
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                    ok, value = pipe.recv()
                 except EOFError:
                     ok, value = False, "the process died"
                 results[rank] = value
@@ -97,7 +97,7 @@ class Ranks:
 def _serve(pipe: Connection, port: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
             rank, size, generation, timeout_s, function, arguments = pipe.recv()

@@ -41,11 +41,12 @@ def assemble(
     with torch.device("meta"):
         model = LanguageModel(job.model, job.routing, plan, groups[0])
     model.to(DTYPES[job.train.precision])
-    for layer in model.layers:
+    for layer in model.decoder_layers():
         layer.recompute = job.train.recompute
     if plan.shard > 1:
         _shard(model, plan, world)
     model.to_empty(device=world.device)
+    model.tie()  # to_empty makes two of one shared parameter
     optimizer = AdamW(job.optimizer)
     holdings = held(model, plan, world.rank)
     for item in holdings:

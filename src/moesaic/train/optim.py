@@ -30,7 +30,15 @@ class AdamW:
         return self.moments[name]
 
     def update(
-        self, name: str, values: Tensor, grad: Tensor, step: int, *, lr: float, clip: float, decay: bool
+        self,
+        name: str,
+        values: Tensor,
+        grad: Tensor,
+        step: int,
+        *,
+        lr: float,
+        clip: float,
+        decay: bool,
     ) -> None:
         """One step, in place.
 
@@ -63,8 +71,5 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     if schedule.kind == "constant":
         return peak
     done = (step - schedule.warmup) / max(steps - schedule.warmup, 1)
-    if schedule.kind == "linear":
-        shape = 1.0 - done
-    else:
-        shape = 0.5 * (1.0 + math.cos(math.pi * done))
+    shape = 1.0 - done if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return peak * (schedule.final + (1.0 - schedule.final) * shape)

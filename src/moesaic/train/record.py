@@ -1,7 +1,7 @@
 """What a run leaves in its directory: facts at the start, events as they happen, bulk loads.
 
-Rank 0 writes for all; every rank writes its own phases. TensorBoard, Weights & Biases and MLflow are
-sinks of the same scalars.
+Rank 0 writes for all; every rank writes its own phases. TensorBoard, Weights & Biases and MLflow
+are sinks of the same scalars.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class MlflowSink:
 
 def _missing(key: str, value: str, extra: str) -> ConfigError:
     return ConfigError(
-        f"{key} = '{value}' needs the {extra} package: pip install 'moesaic[{extra}]', or unset {key}"
+        f"{key} = '{value}' needs the {extra} package: pip install 'moesaic[{extra}]', "
+        f"or unset {key}"
     )
 
 

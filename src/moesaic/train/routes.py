@@ -58,7 +58,9 @@ class RouteReplay:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir() or not any(path.rglob("part-*.parquet")):
-            raise DataError(f"routing.replay = '{path}' holds no recorded routing: see routing.record")
+            raise DataError(
+                f"routing.replay = '{path}' holds no recorded routing: see routing.record"
+            )
         self._path = path
         self._dataset = ds.dataset(sorted(map(str, path.rglob("part-*.parquet"))), format="parquet")
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moesaic.dist import device as devices
 from moesaic.dist.collectives import sum_, sum_buckets_
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, State
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -70,7 +70,7 @@ class Run:
 
     def state(self) -> State:
         """Everything that training goes on from, as live pieces."""
-        pieces = []
+        pieces: list[Piece] = []
         for item in self.holdings:
             first, second = self.optimizer.moments[item.name]
             values = ((PARAMETER, item.local), (FIRST_MOMENT, first), (SECOND_MOMENT, second))
@@ -154,7 +154,7 @@ class Run:
         sum_buckets_(experts, self.replicas)
 
     def gradient_norm(self) -> float:
-        """The norm of the whole gradient: every logical element counted once, by its first owner."""
+        """The norm of the whole gradient; its first owner counts an element, and nobody else."""
         mine = [item.grad for item in self.holdings if item.owners[0] == self.world.rank]
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if mine:

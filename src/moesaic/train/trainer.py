@@ -7,10 +7,8 @@ checkpoint. Nothing is written to the run's directory before everything has been
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +18,7 @@ from moesaic.dist.checkpoint import Checkpoint, Saver, committed
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import count
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
@@ -79,7 +77,7 @@ def train(
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
     replay = RouteReplay(Path(job.routing.replay)) if job.routing.replay else None
-    source, counters, origin = _find_start(job, out, resume, world, progress)
+    source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
     run = assemble(job, plan, world, source, counters)
     run.replay = replay
     if world.leads:
@@ -97,9 +95,10 @@ def train(
 
 
 def _find_start(
-    job: Job, out: Path, resume: str | None, world: World, progress: Progress
+    loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress, digest: str
 ) -> tuple[Source, dict[str, int] | None, str | None]:
     """The source of state, the position in the run, and the checkpoint it comes from."""
+    job = loaded.job
     if resume is None:
         if job.source is None:
             return InitialSource(job.seed, job.model.init_std), None, None
@@ -122,15 +121,40 @@ def _find_start(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
             "raise train.steps (--set train.steps=N)"
         )
+    _compare(checkpoint.facts, job, digest, path, progress)
     return checkpoint, dict(checkpoint.counters), str(path)
+
+
+def _compare(
+    facts: Mapping[str, Any], job: Job, digest: str, path: Path, progress: Progress
+) -> None:
+    """Refuse to go on over other samples; say what else the job has changed since."""
+    if facts.get("data") != digest:
+        raise ConfigError(
+            f"--resume: '{path}' was trained on other samples (text, tokenizer, seed, sequence or "
+            "packing have changed): restore them, or start a new run from its weights "
+            "(moesaic convert, then [model] from)"
+        )
+    before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
+    for key in sorted(now):
+        if key in before and before[key] != now[key]:
+            progress.message(f"changed since the checkpoint: {key} = {now[key]}, was {before[key]}")
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _keep_tokenizer(data: TextData, out: Path) -> None:
     """Copy the tokenizer's files beside the run, so that it can generate and export by itself."""
     directory = out / "tokenizer"
-    for file in data.tokenizer.files:
-        directory.mkdir(exist_ok=True)
-        shutil.copyfile(file, directory / file.name)
+    directory.mkdir(exist_ok=True)
+    for name, content in data.tokenizer.files().items():
+        (directory / name).write_bytes(content)
 
 
 class _Session:
@@ -168,7 +192,9 @@ class _Session:
         self.saver.wait()
         self.progress.done()
         seconds = time.perf_counter() - began
-        self.record.event("run_end", step=self.run.counters["step"], seconds=seconds, reason="finished")
+        self.record.event(
+            "run_end", step=self.run.counters["step"], seconds=seconds, reason="finished"
+        )
         rates.sort()
         return {
             **self.figures, "seconds": seconds, "step": self.run.counters["step"],
@@ -206,27 +232,14 @@ class _Session:
         began = time.perf_counter()
         limit = self.job.train.validation_samples
         loss, tokens = self.run.validate(self.data.validation, limit)
-        self.record.validation(
-            self.run.counters["step"], loss, tokens, time.perf_counter() - began
-        )
+        self.record.validation(self.run.counters["step"], loss, tokens, time.perf_counter() - began)
         self.figures["validation_loss"] = loss
         self.progress.message(f"step {self.run.counters['step']}: validation loss {loss:.4f}")
 
     def _save(self) -> None:
         self.record.flush()
-        facts = {"job": self.job.model_dump(mode="json"), "plan": self.run.plan.model_dump()}
+        facts = {
+            "job": self.job.model_dump(mode="json"), "plan": self.run.plan.model_dump(),
+            "data": self.data.digest,
+        }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts)
-
-
-def deadline(job: Job) -> timedelta:
-    """How long a rank of `job` waits for its peers."""
-    return timedelta(seconds=job.train.deadline_s)
-
-
-def describe_plan(plan: Plan) -> str:
-    """The plan in a few words."""
-    copies = plan.ranks // plan.ep
-    return (
-        f"{plan.ranks} ranks: experts over {plan.ep} (x{copies}), dense over {plan.shard} "
-        f"(x{plan.ranks // plan.shard})"
-    )

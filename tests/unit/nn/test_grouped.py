@@ -1,4 +1,4 @@
-"""Grouped products: gradients by finite differences, strided weights, fake shapes, flops, engines."""
+"""Grouped products: finite differences, strided weights, fake shapes, flops, engines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_bf16_rows_over_fp32_weights() -> None:
     reference = GatedExperts.apply(wide, exact, counts, 8)
     reference.square().sum().backward()
     for a, b in ((out.float(), reference), (arena.grad, exact.grad), (rows.grad, wide.grad)):
-        assert float((a.float() - b).norm() / b.norm()) < 0.02
+        assert float(((a.float() - b).norm() / b.norm()).detach()) < 0.02
 
 
 def test_torch_grouped_mm_is_the_same_function() -> None:

@@ -1,4 +1,4 @@
-"""The expert layer against the slow obvious one: every token through each of its experts in turn."""
+"""The expert layer against the slow, obvious one: each token through its experts in turn."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def context(batch: int = 0, sequence: int = 0, training: bool = True) -> Context
 def oracle(layer: MoE, x: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     views = {(e, part): view for e, part, view in layer.bank.matrices(layer.bank.arena)}
     rows = []
-    for token, experts, weights in zip(
-        x.reshape(-1, HIDDEN), experts_TK, weights_TK, strict=True
-    ):
+    for token, experts, weights in zip(x.reshape(-1, HIDDEN), experts_TK, weights_TK, strict=True):
         total = torch.zeros(HIDDEN, dtype=x.dtype)
         for expert, weight in zip(experts.tolist(), weights, strict=True):
             if expert == NOBODY:

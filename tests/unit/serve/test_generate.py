@@ -15,7 +15,15 @@ from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
 from moesaic.serve.generate import Sampling, choose, generate
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 41}
+SMALL = {
+    "hidden": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 24,
+    "vocab": 41,
+}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 

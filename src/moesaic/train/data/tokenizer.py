@@ -1,0 +1,263 @@
+"""Text to token ids and back: plain bytes, or a tokenizer of Hugging Face `tokenizers`.
+
+A document becomes what the tokenizer's own template makes of it (some begin every text with a
+token) and ends with the end token, once. Ids lie in [0, size).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from moesaic.base.errors import ConfigError, DataError
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+COMPANION_FILES = (
+    SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+"""Files that other libraries keep beside tokenizer.json; they travel with it."""
+
+USUAL_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+_SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    name: str
+    """As the user named it in data.tokenizer."""
+    size: int
+    """One more than the largest id."""
+    end_id: int
+    """Token that ends a document."""
+    digest: str
+    """Hash of all that decides the ids of a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt: the template's opening, no end token."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; end and other special tokens are left out."""
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """All ids of `texts`, one after another, and how many each has, its end token counted."""
+
+    def files(self) -> dict[str, bytes]:
+        """Contents, by name, of the files from which `open_tokenizer` makes this tokenizer."""
+
+
+def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer that data.tokenizer = `name` asks for."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_token)
+
+
+def check_vocabulary(vocab: int, tokenizer: Tokenizer) -> None:
+    """Raise unless a model with `vocab` embeddings can take every id of `tokenizer`."""
+    if vocab < tokenizer.size:
+        raise ConfigError(
+            f"model.vocab = {vocab} is less than the {tokenizer.size} ids of data.tokenizer = "
+            f"'{tokenizer.name}': set model.vocab = {-(-tokenizer.size // 64) * 64} (any number "
+            f"from {tokenizer.size}), or choose another tokenizer"
+        )
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 and, as id 256, the end of a document."""
+
+    name = "bytes"
+    size = 257
+    end_id = 256
+    digest = "bytes-1"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text`; what UTF-8 cannot hold (lone surrogates) becomes a question mark."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; broken UTF-8 and ids beyond 256 become U+FFFD."""
+        # 0xFF occurs nowhere in UTF-8, so it decodes as broken whatever stands beside it.
+        data = bytes(i if i < self.end_id else 0xFF for i in ids if i != self.end_id)
+        return data.decode("utf-8", errors="replace")
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """See `Tokenizer`."""
+        encoded = [text.encode("utf-8", errors="replace") for text in texts]
+        lengths = np.fromiter((len(data) + 1 for data in encoded), np.int64, len(encoded))
+        joined = b"".join(data + b"\0" for data in encoded)
+        tokens = np.frombuffer(joined, np.uint8).astype(np.uint16)
+        tokens[np.cumsum(lengths) - 1] = self.end_id
+        return tokens, lengths
+
+    def files(self) -> dict[str, bytes]:
+        """The same ids as a tokenizer.json, so that other libraries read an exported model."""
+        end = USUAL_END_TOKENS[0]
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        whole = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        whole.decoder = decoders.ByteLevel()
+        whole.add_special_tokens([AddedToken(end, special=True)])
+        settings = {**json.loads(_SETTINGS), "eos_token": end}
+        return {
+            TOKENIZER_FILE: whole.to_str(pretty=True).encode(),
+            SETTINGS_FILE: _to_json(settings),
+        }
+
+
+class FileTokenizer:
+    """A tokenizer.json, with the settings that lie beside it."""
+
+    def __init__(self, name: str, end_token: str | None = None) -> None:
+        self.name = name
+        self._path = _tokenizer_file(name)
+        content = self._path.read_bytes()
+        self._tokenizer = _parse(self._path, content)
+        # A file may carry the cutting and padding of its last use; documents are neither.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._end = self._find_end(end_token)
+        end_id = self._tokenizer.token_to_id(self._end)
+        assert end_id is not None, "_find_end looks it up"
+        self.end_id = end_id
+        self.digest = hashlib.sha256(content + b"\0" + self._end.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        ids: list[int] = self._tokenizer.encode(_storable(text)).ids
+        return ids[:-1] if ids and ids[-1] == self.end_id else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`; ids that the vocabulary does not have are left out too."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """See `Tokenizer`."""
+        parts = []
+        for encoding in self._tokenizer.encode_batch_fast([_storable(text) for text in texts]):
+            ids = encoding.ids
+            parts.append(ids if ids and ids[-1] == self.end_id else [*ids, self.end_id])
+        lengths = np.fromiter((len(part) for part in parts), np.int64, len(parts))
+        every = (token for part in parts for token in part)
+        return np.fromiter(every, np.uint32, int(lengths.sum())), lengths
+
+    def files(self) -> dict[str, bytes]:
+        """See `Tokenizer`: the file itself and those of the same model beside it."""
+        found = {TOKENIZER_FILE: self._path.read_bytes()}
+        found |= {name: path.read_bytes() for name, path in self._companions()}
+        if self._stated_end() != self._end:
+            settings = json.loads(found.get(SETTINGS_FILE, _SETTINGS))
+            found[SETTINGS_FILE] = _to_json({**settings, "eos_token": self._end})
+        return found
+
+    def _companions(self) -> list[tuple[str, Path]]:
+        """Only a file of the standard name shares its directory with one model's other files."""
+        if self._path.name != TOKENIZER_FILE:
+            return []
+        beside = [(name, self._path.with_name(name)) for name in COMPANION_FILES]
+        return [(name, path) for name, path in beside if path.is_file()]
+
+    def _find_end(self, asked: str | None) -> str:
+        if asked is not None:
+            if self._tokenizer.token_to_id(asked) is None:
+                raise DataError(
+                    f"data.end_token = '{asked}' is no token of '{self._path}': name one of its "
+                    f"special tokens ({self._special_tokens()})"
+                )
+            return asked
+        stated = self._stated_end()
+        if stated is not None:
+            return stated
+        special = {token.content for token in self._added() if token.special}
+        for token in USUAL_END_TOKENS:
+            if token in special:
+                return token
+        raise DataError(
+            f"'{self._path}' does not say which token ends a document: set data.end_token to one "
+            f"of its special tokens ({self._special_tokens()})"
+        )
+
+    def _stated_end(self) -> str | None:
+        """The end token that the files beside the tokenizer name, if it has that token."""
+        for name, path in self._companions():
+            if name in (SETTINGS_FILE, "special_tokens_map.json"):
+                token = _end_token_of(path)
+                if token is not None and self._tokenizer.token_to_id(token) is not None:
+                    return token
+        return None
+
+    def _added(self) -> list[AddedToken]:
+        return list(self._tokenizer.get_added_tokens_decoder().values())
+
+    def _special_tokens(self) -> str:
+        special = [token.content for token in self._added() if token.special]
+        shown = ", ".join(special[:8]) + (", ..." if len(special) > 8 else "")
+        return shown or "it has none; any token of its vocabulary will do"
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError(
+            f"data.tokenizer = '{name}' does not exist: give 'bytes', a {TOKENIZER_FILE}, or the "
+            "directory that holds one"
+        )
+    if not (path / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"data.tokenizer = '{name}' holds no {TOKENIZER_FILE}: save the tokenizer there in "
+            "that format (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+        )
+    return path / TOKENIZER_FILE
+
+
+def _parse(path: Path, content: bytes) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        raise DataError(
+            f"data.tokenizer: '{path}' is not a tokenizer of Hugging Face tokenizers ({error}): "
+            "save it anew"
+        ) from None
+
+
+def _end_token_of(path: Path) -> str | None:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"data.tokenizer: '{path}' is not JSON ({error}): mend or remove it"
+        ) from None
+    token = settings.get("eos_token") if isinstance(settings, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _to_json(settings: dict[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _storable(text: str) -> str:
+    """`text` without lone surrogates, which no UTF-8 holds and the library refuses."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte, in byte order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {byte: chr(byte) for byte in printable}
+    spelled |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [spelled[byte] for byte in range(256)]

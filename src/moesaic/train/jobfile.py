@@ -1,0 +1,142 @@
+"""Loading a job: from a TOML file and `--set` items to a checked `Job`. No torch.
+
+`load_job` resolves what a file may leave to others (`[model] preset`, `[model] from`) and parses;
+`check_inputs` looks at the paths that a job names. Both come before anything is written.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.base import keys
+from moesaic.base.config import apply_sets, parse, parse_toml, read_text
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job
+from moesaic.facts.job.job import fill_preset
+from moesaic.models.hf.config import CONFIG_NAME, read_config, to_huggingface
+
+INERT = frozenset({"max_positions", "init_std"})
+"""Keys of [model] that may stand beside `from`: they change nothing of what the weights mean."""
+
+BYTES_VOCABULARY = 257
+"""Ids of the tokenizer `bytes`."""
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job, and the text that it came from."""
+
+    job: Job
+    text: str
+    """The file as it was, then each item of `--set` as a comment."""
+    warnings: list[str]
+    """What a person should know: settings without effect, unknown keys of a config.json."""
+
+
+def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
+    """The job that the file at `path` and the items of `sets` (`a.b=value`) mean."""
+    text, origin = read_text(path), str(path)
+    raw = apply_sets(parse_toml(text, origin), sets)
+    if "source" in raw:
+        raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
+    warnings: list[str] = []
+    raw = _fill_from(fill_preset(raw, origin), origin, warnings)
+    job = parse(Job, raw, origin, sets)
+    warnings += job.idle() + _export_warnings(job)
+    if sets:
+        items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
+        text = f"{text.rstrip()}\n\n{items}\n"
+    return LoadedJob(job, text, warnings)
+
+
+def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:
+    """`raw` with `[model] from = DIR` replaced by the model that DIR holds."""
+    model = raw.get("model")
+    if not isinstance(model, dict) or "from" not in model:
+        return raw
+    directory, rest = model["from"], {key: model[key] for key in model if key != "from"}
+    shown = f"{origin}: model.from = {keys.show(directory)}"
+    if not isinstance(directory, str):
+        raise ConfigError(f"{shown} is not a string: give a Hugging Face model directory")
+    path = Path(directory).expanduser()
+    if not (path / CONFIG_NAME).is_file():
+        reason = f"holds no {CONFIG_NAME}" if path.is_dir() else "is no directory"
+        raise ConfigError(f"{shown} {reason}: give a Hugging Face model directory")
+    config, told = read_config(path)
+    warnings += told
+    fixed = sorted(rest.keys() - INERT)
+    if fixed:
+        raise ConfigError(
+            f"{shown} and model.{fixed[0]} = {keys.show(rest[fixed[0]])}: the directory says what "
+            f"the model is, remove one of the two (beside it there may be {', '.join(sorted(INERT))})"
+        )
+    whole = {**config.model_dump(by_alias=True), **rest}
+    return {**raw, "model": whole, "source": str(path.resolve())}
+
+
+def _export_warnings(job: Job) -> list[str]:
+    try:
+        to_huggingface(job.model, "float32")
+    except ConfigError as error:
+        return [f"this model cannot be exported to a Hugging Face directory: {error}"]
+    return []
+
+
+def check_inputs(job: Job, origin: str) -> None:
+    """Raise for a path, a vocabulary or a package that `job` needs and this machine has not."""
+    _check_text(job.data.path, "data.path", origin)
+    if job.data.validation_path is not None:
+        _check_text(job.data.validation_path, "data.validation_path", origin)
+    _check_tokenizer(job, origin)
+    replay = job.routing.replay
+    if replay is not None and not Path(replay).expanduser().exists():
+        raise ConfigError(
+            f"{origin}: routing.replay = {keys.show(replay)} does not exist: "
+            "give a file written by routing.record"
+        )
+    for extra in ("wandb", "mlflow"):
+        value = getattr(job.log, extra)
+        if value is not None and importlib.util.find_spec(extra) is None:
+            raise ConfigError(
+                f"{origin}: log.{extra} = {keys.show(value)} needs the package {extra}: "
+                f"pip install 'moesaic[{extra}]', or remove the key"
+            )
+
+
+def _check_text(value: str, key: str, origin: str) -> None:
+    path = str(Path(value).expanduser()) if value else ""
+    if Path(path).exists() and path:
+        return
+    if glob.has_magic(path):
+        if glob.glob(path, recursive=True):
+            return
+        problem = "matches no file"
+    else:
+        problem = "does not exist"
+    raise ConfigError(
+        f"{origin}: {key} = {keys.show(value)} {problem}: give a file, a directory or a glob, "
+        f"relative to {Path.cwd()}"
+    )
+
+
+def _check_tokenizer(job: Job, origin: str) -> None:
+    name = job.data.tokenizer
+    if name == "bytes":
+        if job.model.vocab < BYTES_VOCABULARY:
+            raise ConfigError(
+                f"{origin}: model.vocab = {job.model.vocab} is less than the {BYTES_VOCABULARY} ids "
+                f'of data.tokenizer = "bytes": set model.vocab to {BYTES_VOCABULARY} or more'
+            )
+        return
+    path = Path(name).expanduser()
+    if not (path.is_file() or (path / "tokenizer.json").is_file()):
+        problem = "holds no tokenizer.json" if path.is_dir() else "does not exist"
+        raise ConfigError(
+            f"{origin}: data.tokenizer = {keys.show(name)} {problem}: "
+            'give "bytes", a tokenizer.json, or the directory that holds one'
+        )
