@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ LAYOUTS = [
 ]
 STEPS = 10
 _references: dict[str, Outcome] = {}
+_recorded: dict[int, tuple[Outcome, Path]] = {}
 
 
 def reference(ranks: Ranks, key: str, **tables: Any) -> Outcome:
@@ -108,10 +108,11 @@ def test_fp32_with_replayed_routing(
             assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
 
 
-@lru_cache
 def recorded(
     ranks: Ranks, factory: pytest.TempPathFactory, micro_batches: int
 ) -> tuple[Outcome, Path]:
-    path = factory.mktemp("routes")
-    job = tiny_job(train={"micro_batches": micro_batches, "precision": "fp32"})
-    return outcome(ranks, 1, job, STEPS, record=str(path)), path
+    if micro_batches not in _recorded:
+        path = factory.mktemp("routes")
+        job = tiny_job(train={"micro_batches": micro_batches, "precision": "fp32"})
+        _recorded[micro_batches] = outcome(ranks, 1, job, STEPS, record=str(path)), path
+    return _recorded[micro_batches]
