@@ -14,7 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+from moesaic.base.errors import StoreError
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by the format's name of its type."""
+
+_CHUNK_BYTES = 4 << 20
+"""What is hashed and written at a time: it is still in the processor's cache for the second."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +71,32 @@ def write(
         for entry, buffer in zip(entries, buffers, strict=True):
             if buffer.nbytes != entry.num_bytes:
                 raise ValueError(f"{entry.name}: {buffer.nbytes} bytes for {entry}")
-            file.write(buffer)
-            digest.update(buffer)
+            flat = buffer.cast("B")
+            for start in range(0, flat.nbytes, _CHUNK_BYTES):
+                chunk = flat[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def read_entries(path: Path) -> dict[str, tuple[Entry, int]]:
+    """The tensors of a file by name, each with the byte of the file where its values start."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= path.stat().st_size - 8:
+                raise ValueError(f"a header of {length} bytes does not fit in the file")
+            table = json.loads(file.read(length))
+        return {
+            name: (Entry(name, item["dtype"], tuple(item["shape"])), 8 + length + start)
+            for name, item in table.items()
+            if name != "__metadata__"
+            for start, _ in (item["data_offsets"],)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"'{path}' is not a safetensors file ({error}): restore it") from None
 
 
 def sha256(path: Path) -> str:

@@ -1,0 +1,91 @@
+"""A directory of checkpoints: which are committed, in what order, and how one goes away.
+
+A checkpoint is a directory `step-00000010` (`step-00000010-2` where a run went back and came by
+the same step again). It exists from the moment its COMMIT does until the moment that goes.
+Only files that a saver writes are ever removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from pathlib import Path
+
+from moesaic.base.tensorfile import sync_directory
+from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
+
+PARTIAL_COMMIT = f"{COMMIT}.partial"
+
+_CHECKPOINT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_WRITTEN = re.compile(rf"rank-\d+(-\d+)?\.safetensors|{re.escape(MANIFEST)}|{COMMIT}(\.partial)?")
+
+
+def committed(directory: Path) -> list[Path]:
+    """The committed checkpoints in `directory`, the newest commit first."""
+    return [path for _, path in reversed(_by_serial(directory))]
+
+
+def next_serial(directory: Path) -> int:
+    """The serial number of the next commit in `directory`."""
+    return max((serial for (serial, _, _), _ in _by_serial(directory)), default=0) + 1
+
+
+def vacant(directory: Path, step: int) -> Path:
+    """The path for a checkpoint of `step` that takes no committed one's place."""
+    path, revision = directory / f"step-{step:08d}", 1
+    while (path / COMMIT).exists():
+        revision += 1
+        path = directory / f"step-{step:08d}-{revision}"
+    return path
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What saves that were cut off left in `directory`."""
+    return [path for _, path in _checkpoints(directory) if not (path / COMMIT).exists()]
+
+
+def withdraw(path: Path) -> None:
+    """Make a checkpoint one that was never committed; its files stay."""
+    (path / COMMIT).unlink(missing_ok=True)
+    sync_directory(path)
+
+
+def remove(path: Path) -> None:
+    """Remove an uncommitted checkpoint's files, and the directory unless it holds others."""
+    for file in path.iterdir():
+        if _WRITTEN.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+
+
+def _checkpoints(directory: Path) -> list[tuple[tuple[int, int], Path]]:
+    if not directory.is_dir():
+        return []
+    found = []
+    for path in directory.iterdir():
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append(((int(match[1]), int(match[2] or 1)), path))
+    return sorted(found)
+
+
+def _by_serial(directory: Path) -> list[tuple[tuple[int, int, int], Path]]:
+    """(serial, step, revision) and path of each committed checkpoint, oldest first."""
+    rows = [
+        ((_read_serial(path / COMMIT), *order), path)
+        for order, path in _checkpoints(directory)
+        if (path / COMMIT).exists()
+    ]
+    return sorted(rows)
+
+
+def _read_serial(commit: Path) -> int:
+    try:
+        return int(json.loads(commit.read_bytes())["serial"])
+    except (ValueError, KeyError, TypeError):
+        return 0  # A damaged record: opening it says so; here it only goes to the end of the list.

@@ -1,0 +1,247 @@
+"""Loading: a checkpoint is a source that fills pieces of any layout, from files it has hashed.
+
+Files are memory-mapped and only the boxes that are wanted are copied out of them, so loading needs
+no memory of its own. Nothing is read from a file before its hash has been found right, by `verify`,
+by another rank in `verify_shared`, or, where neither was called, by `fill` itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moesaic.base import tensorfile
+from moesaic.base.errors import StoreError
+from moesaic.base.tensorfile import Entry
+from moesaic.dist.checkpoint.directory import committed
+from moesaic.dist.checkpoint.manifest import (
+    COMMIT,
+    DTYPES,
+    MANIFEST,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+    commit_record,
+    parse_manifest,
+)
+from moesaic.dist.state import Piece, overlap
+from moesaic.dist.world import World
+
+_TORCH_TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class _Copy(NamedTuple):
+    """A box to copy from a file into a piece."""
+
+    record: PieceRecord
+    dtype: str
+    source: tuple[slice, ...]
+    target: torch.Tensor
+
+
+class Checkpoint:
+    """A committed checkpoint. It is a `Source`."""
+
+    def __init__(self, path: Path, manifest: Manifest, cast: bool = False) -> None:
+        self.path = path
+        self._manifest, self._cast = manifest, cast
+        self._verified: set[str] = set()
+        self._entries: dict[str, dict[str, tuple[Entry, int]]] = {}
+
+    @classmethod
+    def open(cls, path: Path, cast: bool = False) -> Checkpoint:
+        """The checkpoint in directory `path`, its manifest verified.
+
+        `cast` lets floating-point tensors be filled from those of another precision.
+        """
+        try:
+            return _open(path, cast)
+        except StoreError as error:
+            raise StoreError(f"{error}; {_advise(path)}") from None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were finished when it was saved."""
+        return self._manifest.step
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Position in the run and in the data."""
+        return dict(self._manifest.counters)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run said of itself: job, plan."""
+        return dict(self._manifest.facts)
+
+    @property
+    def tensors(self) -> dict[str, TensorRecord]:
+        """Every tensor by kind/name."""
+        return dict(self._manifest.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.num_bytes for file in self._manifest.files.values())
+
+    def verify(self) -> None:
+        """Read and hash every file; StoreError names those that are not what was written."""
+        self._raise_damage(self._find_damage(self._manifest.files))
+
+    def verify_shared(self, world: World) -> None:
+        """As `verify`, the files shared out over the ranks; all of them raise the same error."""
+        if world.everyone is None:
+            self.verify()
+            return
+        # Largest first and in turns, so that no rank has all the large ones.
+        order = sorted(self._manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0]))
+        mine = [name for name, _ in order[world.rank :: world.size]]
+        heard: list[Any] = [None] * world.size
+        dist.all_gather_object(heard, self._find_damage(mine), group=world.everyone)
+        damage = [flaw for flaws in heard for flaw in flaws]
+        advice = [_advise(self.path) if damage and world.leads else ""]
+        dist.broadcast_object_list(advice, src=0, group=world.everyone)
+        self._raise_damage(damage, advice[0])
+        self._verified.update(self._manifest.files)
+
+    @torch.no_grad()
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Write the saved values into every piece; nothing is written if one cannot be filled."""
+        copies: dict[str, list[_Copy]] = {}
+        for piece in pieces:
+            self._check(piece)
+            record = self._manifest.tensors[piece.key]
+            for stored in record.pieces:
+                boxes = overlap(stored.offset, stored.size, piece.offset, tuple(piece.tensor.shape))
+                if boxes is not None:
+                    copy = _Copy(stored, record.dtype, boxes[0], piece.tensor[boxes[1]])
+                    copies.setdefault(stored.file, []).append(copy)
+        unverified = [name for name in copies if name not in self._verified]
+        self._raise_damage(self._find_damage(unverified))
+        for name, wanted in copies.items():
+            self._copy_out(name, wanted)
+
+    def _check(self, piece: Piece) -> None:
+        record = self._manifest.tensors.get(piece.key)
+        if record is None:
+            flaw = "is not in it"
+        elif record.shape != tuple(piece.shape):
+            flaw = f"has shape {list(record.shape)} in it and {list(piece.shape)} in the model"
+        elif not self._may_fill(record.dtype, piece.tensor.dtype):
+            flaw = f"is {record.dtype} in it and {piece.tensor.dtype} in the model"
+        else:
+            return
+        raise StoreError(
+            f"checkpoint '{self.path}' does not fit: {piece.key} {flaw}; "
+            "load it with the model and precision it was saved with"
+        )
+
+    def _may_fill(self, stored: str, wanted: torch.dtype) -> bool:
+        dtype = _TORCH_TYPES[stored]
+        both_float = dtype.is_floating_point and wanted.is_floating_point
+        return dtype == wanted or (self._cast and both_float)
+
+    def _find_damage(self, names: Iterable[str]) -> list[str]:
+        """What is wrong with the files `names`; those that are right are noted as such."""
+        damage = []
+        for name in names:
+            record, file = self._manifest.files[name], self.path / name
+            try:
+                size = file.stat().st_size
+                if size != record.num_bytes:
+                    damage.append(
+                        f"'{name}' has {size} bytes where {record.num_bytes} were written"
+                    )
+                elif tensorfile.sha256(file) != record.sha256:
+                    damage.append(f"'{name}' is not what was written: its SHA-256 differs")
+                else:
+                    self._verified.add(name)
+            except FileNotFoundError:
+                damage.append(f"'{name}' is missing")
+            except OSError as error:
+                damage.append(f"'{name}' cannot be read ({error})")
+        return damage
+
+    def _raise_damage(self, damage: Sequence[str], advice: str | None = None) -> None:
+        if damage:
+            advice = _advise(self.path) if advice is None else advice
+            raise StoreError(f"checkpoint '{self.path}' is damaged: {', '.join(damage)}; {advice}")
+
+    def _copy_out(self, name: str, wanted: Sequence[_Copy]) -> None:
+        file = self.path / name
+        if name not in self._entries:
+            self._entries[name] = tensorfile.read_entries(file)
+        entries, num_bytes = self._entries[name], self._manifest.files[name].num_bytes
+        mapped = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
+        for copy in wanted:
+            expected = Entry(copy.record.entry, copy.dtype, copy.record.size)
+            entry, start = entries.get(copy.record.entry, (None, 0))
+            if entry != expected or start + expected.num_bytes > num_bytes:
+                raise StoreError(f"'{file}' does not hold {expected} as its manifest says")
+            raw = mapped[start : start + expected.num_bytes]
+            values = raw.view(_TORCH_TYPES[copy.dtype]).view(copy.record.size)
+            copy.target.copy_(values[copy.source])
+
+
+def newest_intact(directory: Path) -> Checkpoint | None:
+    """The newest checkpoint in `directory` of which every byte is as it was written."""
+    return _newest_intact(directory, besides=None)
+
+
+def _newest_intact(directory: Path, besides: Path | None) -> Checkpoint | None:
+    for path in committed(directory):
+        if besides is not None and path.name == besides.name:
+            continue
+        try:
+            checkpoint = _open(path, cast=False)
+        except StoreError:
+            continue  # Damaged: the search goes on to an older one.
+        if not checkpoint._find_damage(checkpoint._manifest.files):
+            return checkpoint
+    return None
+
+
+def _open(path: Path, cast: bool) -> Checkpoint:
+    if not path.is_dir():
+        raise StoreError(f"there is no checkpoint '{path}'")
+    record = _read(path / COMMIT, f"checkpoint '{path}' was never finished: it has no {COMMIT}")
+    data = _read(path / MANIFEST, f"checkpoint '{path}' is damaged: '{MANIFEST}' is missing")
+    try:
+        promised = json.loads(record)["manifest_sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' cannot be read") from None
+    if promised != hashlib.sha256(data).hexdigest():
+        raise StoreError(
+            f"checkpoint '{path}' is damaged: '{MANIFEST}' or '{COMMIT}' is not what was written"
+        )
+    try:
+        manifest = parse_manifest(data)
+    except StoreError as error:
+        raise StoreError(f"checkpoint '{path}' cannot be used: {error}") from None
+    if record != commit_record(manifest, data):
+        raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' is not what was written")
+    return Checkpoint(path, manifest, cast)
+
+
+def _read(path: Path, missing: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise StoreError(missing) from None
+    except OSError as error:
+        raise StoreError(f"'{path}' cannot be read ({error})") from None
+
+
+def _advise(path: Path) -> str:
+    """What to do instead of using the checkpoint at `path`."""
+    intact = _newest_intact(path.absolute().parent, besides=path)
+    if intact is None:
+        return "there is no other intact one beside it: restore it from a copy, or start afresh"
+    shown = path.parent / intact.path.name
+    return f"the newest intact one is '{shown}'; resume from it with --resume {shown}"
