@@ -3,7 +3,7 @@
 `Ranks.run(size, function, *arguments)` joins the first `size` processes in a new generation of
 world, calls `function(world, *arguments)` on each, and returns the results by rank. Function and
 arguments are pickled: use functions of a module. A rank that raises, dies or overstays fails the
-call with its traceback; the pool then starts afresh for the next one.
+call with its traceback; where one died or overstays, the pool starts afresh for the next call.
 """
 
 from __future__ import annotations
@@ -61,26 +61,28 @@ class Ranks:
             pipe.send((rank, size, self._generation, timeout_s, function, arguments))
         results: list[Any] = [None] * size
         failures: list[str] = []
+        intact = True
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(size)}
         end = time.monotonic() + timeout_s
         while waiting:
             ready: list[Any] = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                failures.append(f"ranks {sorted(waiting.values())} did not answer in {timeout_s} s")
+                failures.append(f"ranks {sorted(waiting.values())} did not answer in time")
+                intact = False
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()
+                    ok, results[rank] = pipe.recv()
                 except EOFError:
-                    ok, value = False, "the process died"
-                results[rank] = value
+                    ok, intact, results[rank] = False, False, "the process died"
                 if not ok:
-                    failures.append(f"rank {rank}: {value}")
+                    failures.append(f"rank {rank}: {results[rank]}")
                     end = min(end, time.monotonic() + 10)
-        if failures:
+        if not intact:
             self.close()
             self._start()
+        if failures:
             raise RankFailed("\n".join(failures))
         return results
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -243,3 +244,8 @@ class _Session:
             "data": self.data.digest,
         }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts)
+
+
+def deadline(job: Job) -> timedelta:
+    """How long a rank of `job` waits for its peers."""
+    return timedelta(seconds=job.train.deadline_s)

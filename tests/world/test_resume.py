@@ -1,0 +1,159 @@
+"""Resume: in the same layout bit-identical to never having stopped, in any other the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from layouts import worst_element
+
+from moesaic.base.errors import UserError
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.state import Piece
+from moesaic.dist.world import World
+from moesaic.facts.workload import parameters
+from moesaic.testing.jobs import tiny_job
+from moesaic.testing.ranks import RankFailed, Ranks
+from moesaic.testing.watch import Silent
+from moesaic.train.jobfile import LoadedJob
+from moesaic.train.trainer import train
+
+LAYOUTS = {
+    "one": (1, {}),
+    "ep2": (2, {"ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
+    "sharded": (2, {"shard": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [json.dumps({"text": f"document {i}: " + "the quick brown fox " * (i % 7)})
+             for i in range(60)]  # fmt: skip
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run_job(
+    world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
+    changes: dict[str, Any],
+) -> list[float]:  # fmt: skip
+    """One rank of a training run; returns the losses of its steps."""
+    tables = {
+        "model": {"vocab": 260},
+        "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache"),
+                 "validation_share": 0.1},
+        "train": {"steps": 6, "batch": 8, "micro_batches": 2, "precision": "fp64"},
+        "checkpoint": {"every": 3}, "log": {"tensorboard": False}, "layout": layout,
+    }  # fmt: skip
+    for table, keys in changes.items():
+        tables[table] = {**tables.get(table, {}), **keys}
+    watch = Silent()
+    train(LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch)
+    return [figures["loss"] for figures in watch.figures]
+
+
+def read_state(path: Path, dtype: str = "float64") -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, whole."""
+    import torch
+
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify()
+    state = {}
+    for parameter in parameters(tiny_job(model={"vocab": 260}).model):
+        for kind in ("parameter", "first_moment", "second_moment"):
+            tensor = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
+            offset = (0,) * len(parameter.shape)
+            checkpoint.fill([Piece(kind, parameter.name, parameter.shape, offset, tensor, (0,))])
+            state[f"{kind}/{parameter.name}"] = tensor.numpy()
+    return state
+
+
+def middle(out: Path) -> str:
+    return str(out / "checkpoints" / "step-00000003")
+
+
+def end(out: Path) -> Path:
+    return out / "checkpoints" / "step-00000006"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_layout_is_bit_identical(
+    ranks: Ranks, text: Path, tmp_path: Path, name: str, precision: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    changes = {"train": {"precision": precision, "recompute": name == "ep2"}}
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    whole = ranks.run(size, run_job, str(text), str(straight), layout, None, changes)
+    rest = ranks.run(size, run_job, str(text), str(resumed), layout, middle(straight), changes)
+    assert all(losses == whole[0] for losses in whole)
+    assert rest[0] == whole[0][3:]
+    a, b = (read_state(end(out), "float32") for out in (straight, resumed))
+    assert all(np.array_equal(a[key], b[key]) for key in a)
+    assert Checkpoint.open(end(straight)).counters == Checkpoint.open(end(resumed)).counters
+
+
+def test_any_other_layout_goes_on_with_the_same_numbers(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    reference = tmp_path / "one"
+    (losses,) = ranks.run(1, run_job, str(text), str(reference), {}, None, {})
+    expected = read_state(end(reference))
+    for before in LAYOUTS:
+        size, layout = LAYOUTS[before]
+        first = tmp_path / before.replace(" ", "-")
+        if before != "one":
+            ranks.run(size, run_job, str(text), str(first), layout, None, {})
+        for after in LAYOUTS:
+            if before == after:
+                continue
+            size, layout = LAYOUTS[after]
+            out = tmp_path / f"{before} to {after}"
+            rest = ranks.run(size, run_job, str(text), str(out), layout, middle(first), {})
+            assert rest[0] == pytest.approx(losses[3:], rel=1e-9)
+            assert worst_element(read_state(end(out)), expected) < 1e-9
+
+
+def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:
+    """Expert parallelism 1, then 2, then 4, each from the last one's checkpoint."""
+    every = {"checkpoint": {"every": 2}}
+    (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "a"), {}, None, every)
+    for size, here, before, step in ((2, "b", "a", 2), (4, "c", "b", 4)):
+        start = str(tmp_path / before / "checkpoints" / f"step-0000000{step}")
+        out = str(tmp_path / here)
+        rest = ranks.run(size, run_job, str(text), out, {"ep": size}, start, every)
+        assert rest[0] == pytest.approx(losses[step:], rel=1e-9)
+
+
+def test_auto_takes_the_newest_and_says_what_changed(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    ranks.run(1, run_job, str(text), str(out), {}, None, {"train": {"steps": 4}})
+    longer = {"train": {"steps": 7}}
+    (rest,) = ranks.run(1, run_job, str(text), str(out), {}, "auto", longer)
+    assert len(rest) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": {"sequence": 24}}, "other samples"),
+        ({"train": {"steps": 3}}, "has done 3 already"),
+        ({"model": {"ffn": 28}}, "moe.experts"),
+    ],
+)
+def test_what_cannot_go_on_says_why(
+    ranks: Ranks, text: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    out = tmp_path / "run"
+    ranks.run(1, run_job, str(text), str(out), {}, None, {})
+    with pytest.raises((UserError, RankFailed), match=words):
+        ranks.run(1, run_job, str(text), str(tmp_path / "x"), {}, middle(out), changes)
+    assert not (tmp_path / "x").exists()
