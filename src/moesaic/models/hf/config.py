@@ -82,7 +82,10 @@ BOOKKEEPING = frozenset(
 """Keys that change no arithmetic of the model."""
 
 OUTDATED = frozenset(
-    ("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "dtype", "torch_dtype")
+    (
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "dtype",
+        "torch_dtype",
+    )
 )  # fmt: skip
 """Keys that say how or whence a file was once loaded, or what export says anew; not kept."""
 
@@ -120,7 +123,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
 
 def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, list[str]]:
     """The content of a config.json as ModelConfig, with warnings; `origin` opens every error."""
-    family = raw.get("model_type")
+    family: Any = raw.get("model_type")
     if family not in get_args(Family):
         raise ConfigError(
             f"{origin}: model_type = {json.dumps(family)} is not supported: "

@@ -198,6 +198,12 @@ def test_what_a_config_json_cannot_say_is_not_written() -> None:
         )
 
 
+def test_both_spellings_are_written() -> None:
+    written = to_huggingface(parse({**LLAMA, "rope_theta": 5e5}), "float16")
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e5
+    assert written["dtype"] == written["torch_dtype"] == "float16"
+
+
 def test_keys_stand_in_alphabetical_order() -> None:
     text = config_text(parse(OLMOE), "float32")
     assert list(json.loads(text)) == sorted(json.loads(text))

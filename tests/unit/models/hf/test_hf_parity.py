@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moesaic.models.hf.config import read_config
 from moesaic.models.hf.reader import HFSource
-from moesaic.models.hf.writer import PieceTensors, find_companions, write_model
+from moesaic.models.hf.shards import PieceTensors
+from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context

@@ -1,0 +1,99 @@
+"""One form of a model into another: Hugging Face directory, checkpoint or run into either of two.
+
+Weights go through one tensor at a time. A checkpoint that is made here holds parameters only.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from moesaic.base.errors import ConfigError
+from moesaic.dist.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+    commit_record,
+)
+from moesaic.dist.state import PARAMETER
+from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
+from moesaic.models.hf.shards import (
+    Precision,
+    Progress,
+    Stream,
+    cut,
+    lay_out,
+    refuse_occupied,
+    staged,
+    total_bytes,
+)
+from moesaic.models.hf.writer import SHARD_BYTES, write_model
+
+Form = Literal["huggingface", "checkpoint"]
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: Form = "huggingface",
+    dtype: Precision = "keep",
+    max_shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Origin:
+    """Write the model at `source` as `target`; returns what was read, with its warnings.
+
+    Args:
+        source: a Hugging Face directory, a checkpoint, or a run (its newest intact checkpoint).
+        target: a directory that does not exist yet.
+        to: the form of the target; a checkpoint holds parameters only.
+        dtype: of the weights on file; keep leaves each tensor its own.
+        max_shard_bytes: size of a file, unless one tensor alone is larger.
+        progress: told (bytes done, bytes in all) after every tensor.
+    """
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes = {max_shard_bytes}: give a size from 1")
+    refuse_occupied(target)
+    origin = open_origin(source)
+    if to == "checkpoint":
+        _write_checkpoint(target, origin, dtype, max_shard_bytes, progress)
+    else:
+        write_model(
+            target, origin.model, origin.tensors, dtype=dtype, max_shard_bytes=max_shard_bytes,
+            companions=origin.companions, progress=progress,
+        )  # fmt: skip
+    return origin
+
+
+def _write_checkpoint(
+    target: Path, origin: Origin, dtype: Precision, max_shard_bytes: int, progress: Progress | None
+) -> None:
+    items = lay_out(origin.model, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
+    stream = Stream(origin.tensors, total_bytes(items), progress)
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
+    with staged(target) as partial:
+        for number, shard in enumerate(cut(items, max_shard_bytes)):
+            name = f"rank-0-{number}.safetensors" if number else "rank-0.safetensors"
+            digest = stream.write(partial / name, shard, None)
+            files[name] = FileRecord(bytes=(partial / name).stat().st_size, sha256=digest)
+            for item in shard:
+                entry = item.entry
+                place = PieceRecord(
+                    offset=(0,) * len(entry.shape), size=entry.shape, file=name, entry=entry.name
+                )
+                tensors[entry.name] = TensorRecord(
+                    dtype=entry.dtype, shape=entry.shape, pieces=(place,)
+                )
+        manifest = Manifest(
+            serial=1, step=0, counters={}, facts=origin.facts, tensors=tensors, files=files
+        )
+        data = manifest.to_bytes()
+        (partial / MANIFEST).write_bytes(data)
+        (partial / COMMIT).write_bytes(commit_record(manifest, data))
+        for path in origin.companions:
+            (partial / TOKENIZER).mkdir(exist_ok=True)
+            shutil.copyfile(path, partial / TOKENIZER / path.name)

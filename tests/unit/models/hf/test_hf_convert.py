@@ -1,0 +1,283 @@
+"""Any form of a model into either target, in little memory, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moesaic.base.errors import ConfigError, StoreError, WeightsError
+from moesaic.dist.checkpoint import Checkpoint, Saver
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece, State
+from moesaic.dist.world import World
+from moesaic.facts.job import DataConfig, Job, ModelConfig, RoutingConfig, TrainConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.workload import parameters
+from moesaic.models.hf.convert import convert
+from moesaic.models.hf.origin import open_origin
+from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
+from moesaic.models.hf.shards import PieceTensors
+from moesaic.models.hf.writer import write_model
+
+TINY = ModelConfig(
+    family="mixtral", vocab=300, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=12,
+    experts=4, top_k=2, renormalise=True,
+)  # fmt: skip
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def whole(model: ModelConfig, fill: Callable[[tuple[int, ...]], torch.Tensor]) -> list[Piece]:
+    return [
+        Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape), fill(p.shape), (0,))
+        for p in parameters(model)
+    ]
+
+
+def halves(piece: Piece) -> list[Piece]:
+    """The same values as two pieces, as ranks that share a tensor out would have them."""
+    rows, rest = piece.shape[0] // 2, (0,) * (len(piece.shape) - 1)
+    return [
+        Piece(piece.kind, piece.name, piece.shape, (0, *rest), piece.tensor[:rows], (0,)),
+        Piece(piece.kind, piece.name, piece.shape, (rows, *rest), piece.tensor[rows:], (0,)),
+    ]
+
+
+def save_run(run: Path, model: ModelConfig, routing: RoutingConfig | None = None) -> list[Piece]:
+    """A run directory with checkpoints of steps 3 and 5; returns the parameters of step 5."""
+    job = Job(
+        model=model, routing=routing or RoutingConfig(), data=DataConfig(path="text", sequence=8),
+        train=TrainConfig(steps=5, batch=4),
+    )  # fmt: skip
+    facts = {"job": job.model_dump(mode="json"), "plan": {}}
+    world = World.solo()
+    world.deadline = timedelta(seconds=20)
+    with Saver(run / "checkpoints", world, keep=2) as saver:
+        for step in (3, 5):
+            pieces = whole(model, torch.randn)
+            moments = [
+                Piece(FIRST_MOMENT, p.name, p.shape, p.offset, torch.ones_like(p.tensor), p.owners)
+                for p in pieces
+            ]
+            cut = [half for piece in [*pieces, *moments] for half in halves(piece)]
+            saver.save(State(cut, {"step": step}), step, facts)
+    return pieces
+
+
+def equal(directory: Path, model: ModelConfig, pieces: list[Piece]) -> None:
+    with HFSource(directory, model) as source:
+        for piece in pieces:
+            assert torch.equal(source.read(piece.name), piece.tensor), piece.name
+
+
+@pytest.mark.parametrize("case", ["llama-tied-wide", "mixtral", "olmoe-renormalised"])
+def test_through_a_checkpoint_and_back(
+    case: str, peer: Callable[[str], Any], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    convert(peer(case).directory, source, max_shard_bytes=30_000)
+    (source / "tokenizer.json").write_text("{}")
+    origin = convert(source, tmp_path / "checkpoint", to="checkpoint", max_shard_bytes=50_000)
+    assert origin.warnings == []
+    assert set((tmp_path / "checkpoint" / "tokenizer").iterdir())
+    convert(tmp_path / "checkpoint", tmp_path / "back", max_shard_bytes=30_000)
+    assert digests(tmp_path / "back") == digests(source)
+
+
+def test_fused_names_shards_and_dtype_are_changed_on_the_way(
+    peer: Callable[[str], Any], tmp_path: Path
+) -> None:
+    source = peer("mixtral").directory
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    (fused / "config.json").write_bytes((source / "config.json").read_bytes())
+    held = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    save_file({name: tensor.clone() for name, tensor in held.items()}, fused / SINGLE_NAME)
+
+    convert(fused, tmp_path / "out", dtype="bf16", max_shard_bytes=20_000)
+    assert (tmp_path / "out" / INDEX_NAME).is_file()
+    found = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(file)
+    expected = load_file(source / SINGLE_NAME)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
+
+
+def test_a_run_becomes_a_directory_that_transformers_reads(
+    their_logits: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    pieces = save_run(run, TINY)
+    (run / "tokenizer").mkdir()
+    tokenizer = {"added_tokens": [{"id": 256, "content": "<end>"}], "model": {"vocab": {"a": 97}}}
+    (run / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"eos_token": {"content": "<end>"}, "pad_token": "a", "bos_token": None}
+    (run / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    origin = convert(run, tmp_path / "out")
+    assert origin.path == run / "checkpoints" / "step-00000005"
+    equal(tmp_path / "out", TINY, pieces)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 256, 97)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copied = (tmp_path / "out" / name).read_bytes()
+        assert copied == (run / "tokenizer" / name).read_bytes()
+    tokens = torch.randint(0, 300, (1, 9))
+    assert their_logits(tmp_path / "out", tokens).isfinite().all()
+
+    convert(run / "checkpoints" / "step-00000005", tmp_path / "same")
+    assert digests(tmp_path / "same") == digests(tmp_path / "out")
+    convert(run, tmp_path / "parameters", to="checkpoint", dtype="bf16")
+    bare = Checkpoint.open(tmp_path / "parameters")
+    assert set(bare.tensors) == {f"{PARAMETER}/{piece.name}" for piece in pieces}
+    assert {record.dtype for record in bare.tensors.values()} == {"BF16"}
+
+
+def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", TINY)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000005"
+    victim = next(newest.glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 16
+    victim.write_bytes(data)
+    with pytest.raises(StoreError, match=victim.name):
+        convert(newest, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    origin = convert(tmp_path / "run", tmp_path / "out")
+    assert origin.path.name == "step-00000003"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_origin_fills_pieces_of_any_layout(dtype: torch.dtype, tmp_path: Path) -> None:
+    pieces = save_run(tmp_path / "run", TINY)
+    convert(tmp_path / "run", tmp_path / "directory")
+    for path in (tmp_path / "run", tmp_path / "directory"):
+        wanted = whole(TINY, lambda shape: torch.full(shape, float("nan"), dtype=dtype))
+        open_origin(path).fill([half for piece in wanted for half in halves(piece)])
+        for piece, expected in zip(wanted, pieces, strict=True):
+            assert torch.equal(piece.tensor, expected.tensor.to(dtype)), piece.name
+
+
+def test_routers_that_a_config_json_cannot_name(tmp_path: Path) -> None:
+    unscaled = TINY.model_copy(update={"renormalise": False})
+    save_run(tmp_path / "gshard", unscaled, RoutingConfig(router="gshard", capacity=1.2))
+    assert convert(tmp_path / "gshard", tmp_path / "out").model.renormalise
+    save_run(tmp_path / "softmax", unscaled)
+    with pytest.raises(ConfigError, match=r"model\.renormalise"):
+        convert(tmp_path / "softmax", tmp_path / "out-2")
+    save_run(tmp_path / "balanced", TINY, RoutingConfig(router="balanced"))
+    (warning,) = convert(tmp_path / "balanced", tmp_path / "out-3").warnings
+    assert "balanced" in warning
+
+
+def test_what_is_no_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there"):
+        convert(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ConfigError, match="a checkpoint or a run directory"):
+        convert(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="max_shard_bytes = 0"):
+        convert(tmp_path, tmp_path / "out", max_shard_bytes=0)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        convert(tmp_path, tmp_path / "full")
+
+
+def test_a_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
+    larger = TINY.model_copy(update={"vocab": 301})
+    facts = {"model": larger.model_dump(mode="json")}
+    with Saver(tmp_path, World.solo(), keep=1) as saver:
+        saver.save(State(whole(TINY, torch.randn)), 1, facts)
+    with pytest.raises(WeightsError, match=r"'embed\.weight' of shape \[301, 16\]"):
+        convert(tmp_path, tmp_path / "out")
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from moesaic.models.hf import convert as module
+
+source, target, to, kill_at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+def progress(done, total):
+    if 0 <= kill_at <= 100 * done / total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def status_bytes(key):
+    return 1024 * int(Path("/proc/self/status").read_text().split(key)[1].split()[0])
+
+before = status_bytes("VmRSS:")
+module.convert(source, target, to=to, max_shard_bytes=20_000_000, progress=progress)
+print(status_bytes("VmHWM:") - before)  # ru_maxrss would count the process that started us
+"""
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *map(str, arguments)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of about 200 MB in shards of at most 20 MB, the largest tensor 4 MB."""
+    directory = tmp_path_factory.mktemp("large") / "model"
+    model = ModelConfig(
+        **PRESETS["tiny-olmoe"] | {"vocab": 4000, "hidden": 256, "head_dim": 64, "ffn": 512,
+                                   "layers": 7, "experts": 16}
+    )  # fmt: skip
+    tensors = PieceTensors(whole(model, torch.rand))
+    write_model(directory, model, tensors, max_shard_bytes=20_000_000)
+    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert 180e6 < size < 220e6
+    assert len(list(directory.glob("*.safetensors"))) >= 10
+    return directory
+
+
+@pytest.mark.parametrize("route", ["directory", "checkpoint"])
+def test_memory_stays_below_two_shards(route: str, large: Path, tmp_path: Path) -> None:
+    # A source's shard is mapped as it is read and let go with the next one, and one tensor is in
+    # hand: so one shard, one tensor, and what the allocator keeps. Two shards are a fifth of the
+    # model; holding it whole would take five times the bound.
+    bound = 2 * 20_000_000
+    if route == "directory":
+        steps = [(large, tmp_path / "out", "huggingface")]
+    else:
+        steps = [
+            (large, tmp_path / "checkpoint", "checkpoint"),
+            (tmp_path / "checkpoint", tmp_path / "out", "huggingface"),
+        ]
+    for source, target, to in steps:
+        done = run_script(source, target, to, -1)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) < bound, (to, done.stdout)
+    assert digests(tmp_path / "out") == digests(large)
+
+
+@pytest.mark.parametrize("to", ["huggingface", "checkpoint"])
+def test_a_conversion_that_is_killed_leaves_no_target(to: str, large: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert run_script(large, target, to, 60).returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert run_script(large, target, to, -1).returncode == 0
+    assert target.is_dir()

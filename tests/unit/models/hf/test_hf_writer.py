@@ -1,0 +1,181 @@
+"""Sharding, dtypes, bytes that do not vary, and nothing half-written under the target's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moesaic.base.errors import ConfigError, StoreError, WeightsError
+from moesaic.dist.state import PARAMETER, Piece
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.workload import parameters
+from moesaic.models.hf import names
+from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
+from moesaic.models.hf.shards import PieceTensors
+from moesaic.models.hf.writer import find_companions, write_model
+
+OLMOE = ModelConfig(
+    family="olmoe", vocab=21, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=6,
+    experts=3, top_k=2,
+)  # fmt: skip
+
+
+def weights(
+    dtype: torch.dtype = torch.float32, wide: Iterable[str] = (), model: ModelConfig = OLMOE
+) -> PieceTensors:
+    pieces = []
+    for p in parameters(model):
+        values = torch.randn(p.shape, dtype=torch.float32 if p.kind in wide else dtype)
+        pieces.append(Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,)))
+    return PieceTensors(pieces)
+
+
+def read_back(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same(directory: Path, tensors: PieceTensors, model: ModelConfig = OLMOE) -> None:
+    found = read_back(directory)
+    mapping = names.logical_names(model)
+    assert found.keys() == mapping.keys()
+    for tensor, logical in mapping.items():
+        assert torch.equal(found[tensor], tensors.read(logical)), tensor
+
+
+def test_one_file_where_it_suffices(tmp_path: Path) -> None:
+    tensors = weights()
+    write_model(tmp_path / "out", OLMOE, tensors)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", SINGLE_NAME}
+    with safe_open(tmp_path / "out" / SINGLE_NAME, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    same(tmp_path / "out", tensors)
+
+
+@pytest.mark.parametrize("limit", [1, 700, 2000])
+def test_shards_keep_to_the_limit(limit: int, tmp_path: Path) -> None:
+    tensors = weights()
+    write_model(tmp_path / "out", OLMOE, tensors, max_shard_bytes=limit)
+    same(tmp_path / "out", tensors)
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    expected = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert [file.name for file in files] == expected
+    total = 0
+    for file in files:
+        held = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in held)
+        num_bytes = sum(tensor.nbytes for tensor in held.values())
+        assert num_bytes <= limit or len(held) == 1
+        total += num_bytes
+    assert index["metadata"]["total_size"] == total
+    assert len(index["weight_map"]) == len(names.logical_names(OLMOE))
+
+
+def test_tensors_are_aligned_and_config_states_the_dtype_of_most(tmp_path: Path) -> None:
+    odd = ModelConfig(
+        family="llama", vocab=3, hidden=7, layers=1, heads=1, kv_heads=1, head_dim=2, ffn=3
+    )
+    tensors = weights(torch.bfloat16, wide=("norm",), model=odd)
+    write_model(tmp_path / "out", odd, tensors)
+    same(tmp_path / "out", tensors, odd)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    data = (tmp_path / "out" / SINGLE_NAME).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    widths = {"F32": 4, "BF16": 2}
+    for name, entry in table.items():
+        if name != "__metadata__":
+            assert entry["data_offsets"][0] % widths[entry["dtype"]] == 0, name
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"), [("fp64", torch.float64), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_dtype_is_converted(asked: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = weights()
+    write_model(tmp_path / "out", OLMOE, tensors, dtype=asked)  # type: ignore[arg-type]
+    found = read_back(tmp_path / "out")
+    for tensor, logical in names.logical_names(OLMOE).items():
+        assert torch.equal(found[tensor], tensors.read(logical).to(dtype)), tensor
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stated["dtype"] == stated["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors.read("head.norm.weight")[3] = 70000.0
+    with pytest.raises(WeightsError, match=r"'model\.norm\.weight'.*bf16"):
+        write_model(tmp_path / "out", OLMOE, tensors, dtype="fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_companions_are_carried_byte_for_byte(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "merges.txt", "notes.txt"):
+        (source / name).write_bytes(b"\xff\x00" + name.encode())
+    write_model(tmp_path / "out", OLMOE, weights(), companions=find_companions(source))
+    carried = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for name in ("tokenizer.json", "generation_config.json", "merges.txt"):
+        assert carried[name] == (source / name).read_bytes()
+    assert "notes.txt" not in carried
+    assert find_companions(tmp_path / "nowhere") == []
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    write_model(
+        tmp_path / "out", OLMOE, weights(), progress=lambda done, total: told.append((done, total))
+    )
+    assert len(told) == len(names.logical_names(OLMOE))
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] == sum(t.nbytes for t in read_back(tmp_path / "out").values())
+
+
+def test_an_occupied_target_is_refused_and_an_empty_one_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_model(tmp_path / "empty", OLMOE, weights())
+    before = (tmp_path / "empty" / SINGLE_NAME).read_bytes()
+    with pytest.raises(ConfigError, match="is not empty"):
+        write_model(tmp_path / "empty", OLMOE, weights())
+    assert (tmp_path / "empty" / SINGLE_NAME).read_bytes() == before
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        write_model(tmp_path / "file", OLMOE, weights())
+
+
+class Broken(PieceTensors):
+    """Fails half-way; looks at what stands under the target's name meanwhile."""
+
+    def __init__(self, tensors: PieceTensors, target: Path, error: Exception) -> None:
+        self._tensors = {p.name: tensors.read(p.name) for p in parameters(OLMOE)}
+        self._target, self._error = target, error
+
+    def read(self, name: str) -> Tensor:
+        assert not self._target.exists()
+        if name == "layers.1.attention.q.weight":
+            raise self._error
+        return super().read(name)
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), OSError(28, "No space left on device")])
+def test_nothing_is_left_of_a_write_that_fails(error: Exception, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    expected = StoreError if isinstance(error, OSError) else KeyError
+    with pytest.raises(expected) as caught:
+        write_model(target, OLMOE, Broken(weights(), target, error), max_shard_bytes=500)
+    assert list((tmp_path / "deep").iterdir()) == []
+    if isinstance(error, OSError):
+        assert "No space left" in str(caught.value)
+        assert str(target) in str(caught.value)
