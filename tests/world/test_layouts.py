@@ -116,3 +116,23 @@ def recorded(
         job = tiny_job(train={"micro_batches": micro_batches, "precision": "fp32"})
         _recorded[micro_batches] = outcome(ranks, 1, job, STEPS, record=str(path)), path
     return _recorded[micro_batches]
+
+
+@pytest.mark.parametrize(("size", "ep", "shard"), [(1, 1, 1), (2, 2, 1), (4, 2, 2), (4, 4, 4)])
+def test_bf16_stays_close_to_fp32(
+    ranks: Ranks,
+    tmp_path_factory: pytest.TempPathFactory,
+    size: int,
+    ep: int,
+    shard: int,
+) -> None:
+    """bf16 keeps 8 bits: one percent of a gradient, far less of a loss; never equal."""
+    one, record = recorded(ranks, tmp_path_factory, 2)
+    train = {"micro_batches": 2, "precision": "bf16", "recompute": size == 4}
+    job = tiny_job(train=train, layout={"ep": ep, "shard": shard})
+    half = outcome(ranks, size, job, STEPS, replay=str(record))
+    assert 0 < worst_tensor(half.gradients, one.gradients) < 0.06
+    assert 0 < worst_tensor(weights(half), weights(one)) < 0.02
+    for a, b in zip(half.steps, one.steps, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+        assert a["norm"] == pytest.approx(b["norm"], rel=0.02)
