@@ -60,11 +60,13 @@ def halves(piece: Piece) -> list[Piece]:
     ]
 
 
-def save_run(run: Path, model: ModelConfig, routing: RoutingConfig | None = None) -> list[Piece]:
+def save_run(
+    run: Path, model: ModelConfig, routing: RoutingConfig | None = None, source: str | None = None
+) -> list[Piece]:
     """A run directory with checkpoints of steps 3 and 5; returns the parameters of step 5."""
     job = Job(
         model=model, routing=routing or RoutingConfig(), data=DataConfig(path="text", sequence=8),
-        train=TrainConfig(steps=5, batch=4),
+        train=TrainConfig(steps=5, batch=4), source=source,
     )  # fmt: skip
     facts = {"job": job.model_dump(mode="json"), "plan": {}}
     world = World.solo()
@@ -187,6 +189,24 @@ def test_routers_that_a_config_json_cannot_name(tmp_path: Path) -> None:
     save_run(tmp_path / "balanced", TINY, RoutingConfig(router="balanced"))
     (warning,) = convert(tmp_path / "balanced", tmp_path / "out-3").warnings
     assert "balanced" in warning
+
+
+def test_a_fine_tuned_run_keeps_the_generation_settings(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "generation_config.json").write_text('{"top_p": 0.7}')
+    save_run(tmp_path / "run", TINY, source=str(tmp_path / "base"))
+    convert(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"top_p": 0.7}'
+    (tmp_path / "base" / "generation_config.json").unlink()
+    convert(tmp_path / "run", tmp_path / "without")
+    assert not (tmp_path / "without" / "generation_config.json").exists()
+
+
+def test_a_checkpoint_that_names_no_model_is_told(tmp_path: Path) -> None:
+    with Saver(tmp_path, World.solo(), keep=1) as saver:
+        saver.save(State(whole(TINY, torch.randn)), 1, {})
+    with pytest.raises(ConfigError, match="does not say what model it holds"):
+        convert(tmp_path, tmp_path / "out")
 
 
 def test_what_is_no_model_is_told(tmp_path: Path) -> None:
