@@ -1,0 +1,262 @@
+"""Loading: every change of a checkpoint's bytes is seen, and every misfit is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.base.errors import StoreError
+from moesaic.dist.checkpoint import Checkpoint, Saver, committed, newest_intact
+from moesaic.dist.checkpoint.manifest import Manifest, commit_record
+from moesaic.dist.state import PARAMETER, Piece, State
+from moesaic.testing.states import blank, cut, rows, same_bits, whole, worlds
+
+TENSORS = {
+    "a": torch.arange(35.0).reshape(7, 5),
+    "b": torch.arange(6.0).to(torch.bfloat16),
+    "large": torch.arange(1.0, 3001.0),
+}
+DIVISION = {"a": [(box, (i,)) for i, box in enumerate(rows((7, 5), 2))],
+            "b": [(whole((6,)), (0, 1))],
+            "large": [(whole((3000,)), (0, 1))]}  # fmt: skip
+ONE = {name: [(whole(tensor.shape), (0,))] for name, tensor in TENSORS.items()}
+
+
+def save(directory: Path, *steps: int) -> Path:
+    """Checkpoints of `steps` by two ranks; the path of the last."""
+    everyone = worlds(2)
+    savers = [Saver(directory, world, keep=9) for world in everyone]
+    for step in steps:
+        for saver, world in zip(savers, everyone, strict=True):
+            saver.save(State(cut(TENSORS, DIVISION, world.rank), {"step": step}), step, {"a": 1})
+    for saver in savers:
+        saver.wait()
+    return committed(directory)[0]
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest and commit it again, as another writer would have."""
+    raw = json.loads((path / "manifest.json").read_bytes())
+    change(raw)
+    data = json.dumps(raw).encode()
+    (path / "manifest.json").write_bytes(data)
+    stamp = Manifest(serial=1, step=raw["step"], counters={}, facts={}, tensors={}, files={})
+    (path / "COMMIT").write_bytes(commit_record(stamp, data))
+
+
+def test_every_single_bit_flip_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    files = sorted(path.iterdir())
+    assert [file.name for file in files] == [
+        "COMMIT", "manifest.json", "rank-0.safetensors", "rank-1.safetensors",
+    ]  # fmt: skip
+    chance = random.Random(0)
+    for number in range(300):
+        file = files[number % len(files)]
+        intact = file.read_bytes()
+        bit = chance.randrange(8 * len(intact))
+        flipped = bytearray(intact)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(StoreError, match=file.name):
+            Checkpoint.open(path).verify()
+        assert newest_intact(tmp_path) is None
+        file.write_bytes(intact)
+    Checkpoint.open(path).verify()
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+def swap(file: Path) -> None:
+    other = file.with_name("rank-1.safetensors")
+    mine, theirs = file.read_bytes(), other.read_bytes()
+    file.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def zero(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-4096:] = bytes(4096)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, lengthen, swap, zero, Path.unlink])
+def test_damage_is_named_and_the_newest_intact_one_offered(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = save(tmp_path, 1, 2, 3, 4)
+    damage(path / "rank-0.safetensors")
+    (tmp_path / "step-00000003" / "manifest.json").write_bytes(b"{}")
+    expected = (
+        rf"step-00000004' is damaged: .*'rank-0.safetensors'.*; the newest intact one is "
+        rf"'{tmp_path}/step-00000002'; resume from it with --resume {tmp_path}/step-00000002"
+    )
+    with pytest.raises(StoreError, match=expected):
+        Checkpoint.open(path).verify()
+    with pytest.raises(StoreError, match=r"the newest intact one is '.*step-00000002'"):
+        Checkpoint.open(tmp_path / "step-00000003")
+    intact = newest_intact(tmp_path)
+    assert intact is not None
+    assert intact.path.name == "step-00000002"
+
+
+def test_filling_looks_before_it_reads(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    file = path / "rank-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    checkpoint = Checkpoint.open(path)
+    pieces = blank(cut(TENSORS, ONE, 0))
+    with pytest.raises(StoreError, match="rank-1"):
+        checkpoint.fill(pieces)
+    assert same_bits(pieces, blank(pieces))
+    # What does not touch the damaged file can still be had.
+    upper = blank(cut(TENSORS, DIVISION, 0))[:1]
+    checkpoint.fill(upper)
+    assert same_bits(upper, cut(TENSORS, DIVISION, 0)[:1])
+
+
+def test_a_half_written_one_is_never_listed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, 2)
+    (path / "COMMIT").rename(path / "COMMIT.partial")
+    assert [found.name for found in committed(tmp_path)] == ["step-00000001"]
+    with pytest.raises(StoreError, match=r"never finished: it has no COMMIT; the newest .*00001'"):
+        Checkpoint.open(path)
+    with pytest.raises(StoreError, match=r"there is no checkpoint '.*step-5'; the newest .*00001'"):
+        Checkpoint.open(tmp_path / "step-5")
+    (path / "COMMIT.partial").rename(path / "COMMIT")
+    (path / "manifest.json").unlink()
+    with pytest.raises(StoreError, match=r"'manifest\.json' is missing"):
+        Checkpoint.open(path)
+
+
+def test_an_empty_or_absent_directory_has_none(tmp_path: Path) -> None:
+    assert committed(tmp_path) == committed(tmp_path / "absent") == []
+    assert newest_intact(tmp_path / "absent") is None
+    with pytest.raises(StoreError, match="no other intact one"):
+        Checkpoint.open(tmp_path / "absent" / "step-00000001")
+
+
+def test_a_damaged_commit_record_goes_to_the_end_of_the_list(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, 2)
+    (path / "COMMIT").write_bytes(b"\xff")
+    assert [found.name for found in committed(tmp_path)] == ["step-00000001", "step-00000002"]
+
+
+def point_out(raw: dict[str, Any]) -> None:
+    raw["files"]["../outside"] = raw["files"].pop("rank-1.safetensors")
+
+
+def lose_piece(raw: dict[str, Any]) -> None:
+    raw["tensors"]["parameter/a"]["pieces"].pop()
+
+
+def double_piece(raw: dict[str, Any]) -> None:
+    raw["tensors"]["parameter/a"]["pieces"][1]["offset"] = [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(version=2), "version 2 of the format and this moesaic reads versi"),
+        (lambda raw: raw.update(format="x"), "does not describe a moesaic checkpoint"),
+        (lambda raw: raw.pop("counters"), "malformed at counters"),
+        (lambda raw: raw["tensors"]["parameter/b"].update(dtype="F1"), "parameter/b .* type F1"),
+        (lambda raw: raw["files"].pop("rank-1.safetensors"), "not among the files"),
+        (point_out, r"'\.\./outside' leads out of"),
+        (lose_piece, "parameter/a .* not wholly covered: 20 of 35"),
+        (double_piece, "parameter/a .* overlap"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    path = save(tmp_path, 1)
+    forge(path, lambda raw: None)
+    Checkpoint.open(path).verify()
+    forge(path, change)
+    with pytest.raises(StoreError, match=message):
+        Checkpoint.open(path)
+
+
+def test_a_manifest_that_contradicts_its_files_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+
+    def change(raw: dict[str, Any]) -> None:
+        raw["tensors"]["parameter/b"]["dtype"] = "F16"
+
+    forge(path, change)
+    pieces = [Piece(PARAMETER, "b", (6,), (0,), torch.empty(6, dtype=torch.float16), (0,))]
+    with pytest.raises(StoreError, match=r"does not hold .*parameter/b"):
+        Checkpoint.open(path).fill(pieces)
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (Piece(PARAMETER, "c", (6,), (0,), torch.empty(6), (0,)), "parameter/c is not in it"),
+        (Piece("first_moment", "a", (7, 5), (0, 0), torch.empty(7, 5), (0,)), "first_moment/a is"),
+        (Piece(PARAMETER, "a", (5, 7), (0, 0), torch.empty(5, 7), (0,)),
+         r"parameter/a has shape \[7, 5\] in it and \[5, 7\] in the model"),
+        (Piece(PARAMETER, "a", (7, 5), (0, 0), torch.empty(7, 5).double(), (0,)),
+         r"parameter/a is F32 in it and torch\.float64 in the model"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_before_anything_is_written(
+    tmp_path: Path, piece: Piece, message: str
+) -> None:
+    checkpoint = Checkpoint.open(save(tmp_path, 1))
+    good = blank(cut(TENSORS, ONE, 0))
+    with pytest.raises(StoreError, match=message):
+        checkpoint.fill([*good, piece])
+    assert same_bits(good, blank(good))
+
+
+def test_precision_changes_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    wide = Piece(PARAMETER, "b", (6,), (0,), torch.empty(6), (0,))
+    narrow = Piece(PARAMETER, "a", (7, 5), (2, 0), torch.empty(3, 5, dtype=torch.bfloat16), (0,))
+    whole_numbers = replace(wide, tensor=torch.empty(6, dtype=torch.int32))
+    with pytest.raises(StoreError, match="precision"):
+        Checkpoint.open(path).fill([wide])
+    checkpoint = Checkpoint.open(path, cast=True)
+    checkpoint.fill([wide, narrow])
+    assert torch.equal(wide.tensor, TENSORS["b"].float())
+    assert torch.equal(narrow.tensor, TENSORS["a"][2:5].bfloat16())
+    with pytest.raises(StoreError, match=r"torch\.int32"):
+        checkpoint.fill([whole_numbers])
+
+
+def test_a_parameter_that_learns_and_a_strided_one_are_filled_in_place(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save(tmp_path, 1))
+    parameter = torch.nn.Parameter(torch.zeros(7, 5))
+    arena = torch.zeros(7, 9)
+    strided = Piece(PARAMETER, "a", (7, 5), (0, 0), arena[:, 2:7], (0,))
+    checkpoint.fill([Piece(PARAMETER, "a", (7, 5), (0, 0), parameter, (0,)), strided])
+    assert torch.equal(parameter, TENSORS["a"])
+    assert torch.equal(arena[:, 2:7], TENSORS["a"])
+    assert arena[:, :2].eq(0).all()
+    assert arena[:, 7:].eq(0).all()
+
+
+def test_a_copied_checkpoint_is_the_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path / "here", 1)
+    shutil.copytree(path, tmp_path / "elsewhere")
+    pieces = blank(cut(TENSORS, ONE, 0))
+    Checkpoint.open(tmp_path / "elsewhere").fill(pieces)
+    assert same_bits(pieces, cut(TENSORS, ONE, 0))

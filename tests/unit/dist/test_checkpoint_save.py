@@ -1,0 +1,444 @@
+"""Saving: what reaches the disk, in what order, and what training hears of it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from moesaic.base.errors import StoreError
+from moesaic.dist.checkpoint import Checkpoint, Saver, committed, newest_intact
+from moesaic.dist.checkpoint.manifest import DTYPES
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece, State
+from moesaic.dist.world import World
+from moesaic.testing.states import Box, Division, blank, cut, rows, same_bits, whole, worlds
+
+
+def solo_state(value: float = 1.0) -> State:
+    pieces = [
+        Piece(PARAMETER, "a", (4, 3), (0, 0), torch.full((4, 3), value), (0,)),
+        Piece(FIRST_MOMENT, "a", (4, 3), (0, 0), torch.full((4, 3), -value), (0,)),
+    ]
+    return State(pieces, {"step": int(value), "samples": 8})
+
+
+def save_all(
+    directory: Path, tensors: dict[str, torch.Tensor], division: Division, size: int, **options: Any
+) -> Checkpoint:
+    """Save on `size` ranks of one process; the checkpoint that came of it."""
+    everyone = worlds(size)
+    savers = [Saver(directory, world, keep=2, **options) for world in everyone]
+    for saver, world in zip(savers, everyone, strict=True):
+        saver.save(State(cut(tensors, division, world.rank), {"step": 1}), 1, {"size": size})
+    for saver in savers:
+        saver.wait()
+    newest = {saver.newest for saver in savers}
+    assert len(newest) == 1
+    return Checkpoint.open(newest.pop() or directory)
+
+
+@st.composite
+def divisions(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[tuple[Box, Any]]:
+    """Any grid of boxes over `shape`, some of them empty, each held by any ranks."""
+    edges = []
+    for extent in shape:
+        inner = draw(st.lists(st.integers(0, extent), max_size=3))
+        edges.append([0, *sorted(inner), extent])
+    grid = itertools.product(*(list(itertools.pairwise(line)) for line in edges))
+    owners = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda some: tuple(sorted(some)))
+    return [
+        ((tuple(low for low, _ in box), tuple(high - low for low, high in box)), draw(owners))
+        for box in grid
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_division_loads_into_any_other(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3), "shape"))
+    before, after = data.draw(st.integers(1, 3), "before"), data.draw(st.integers(1, 3), "after")
+    tensors = {"t": torch.randn(shape)}
+    one = {"t": data.draw(divisions(shape, before), "one")}
+    other = {"t": data.draw(divisions(shape, after), "other")}
+    checkpoint = save_all(tmp_path_factory.mktemp("any"), tensors, one, before)
+    for rank in range(after):
+        wanted = cut(tensors, other, rank)
+        found = blank(wanted)
+        checkpoint.fill(found)
+        assert same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_every_type_shape_and_stride_comes_back(tmp_path: Path, asynchronous: bool) -> None:
+    noise = torch.randint(0, 256, (1920,), dtype=torch.uint8)
+    tensors = {}
+    for dtype in DTYPES:
+        bits = noise % 2 if dtype == torch.bool else noise
+        tensors[f"type.{dtype}"] = bits.view(dtype).reshape(-1, 4)
+    tensors["scalar"], tensors["empty"] = torch.tensor(3.5), torch.empty(0, 7)
+    division = {name: [(whole(tensor.shape), (0,))] for name, tensor in tensors.items()}
+    pieces = cut(tensors, division, 0)
+    arena = torch.randn(6, 40)
+    pieces.append(Piece(PARAMETER, "strided", (6, 8), (0, 0), arena[:, 3:11], (0,)))
+    pieces.append(Piece(PARAMETER, "turned", (40, 6), (0, 0), arena.t(), (0,)))
+    saver = Saver(tmp_path, World.solo(), keep=1, asynchronous=asynchronous)
+    saver.save(State(pieces, {"step": 7, "tokens": 9}), 7, {"job": {"seed": 1}})
+    saver.wait()
+    checkpoint = Checkpoint.open(committed(tmp_path)[0])
+    found = blank(pieces)
+    checkpoint.fill(found)
+    assert same_bits(found, pieces)
+    assert (checkpoint.step, checkpoint.counters) == (7, {"step": 7, "tokens": 9})
+    assert checkpoint.facts == {"job": {"seed": 1}}
+    assert checkpoint.tensors["parameter/empty"].shape == (0, 7)
+
+
+def test_what_several_ranks_hold_is_written_once_and_shared_out(tmp_path: Path) -> None:
+    sizes = [50, 40, 30, 20, 10, 10, 10, 10]
+    tensors = {f"t{i}": torch.randn(10 * size) for i, size in enumerate(sizes)}
+    division = {name: [(whole(tensor.shape), (0, 1, 2))] for name, tensor in tensors.items()}
+    checkpoint = save_all(tmp_path, tensors, division, 3)
+    assert all(len(record.pieces) == 1 for record in checkpoint.tensors.values())
+    loads = dict.fromkeys(range(3), 0)
+    for name, record in checkpoint.tensors.items():
+        rank = int(record.pieces[0].file.split("-")[1].split(".")[0])
+        loads[rank] += tensors[name.removeprefix("parameter/")].nbytes
+    assert sorted(loads.values()) == [2400, 2400, 2400]
+
+
+def test_files_are_cut_and_open_to_the_library(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(100) for i in range(7)}
+    division = {name: [(whole(tensor.shape), (0,))] for name, tensor in tensors.items()}
+    checkpoint = save_all(tmp_path, tensors, division, 1, file_bytes=1000)
+    files = sorted(path.name for path in checkpoint.path.glob("*.safetensors"))
+    assert files == ["rank-0-1.safetensors", "rank-0-2.safetensors", "rank-0-3.safetensors",
+                     "rank-0.safetensors"]  # fmt: skip
+    for name, record in checkpoint.tensors.items():
+        piece = record.pieces[0]
+        with safe_open(checkpoint.path / piece.file, "pt") as file:
+            read = file.get_tensor(piece.entry)
+        assert torch.equal(read, tensors[name.removeprefix("parameter/")])
+
+
+def test_the_newest_commits_stay_even_when_the_run_goes_back(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, World.solo(), keep=3)
+    for step in (1, 2, 3, 4):
+        saver.save(solo_state(step), step, {})
+    saver.wait()
+    assert [path.name for path in committed(tmp_path)] == [
+        "step-00000004", "step-00000003", "step-00000002",
+    ]  # fmt: skip
+    # A run that resumed from step 2 comes by step 3 again: the older step 3 is not overwritten.
+    saver = Saver(tmp_path, World.solo(), keep=3)
+    saver.save(solo_state(30), 3, {})
+    saver.wait()
+    assert [path.name for path in committed(tmp_path)] == [
+        "step-00000003-2", "step-00000004", "step-00000003",
+    ]  # fmt: skip
+    assert saver.newest == tmp_path / "step-00000003-2"
+    newest = newest_intact(tmp_path)
+    assert newest is not None
+    assert newest.counters["step"] == 30
+
+
+def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def phase(name: str) -> None:
+        if name == "placed":
+            assert go_on.wait(20)
+
+    saver = Saver(tmp_path, World.solo(), keep=1, phase=phase)
+    state = solo_state(5)
+    saver.save(state, 5, {})
+    wanted = [piece.tensor.clone() for piece in state.pieces]
+    state.counters["step"] = 99
+    for piece in state.pieces:
+        piece.tensor.zero_()
+    go_on.set()
+    saver.wait()
+    checkpoint = Checkpoint.open(tmp_path / "step-00000005")
+    checkpoint.fill(state.pieces)
+    assert all(torch.equal(p.tensor, w) for p, w in zip(state.pieces, wanted, strict=True))
+    assert checkpoint.counters["step"] == 5
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    go_on, steps = threading.Event(), []
+
+    def phase(name: str) -> None:
+        if name == "placed":
+            assert go_on.wait(20)
+        if name == "staged":
+            steps.append(len(committed(tmp_path)))
+
+    saver = Saver(tmp_path, World.solo(), keep=5, phase=phase)
+    saver.save(solo_state(1), 1, {})
+    second = threading.Thread(target=saver.save, args=(solo_state(2), 2, {}))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    assert steps == [0]
+    go_on.set()
+    second.join(20)
+    saver.wait()
+    assert steps == [0, 1]
+
+
+def test_later_saves_use_the_buffer_again(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, World.solo(), keep=1)
+    saver.prepare(solo_state())
+    addresses = set()
+    for step in (1, 2, 3):
+        saver.save(solo_state(step), step, {})
+        addresses.add(saver._staging._buffer.data_ptr())
+    # Another layout that fits in the same memory.
+    smaller = State(solo_state().pieces[:1], {"step": 4})
+    saver.save(smaller, 4, {})
+    addresses.add(saver._staging._buffer.data_ptr())
+    saver.wait()
+    assert len(addresses) == 1
+    assert list(Checkpoint.open(tmp_path / "step-00000004").tensors) == ["parameter/a"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_events_come_in_order(tmp_path: Path, asynchronous: bool) -> None:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    saver = Saver(
+        tmp_path, World.solo(), 1, asynchronous, lambda name, **fields: heard.append((name, fields))
+    )
+    blocking_s = saver.save(solo_state(3), 3, {})
+    saver.wait()
+    assert [name for name, _ in heard] == ["checkpoint", "checkpoint_done"]
+    begun, done = heard[0][1], heard[1][1]
+    assert begun["step"] == done["step"] == 3
+    assert begun["path"] == done["path"] == str(tmp_path / "step-00000003")
+    assert 0 < begun["blocking_s"] <= blocking_s
+    assert done["bytes"] == Checkpoint.open(tmp_path / "step-00000003").num_bytes
+    assert done["seconds"] >= begun["blocking_s"]
+
+
+def test_the_commit_record_is_renamed_after_all_else_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def replace(source: Path, target: Path) -> None:
+        synced.append(f"rename {Path(target).name}")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    saver = Saver(tmp_path, World.solo(), keep=1)
+    saver.save(solo_state(1), 1, {})
+    saver.wait()
+    rename = synced.index("rename COMMIT")
+    before, after = synced[:rename], synced[rename + 1 :]
+    files = {"rank-0.safetensors", "manifest.json", "COMMIT.partial"}
+    assert files <= set(before)
+    last_file = max(before.index(name) for name in files)
+    assert "step-00000001" in before[last_file:]
+    assert tmp_path.name in before[last_file:]
+    assert "step-00000001" in after
+
+
+def test_leftovers_of_a_killed_run_go_and_other_files_stay(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, World.solo(), keep=3)
+    saver.save(solo_state(1), 1, {})
+    saver.wait()
+    for name in ("step-00000002", "step-00000003"):
+        (tmp_path / name).mkdir()
+        for file in ("rank-0.safetensors", "rank-11-1.safetensors", "manifest.json",
+                     "COMMIT.partial"):  # fmt: skip
+            (tmp_path / name / file).write_bytes(b"half")
+    (tmp_path / "step-00000003" / "notes.txt").write_text("mine")
+    (tmp_path / "step-9").mkdir()
+    Saver(tmp_path, World.solo(), keep=3)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert [name for name in left if not name.startswith("step-00000001")] == [
+        "step-00000003", "step-00000003/notes.txt", "step-9",
+    ]  # fmt: skip
+    assert [path.name for path in committed(tmp_path)] == ["step-00000001"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def big_state(num_bytes: int) -> State:
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+    return State([Piece(PARAMETER, "big", tuple(tensor.shape), (0,), tensor, (0,))], {"step": 2})
+
+
+def test_a_full_disk_is_an_error_and_the_run_can_go_on(small_disk: Path) -> None:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    saver = Saver(
+        small_disk, World.solo(), 2, on_event=lambda name, **fields: heard.append((name, fields))
+    )
+    saver.save(solo_state(1), 1, {})
+    saver.save(big_state(1 << 20), 2, {})
+    with pytest.raises(StoreError, match=r"step 2 .*No space left.*'.*step-00000001'"):
+        saver.wait()
+    saver.wait()  # Told once.
+    failed = [fields for name, fields in heard if name == "checkpoint_failed"]
+    assert len(failed) == 1
+    assert failed[0]["step"] == 2
+    assert "No space left" in failed[0]["error"]
+    # What was half written is gone, so there is room again.
+    assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
+    Checkpoint.open(small_disk / "step-00000001").verify()
+    saver.save(solo_state(3), 3, {})
+    saver.wait()
+    assert [path.name for path in committed(small_disk)] == ["step-00000003", "step-00000001"]
+
+
+def test_the_next_save_raises_what_failed_in_the_background(small_disk: Path) -> None:
+    saver = Saver(small_disk, World.solo(), keep=2)
+    saver.save(big_state(1 << 20), 2, {})
+    with pytest.raises(StoreError, match="No space left"):
+        saver.save(solo_state(3), 3, {})
+    saver.save(solo_state(4), 4, {})
+    saver.wait()
+    assert [path.name for path in committed(small_disk)] == ["step-00000004"]
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    saver = Saver(small_disk, World.solo(), keep=2)
+    saver.save(solo_state(1), 1, {})
+    with pytest.raises(StoreError, match="Read-only file system"):
+        saver.wait()
+
+
+def test_a_file_in_the_directory_s_place_is_an_error(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    place.write_text("no directory")
+    saver = Saver(place, World.solo(), keep=2, asynchronous=False)
+    with pytest.raises(StoreError, match=r"step 1 in '.*checkpoints' was not made"):
+        saver.save(solo_state(1), 1, {})
+
+
+def test_what_cannot_be_removed_is_told_and_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    saver = Saver(tmp_path, World.solo(), 1, on_event=lambda name, **_: heard.append(name))
+    saver.save(solo_state(1), 1, {})
+    saver.wait()
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    saver.save(solo_state(2), 2, {})
+    saver.wait()
+    assert heard[-2:] == ["checkpoint_done", "checkpoint_leftover"]
+    Checkpoint.open(tmp_path / "step-00000002").verify()
+
+
+def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
+    tensors = {"t": torch.randn(9, 2)}
+    division = {"t": [(box, (i,)) for i, box in enumerate(rows((9, 2), 3))]}
+
+    def broken(name: str) -> None:
+        if name == "file_written":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for victim in range(3):
+        everyone = worlds(3)
+        savers = [
+            Saver(tmp_path, world, keep=2, phase=broken if world.rank == victim else None)
+            for world in everyone
+        ]
+        for saver, world in zip(savers, everyone, strict=True):
+            saver.save(State(cut(tensors, division, world.rank)), 1, {})
+        for saver in savers:
+            with pytest.raises(StoreError, match=r"step 1 .*Input/output error") as caught:
+                saver.wait()
+            assert str(caught.value).count("was not made") == 1
+            assert saver.newest is None
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_in_its_copy_fails_the_save_of_all(tmp_path: Path) -> None:
+    tensors = {"t": torch.randn(4, 2)}
+    division = {"t": [(box, (i,)) for i, box in enumerate(rows((4, 2), 2))]}
+
+    def broken(name: str) -> None:
+        if name == "staged":
+            raise MemoryError("no room for a copy")
+
+    for victim in range(2):
+        everyone = worlds(2)
+        savers = [
+            Saver(tmp_path, world, keep=2, phase=broken if world.rank == victim else None)
+            for world in everyone
+        ]
+        states = [State(cut(tensors, division, world.rank)) for world in everyone]
+        savers[1 - victim].save(states[1 - victim], 1, {})
+        with pytest.raises(MemoryError):
+            savers[victim].save(states[victim], 1, {})
+        with pytest.raises(StoreError, match="no room for a copy"):
+            savers[1 - victim].wait()
+        assert list(tmp_path.glob("*/*")) == []
+
+
+def test_pieces_that_make_no_whole_state_are_never_committed(tmp_path: Path) -> None:
+    half = Piece(PARAMETER, "t", (4, 2), (0, 0), torch.zeros(2, 2), (0,))
+    saver = Saver(tmp_path, World.solo(), keep=2)
+    saver.save(State([half]), 1, {})
+    with pytest.raises(AssertionError, match=r"parameter/t .* not wholly covered: 4 of 8"):
+        saver.wait()
+    saver.save(State([half, half]), 2, {})
+    with pytest.raises(AssertionError, match=r"parameter/t .* overlap"):
+        saver.wait()
+    assert committed(tmp_path) == []
+
+
+def test_a_save_whose_peers_are_lost_can_be_abandoned(tmp_path: Path) -> None:
+    first, _ = worlds(2)
+    saver = Saver(tmp_path, first, keep=2)
+    saver.save(solo_state(1), 1, {})
+    saver.abandon()
+    with pytest.raises(StoreError, match="given up"):
+        saver.wait()
+    assert committed(tmp_path) == []
+
+
+def test_facts_must_be_json(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, World.solo(), keep=2)
+    with pytest.raises(TypeError):
+        saver.save(solo_state(1), 1, {"path": tmp_path})
+    with pytest.raises(ValueError, match="JSON"):
+        saver.save(solo_state(1), 1, {"loss": float("nan")})
+    saver.save(solo_state(1), 1, {"loss": 1.0})
+    saver.wait()
+    record = json.loads((tmp_path / "step-00000001" / "COMMIT").read_text())
+    assert record["step"] == 1
