@@ -14,28 +14,28 @@ import torch
 from moesaic.base.errors import ConfigError
 
 
-def resolve(name: str, local_rank: int = 0) -> torch.device:
-    """The device that a job's `train.device` means on this rank."""
+def resolve(name: str, local_rank: int = 0, key: str = "train.device") -> torch.device:
+    """The device that `name`, the value of the setting `key`, means on this rank."""
     has_gpu = torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"train.device = '{name}' is no device: use auto, cpu or cuda") from None
+        raise ConfigError(f"{key} = '{name}' is no device: use auto, cpu or cuda") from None
     if device.type == "cpu":
         return device
     if device.type != "cuda":
-        raise ConfigError(f"train.device = '{name}' is not supported: use auto, cpu or cuda")
+        raise ConfigError(f"{key} = '{name}' is not supported: use auto, cpu or cuda")
     if not has_gpu:
         raise ConfigError(
-            f"train.device = '{name}' is not there: this machine has no CUDA GPU that torch "
-            f"{torch.__version__} can use; set train.device = 'auto' or 'cpu'"
+            f"{key} = '{name}' is not there: this machine has no CUDA GPU that torch "
+            f"{torch.__version__} can use; set {key} = 'auto' or 'cpu'"
         )
     index = device.index if device.index is not None else local_rank
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"train.device = '{name}' with local rank {local_rank} needs GPU {index}, but there "
+            f"{key} = '{name}' with local rank {local_rank} needs GPU {index}, but there "
             f"are {torch.cuda.device_count()}: start fewer ranks or name another device"
         )
     return torch.device("cuda", index)

@@ -104,6 +104,8 @@ def _find_start(
         if job.source is None:
             return InitialSource(job.seed, job.model.init_std), None, None
         weights = HFSource(Path(job.source), job.model)
+        for note in weights.notes:
+            progress.message(note)
         return PretrainedSource(weights), None, None
     path = Path(resume)
     if resume == "auto":

@@ -1,0 +1,92 @@
+"""A training run of two real ranks is killed, resumed, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moesaic.base.events import read_events
+from moesaic.dist.checkpoint import Checkpoint
+
+JOB = """
+seed = 3
+[model]
+preset = "tiny-olmoe"
+hidden = 32
+layers = 2
+head_dim = 8
+ffn = 16
+[layout]
+ep = 2
+shard = 2
+[data]
+path = "{text}"
+sequence = 32
+cache = "{cache}"
+[train]
+steps = 24
+batch = 8
+[checkpoint]
+every = 3
+keep = 100
+[log]
+tensorboard = false
+"""
+
+
+def start(job: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "moesaic", "train", str(job), "--nproc", "2"]
+    return subprocess.Popen(
+        [*command, "--out", str(out), *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+def losses(out: Path) -> dict[int, float]:
+    """By step; what a later start did again counts."""
+    found = {}
+    for event in read_events(out / "events" / "rank-0.jsonl"):
+        if event["event"] == "step":
+            found[event["step"]] = event["loss"]
+    return found
+
+
+def weights(out: Path) -> list[tuple[str, str]]:
+    manifest = json.loads((out / "checkpoints" / "step-00000024" / "manifest.json").read_text())
+    return sorted((name, file["sha256"]) for name, file in manifest["files"].items())
+
+
+@pytest.mark.timeout(240)
+def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
+    text, job = tmp_path / "text.txt", tmp_path / "job.toml"
+    text.write_text("all happy families are alike; " * 400)
+    job.write_text(JOB.format(text=text, cache=tmp_path / "cache"))
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    finish(start(job, straight))
+    process = start(job, killed)
+    until = time.monotonic() + 60
+    while not (killed / "checkpoints" / "step-00000009" / "COMMIT").exists():
+        assert process.poll() is None, process.communicate()[0].decode()
+        assert time.monotonic() < until, "no checkpoint came"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "checkpoints" / "step-00000024").exists()
+    finish(start(job, killed, "--resume", "auto"))
+    assert losses(killed) == losses(straight)
+    assert weights(killed) == weights(straight)
+    Checkpoint.open(killed / "checkpoints" / "step-00000024").verify()
