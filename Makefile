@@ -1,0 +1,101 @@
+# Everything that people and CI do here has a name in this file; `make help` lists them.
+#
+#   make PYTHON=python3.12 demo          another interpreter (3.11 or newer)
+#   make TORCH=torch==2.13.0 demo        torch for GPUs, as PyPI has it for this machine
+#   make VENV=/tmp/env test              another place for the environment
+#
+# The environment is made on first use and again when pyproject.toml changes. Without TORCH a CPU
+# build is installed (from your own pip configuration if it has one, else from pytorch.org), and an
+# environment that holds another torch keeps it.
+
+PYTHON ?= python3
+VENV ?= .venv
+CPU_TORCH := torch==2.13.0+cpu
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+ifeq ($(origin TORCH),undefined)
+TORCH := $(or $(shell cat $(VENV)/torch.txt 2>/dev/null),$(CPU_TORCH))
+endif
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+HAS_TORCH := $(VENV)/has-$(subst =,,$(TORCH))
+HAS_MOESAIC := $(VENV)/has-moesaic
+HAS_TOOLS := $(VENV)/has-tools
+
+DEMO := build/demo
+PROMPT := The with statement
+# One thread a process: the rank pools of the tests are as many processes as there are cores.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+CODE := src tests benchmarks examples docs
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo fix check test test-all bench docs env clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z%][a-zA-Z%-]*\):.*##/  make \1@/p' Makefile | awk -F@ '{printf "%-20s%s\n", $$1, $$2}'
+
+demo: $(HAS_MOESAIC)  ## train a small mixture of experts on two ranks, let it write, show its report
+	@mkdir -p $(DEMO) && rm -rf $(DEMO)/run
+	@$(BIN)/python examples/demo/make_text.py $(DEMO)
+	$(BIN)/moesaic train examples/demo/demo.toml --nproc 2 --out $(DEMO)/run
+	$(BIN)/moesaic generate $(DEMO)/run --prompt "$(PROMPT)"
+	@echo
+	@echo "The report of the run: $(CURDIR)/$(DEMO)/run/report.html"
+
+fix: $(HAS_TOOLS)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+check: $(HAS_TOOLS)  ## lint, format, types, architecture
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(TEST) tests/test_architecture.py
+
+test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: under ten minutes on two cores
+	$(TEST) -m "not soak"
+
+test-all: $(HAS_TOOLS)  ## long runs too
+	$(TEST)
+
+bench: $(HAS_TOOLS)  ## every benchmark; one of them: make bench-foundation
+	$(BIN)/python -m benchmarks
+
+bench-%: $(HAS_TOOLS)
+	$(BIN)/python -m benchmarks $*
+
+docs: $(HAS_TOOLS)  ## the pages that are generated: configuration, results
+	$(BIN)/python docs/generate.py
+	$(BIN)/python benchmarks/generate.py
+
+env: $(HAS_TOOLS)  ## the environment with everything in it, for `. $(VENV)/bin/activate`
+	@echo "$(VENV) is ready"
+
+clean:  ## remove the environment, what was built and every cache
+	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "moesaic needs Python 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@echo "making an environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(HAS_TORCH): | $(BIN)/python
+	@echo "installing $(TORCH) (once; about 200 MB for a CPU build)"
+	@log=$(VENV)/torch.log; rm -f $(VENV)/has-torch*; \
+	$(PIP) "$(TORCH)" >$$log 2>&1 || { \
+	  case "$(TORCH)" in *+cpu) $(PIP) --index-url $(CPU_INDEX) "$(TORCH)" >>$$log 2>&1;; *) false;; esac; \
+	} || { cat $$log >&2; exit 1; }
+	@echo "$(TORCH)" >$(VENV)/torch.txt && touch $@
+
+$(HAS_MOESAIC): pyproject.toml $(HAS_TORCH)
+	@echo "installing moesaic and what it stands on"
+	@$(PIP) --editable .
+	@touch $@
+
+$(HAS_TOOLS): pyproject.toml $(HAS_TORCH)
+	@echo "installing moesaic, what it stands on, and what tests, checks and benchmarks need"
+	@$(PIP) --editable '.[dev]'
+	@touch $(HAS_MOESAIC) $@

@@ -1,0 +1,499 @@
+"""The rules of the house (docs/architecture.md), kept by reading the source, never by importing it.
+
+Every rule is a function from a tree of source to a list of complaints. The last part of this file
+tries each rule on a small tree that breaks it: a rule that cannot fail keeps nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "moesaic"
+
+FLOORS = {
+    "base": 0, "facts": 1, "policy": 2, "dist": 2, "report": 2, "store": 3, "sim": 3,
+    "nn": 4, "ps": 4, "models": 5, "flow": 5, "elastic": 5, "train": 6, "serve": 6,
+    "cli": 7, "testing": 7,
+}  # fmt: skip
+"""The areas and their floors: an area imports from floors below its own, and from itself."""
+
+SEES = {
+    "policy": {"base", "facts"},
+    "sim": {"base", "facts", "policy"},
+    "report": {"base", "facts"},
+}
+"""Areas that see less than their floor would let them."""
+
+SEEN_BY = {
+    "policy": {"sim", "train", "serve", "cli"},
+    "sim": {"cli"},
+    "report": {"cli"},
+    "testing": set[str](),
+}
+"""Areas that are seen by fewer than their floor would let see them."""
+
+TORCH_FREE = {"base", "facts", "policy", "sim", "report"}
+"""Areas that no import of torch stands in, not even a local one."""
+
+ENVIRONMENT = {
+    "dist/world.py": {
+        "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
+    },
+    "cli/train.py": {"WORLD_SIZE", "RANK"},
+    "cli/rank.py": {"TORCHELASTIC_ERROR_FILE"},
+    "cli/launch.py": {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"},
+    "testing/ranks.py": {"GLOO_SOCKET_IFNAME"},
+}  # fmt: skip
+"""The environment variables that are read or set, by file: torchrun's own, and its children's."""
+
+DEVICE_FILE = "dist/device.py"
+VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "tools", "stuff"}
+REFUSED = ("Manager", "Registry")
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+
+MUTATORS = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop",
+    "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update",
+}  # fmt: skip
+CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+TYPE_NAME = re.compile(r"_?[A-Z][A-Za-z0-9]*")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package."""
+
+    path: Path
+    place: Path
+    """Relative to the package."""
+
+    @property
+    def name(self) -> str:
+        """Dotted, without the package: `nn.moe`; an area's own file has the area's name."""
+        parts = self.place.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def area(self) -> str:
+        """The first part of the name; empty for the files of the package's root."""
+        return self.place.parts[0] if len(self.place.parts) > 1 else ""
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def at(self, node: ast.AST) -> str:
+        return f"{self.place.as_posix()}:{getattr(node, 'lineno', 1)}"
+
+    def imports(self) -> Iterator[tuple[ast.AST, str]]:
+        """Every import wherever it stands, as a full dotted name; names imported are appended."""
+        package = ["moesaic", *self.place.parts[:-1]]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) - node.level + 1] if node.level else []
+                start = ".".join([*above, *([node.module] if node.module else [])])
+                yield from ((node, f"{start}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
+                for argument in node.args[:1]:
+                    if isinstance(argument, ast.Constant):
+                        yield node, str(argument.value)
+
+
+def modules(source: Path) -> list[Module]:
+    return [Module(path, path.relative_to(source)) for path in sorted(source.rglob("*.py"))]
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+# The rules.
+
+
+def imports_go_down(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        if module.area and module.area not in FLOORS:
+            yield f"{module.place}: the area '{module.area}' has no floor"
+            continue
+        for node, target in module.imports():
+            parts = target.split(".")
+            area = parts[1] if len(parts) > 1 and parts[0] == "moesaic" else ""
+            if area not in FLOORS or area == module.area:
+                continue
+            up = FLOORS[area] >= FLOORS.get(module.area, max(FLOORS.values()) + 1)
+            sees = area in SEES.get(module.area, FLOORS)
+            seen = module.area in SEEN_BY.get(area, FLOORS) or not module.area
+            if up or not sees or not seen:
+                yield f"{module.at(node)}: {module.area} must not import {target}"
+
+
+def modules_form_no_cycle(house: list[Module]) -> Iterator[str]:
+    """Within areas too; an area's own file gathers what lies in it and may be asked from inside."""
+    names = {module.name for module in house if module.place.name != "__init__.py"}
+    edges: dict[str, set[str]] = {}
+    for module in house:
+        if module.name in names:
+            found = (_longest(target, names) for _, target in module.imports())
+            edges[module.name] = {name for name in found if name and name != module.name}
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        yield f"these modules import one another in a circle: {', '.join(error.args[1])}"
+
+
+def _longest(target: str, names: set[str]) -> str | None:
+    name = target.removeprefix("moesaic.")
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name if target.startswith("moesaic.") else None
+
+
+def torch_stays_out(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        if module.area in TORCH_FREE:
+            for node, target in module.imports():
+                if target.split(".")[0] in {"torch", "transformers"}:
+                    yield f"{module.at(node)}: {module.area} does without torch, not {target}"
+
+
+def names_say_something(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        for part in module.place.with_suffix("").parts:
+            if part in VAGUE:
+                yield f"{module.place}: '{part}' says nothing of what is in it"
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                for word in REFUSED:
+                    if word.lower() in node.name.lower():
+                        yield f"{module.at(node)}: {node.name}, a {word.lower()}"
+
+
+def nothing_global_changes(house: list[Module]) -> Iterator[str]:
+    """A module's names are imports, functions, classes, types, and CAPITALS that nobody changes."""
+    for module in house:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Global):
+                yield f"{module.at(node)}: global {', '.join(node.names)}"
+            for name in _changed(node):
+                yield f"{module.at(node)}: {name} is changed in place"
+        yield from _module_variables(module)
+        yield from _class_variables(module)
+
+
+def _module_variables(module: Module) -> Iterator[str]:
+    seen: set[str] = set()
+    for node, name in _assigned(module.tree.body):
+        if name in seen:
+            yield f"{module.at(node)}: {name} is assigned twice"
+        seen.add(name)
+        named = CONSTANT.fullmatch(name) or TYPE_NAME.fullmatch(name)
+        if not named and not (name.startswith("__") and name.endswith("__")):
+            yield f"{module.at(node)}: the module variable {name} is not a constant"
+
+
+def _class_variables(module: Module) -> Iterator[str]:
+    for owner in ast.walk(module.tree):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for node, name in _assigned(owner.body):
+            value = getattr(node, "value", None)
+            mutable = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp)
+            if mutable and not CONSTANT.fullmatch(name):
+                yield f"{module.at(node)}: {owner.name}.{name} is shared and can change"
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
+    for node in body:
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [node.target]
+        for target in targets:
+            for leaf in ast.walk(target):
+                if isinstance(leaf, ast.Name):
+                    yield node, leaf.id
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Constants (also of other modules) that a statement or call changes in place."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    for target in targets if isinstance(node, ast.stmt) else []:
+        held = target.value if isinstance(target, ast.Subscript) else target
+        name = _constant(held) if isinstance(target, ast.Subscript | ast.Attribute) else None
+        if name:
+            yield name
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = _constant(node.func.value) if node.func.attr in MUTATORS else None
+        if name:
+            yield name
+
+
+def _constant(node: ast.expr) -> str | None:
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name if CONSTANT.fullmatch(name) and len(name) > 1 else None
+
+
+def environment_is_listed(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        allowed = ENVIRONMENT.get(module.place.as_posix(), set())
+        used = 0
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                for alias in node.names:
+                    if alias.name in {"environ", "getenv", "putenv"}:
+                        yield f"{module.at(node)}: import os, and say os.{alias.name}"
+            if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}:
+                used += 1
+        found = [name for node in ast.walk(module.tree) for name in _variables(node, module.tree)]
+        for name in sorted(set(found) - allowed):
+            yield f"{module.place}: the environment variable {name} is not on the list"
+        if used > len(found):
+            yield f"{module.place}: the environment is used other than by a variable's name"
+
+
+def _variables(node: ast.AST, tree: ast.Module) -> Iterator[str]:
+    """Names of environment variables that this very node uses."""
+    key: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and _is_environ(node.value):
+        key = node.slice
+    elif isinstance(node, ast.Compare) and any(map(_is_environ, node.comparators)):
+        key = node.left
+    elif isinstance(node, ast.Call) and node.args and _asks_environment(node.func):
+        key = node.args[0]
+    if isinstance(key, ast.Name):
+        values = [getattr(s, "value", None) for s, name in _assigned(tree.body) if name == key.id]
+        key = next(iter(values), None)
+    if isinstance(key, ast.Constant):
+        yield str(key.value)
+
+
+def _asks_environment(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and (
+        _is_environ(function.value) or function.attr in {"getenv", "putenv"}
+    )
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "environ"
+
+
+def devices_have_one_home(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        if module.place.as_posix() != DEVICE_FILE and "cuda" in module.text.lower():
+            line = module.text[: module.text.lower().index("cuda")].count("\n") + 1
+            yield f"{module.place}:{line}: device names stand in {DEVICE_FILE} alone"
+
+
+def errors_are_not_swallowed(house: list[Module]) -> Iterator[str]:
+    """A broad except raises again or says, behind `noqa: BLE001 - `, why it may be broad."""
+    for module in house:
+        lines = module.text.splitlines()
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            names = {c.id if isinstance(c, ast.Name) else "" for c in caught}
+            if node.type is not None and not names & {"Exception", "BaseException"}:
+                continue
+            raises = isinstance(node.body[-1], ast.Raise)
+            excused = re.search(r"# noqa: BLE001 - \w.{10,}", lines[node.lineno - 1])
+            if not raises and not excused:
+                yield f"{module.at(node)}: a broad except neither raises nor says why"
+
+
+def nothing_is_long(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        lines = module.text.count("\n")
+        if lines > MAX_FILE_LINES:
+            yield f"{module.place}: {lines} lines, {MAX_FILE_LINES} are enough"
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    yield f"{module.at(node)}: {node.name} has {lines} lines"
+
+
+RULES: list[Callable[[list[Module]], Iterator[str]]] = [
+    imports_go_down, modules_form_no_cycle, torch_stays_out, names_say_something,
+    nothing_global_changes, environment_is_listed, devices_have_one_home,
+    errors_are_not_swallowed, nothing_is_long,
+]  # fmt: skip
+
+
+def undocumented(house: list[Module], page: str) -> list[str]:
+    """Modules that the page does not name."""
+    named = set(re.findall(r"`([a-z0-9_.]+)`", page))
+    return [module.name for module in house if module.name and module.name not in named]
+
+
+def invented(house: list[Module], page: str) -> list[str]:
+    """What a table of the page names as a module and is none."""
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \|", page, flags=re.MULTILINE)
+    return sorted(set(rows) - {module.name for module in house})
+
+
+# The house keeps them.
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule: Callable[[list[Module]], Iterator[str]]) -> None:
+    assert not list(rule(modules(SOURCE)))
+
+
+def test_every_module_is_on_the_map() -> None:
+    house, page = modules(SOURCE), (ROOT / "docs" / "architecture.md").read_text()
+    assert not undocumented(house, page)
+    assert not invented(house, page)
+
+
+WITHOUT_TORCH = """
+import importlib, sys
+sys.modules.update(torch=None, transformers=None)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def import_without_torch(names: list[str], directory: Path) -> str:
+    """What such an interpreter complains of."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *names]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True).stderr
+
+
+def test_facts_policies_reports_and_the_command_line_import_without_torch() -> None:
+    free = [f"moesaic.{m.name}" for m in modules(SOURCE) if m.area in TORCH_FREE | {"cli"}]
+    assert len(free) > 20
+    assert import_without_torch(free, ROOT) == ""
+
+
+# The rules can fail.
+
+BREACHES = {
+    "imports_go_down": [
+        ("base/config.py", "from moesaic.facts.job import Job\n"),
+        ("nn/moe.py", "def build():\n    from moesaic.models import lm\n"),
+        ("models/lm.py", "if TYPE_CHECKING:\n    import moesaic.train.run\n"),
+        ("report/page.py", "from moesaic.dist import world\n"),
+        ("dist/world.py", "from ..policy import planner\n"),
+        ("policy/planner.py", "import moesaic.dist.world\n"),
+        ("store/tiers.py", "from moesaic import sim\n"),
+        ("train/run.py", "import importlib\nimportlib.import_module('moesaic.cli.main')\n"),
+        ("serve/http.py", "from moesaic.testing.jobs import tiny_job\n"),
+        ("train/run.py", "from moesaic.serve import generate\n"),
+        ("attic/old.py", "x = 1\n"),
+    ],
+    "modules_form_no_cycle": [
+        ("nn/a.py", "from moesaic.nn.b import b\n"),
+        ("nn/a.py", "def late():\n    from moesaic.nn import b\n"),
+    ],
+    "torch_stays_out": [
+        ("facts/plan.py", "def late():\n    import torch.nn\n"),
+        ("report/page.py", "from torch import Tensor\n"),
+    ],
+    "names_say_something": [
+        ("nn/utils.py", ""),
+        ("common/text.py", ""),
+        ("nn/moe.py", "class ExpertManager:\n    pass\n"),
+        ("nn/moe.py", "def register_in_registry():\n    pass\n"),
+    ],
+    "nothing_global_changes": [
+        ("nn/moe.py", "def count():\n    global TOTAL\n    TOTAL = 1\n"),
+        ("nn/moe.py", "cache = {}\n"),
+        ("nn/moe.py", "SEEN = set()\ndef see(x):\n    SEEN.add(x)\n"),
+        ("nn/moe.py", "SEEN = {}\ndef see(x):\n    SEEN[x] = 1\n"),
+        ("nn/moe.py", "from moesaic.nn import seen\ndef see(x):\n    seen.SEEN[x] += 1\n"),
+        ("nn/moe.py", "def set(x):\n    other.LIMIT = x\n"),
+        ("nn/moe.py", "LIMIT = 1\nLIMIT = 2\n"),
+        ("nn/moe.py", "class Moe:\n    seen = []\n"),
+    ],
+    "environment_is_listed": [
+        ("nn/moe.py", "import os\nTHREADS = os.environ['MOESAIC_THREADS']\n"),
+        ("nn/moe.py", "import os\nTHREADS = os.getenv('MOESAIC_THREADS')\n"),
+        ("nn/moe.py", "from os import environ\n"),
+        ("dist/world.py", "import os\nKEY = 'SECRET'\nVALUE = os.environ.get(KEY)\n"),
+        ("dist/world.py", "import os\nFOUND = 'SECRET' in os.environ\n"),
+        ("dist/world.py", "import os\nALL = dict(os.environ)\n"),
+    ],
+    "devices_have_one_home": [("nn/moe.py", "DEVICE = 'cuda:0'\n")],
+    "errors_are_not_swallowed": [
+        ("nn/moe.py", "try:\n    go()\nexcept Exception:\n    pass\n"),
+        ("nn/moe.py", "try:\n    go()\nexcept:\n    pass\n"),
+        ("nn/moe.py", "try:\n    go()\nexcept (A, Exception):  # noqa: BLE001\n    go()\n"),
+    ],
+    "nothing_is_long": [
+        ("nn/moe.py", "def long():\n" + "    x = 1\n" * 60),
+        ("nn/moe.py", "\n" * 501),
+    ],
+}
+
+GOOD = {
+    "__init__.py": "__version__ = '1'\n",
+    "base/config.py": "from moesaic import __version__\nNAMES = {'a': 1}\n",
+    "facts/plan.py": "from moesaic.base import config\n",
+    "nn/b.py": "from moesaic.nn import a\n",
+    "dist/device.py": "NAME = 'cuda'\n",
+    "dist/world.py": "import os\nSIZE = os.environ.get('WORLD_SIZE', '1')\n",
+    "train/run.py": (
+        "from moesaic.policy import planner\n"
+        "try:\n    go()\nexcept BaseException:\n    stop()\n    raise\n"
+        "try:\n    go()\nexcept Exception:  # noqa: BLE001 - the edge of a thread\n    stop()\n"
+        "def count(found):\n    found['a'] = 1\n    local = []\n    local.append(1)\n"
+    ),
+}
+
+
+def build(directory: Path, files: dict[str, str]) -> list[Module]:
+    for place, text in files.items():
+        path = directory / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return modules(directory)
+
+
+def test_a_good_tree_breaks_no_rule(tmp_path: Path) -> None:
+    house = build(tmp_path, GOOD)
+    assert [complaint for rule in RULES for complaint in rule(house)] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_breach_is_found(rule: Callable[[list[Module]], Iterator[str]], tmp_path: Path) -> None:
+    for number, (place, text) in enumerate(BREACHES[rule.__name__]):
+        house = build(tmp_path / str(number), {**GOOD, place: text})
+        complaints = list(rule(house))
+        assert complaints, f"not found: {place}: {text}"
+        assert place.split("/")[0] in complaints[0] or "nn.a" in complaints[0]
+
+
+def test_the_map_is_compared_both_ways(tmp_path: Path) -> None:
+    house = build(tmp_path, {"base/config.py": "", "base/__init__.py": ""})
+    page = "The area `base`.\n\n| `base.errors` | gone |\n"
+    assert undocumented(house, page) == ["base.config"]
+    assert invented(house, page) == ["base.errors"]
+
+
+def test_an_import_of_torch_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "wants_torch.py").write_text("import torch\n")
+    assert "import of torch halted" in import_without_torch(["wants_torch"], tmp_path)
