@@ -1,0 +1,116 @@
+// Draws the figures of #page-data. Colours are names of CSS variables, resolved when drawn, so that
+// light, dark and print share one figure; the layer selector fills the heat map of one layer.
+(() => {
+  "use strict";
+  const page = JSON.parse(document.getElementById("page-data").textContent);
+  const config = {
+    displayModeBar: false, displaylogo: false, responsive: true, showTips: false,
+  };
+  const figures = new Map(page.figures.map((figure) => [figure.name, figure]));
+
+  function themed(value, css) {
+    if (typeof value === "string") {
+      return value.startsWith("var(") ? css.getPropertyValue(value.slice(4, -1)).trim() : value;
+    }
+    if (Array.isArray(value)) {
+      const plain = value.length > 2 && typeof value[0] === "number";
+      return plain ? value : value.map((item) => themed(item, css));
+    }
+    if (value !== null && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, themed(item, css)]));
+    }
+    return value;
+  }
+
+  const axis = {
+    gridcolor: "var(--grid)", linecolor: "var(--rule)", zerolinecolor: "var(--rule)",
+    tickfont: { size: 11.5 }, automargin: true,
+  };
+
+  function look(layout) {
+    const full = {
+      autosize: true, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: "var(--ink-soft)" },
+      margin: { l: 52, r: 14, t: 10, b: 40 }, hovermode: "x unified", hoverdistance: 40,
+      hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)", size: 12 } },
+      legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: { size: 12 } },
+      dragmode: "zoom",
+      ...layout,
+    };
+    for (const key of ["xaxis", "yaxis"]) full[key] = { ...axis, ...full[key] };
+    if (full.xaxis.title?.text === "step" && page.span <= 10) full.xaxis.dtick = 1;
+    if (layout.showlegend !== false && !layout.margin) full.margin = { ...full.margin, t: 34 };
+    return full;
+  }
+
+  function draw(name) {
+    const figure = figures.get(name);
+    const css = getComputedStyle(document.documentElement);
+    Plotly.react(name, themed(figure.data, css), themed(look(figure.layout), css), config);
+  }
+
+  function choose(at) {
+    const loads = page.loads;
+    const layer = loads.layers[at];
+    const flags = loads.flags[layer] || [];
+    const crowded = loads.hundredths[at].length > 32;
+    const heat = figures.get("expert-load");
+    heat.data[0].z = loads.hundredths[at].map((row) => row.map((cell) => (cell === null ? null : cell / 100)));
+    heat.layout.annotations = flags.map((flag) => ({
+      xref: "paper", x: 1.004, xanchor: "left", y: flag.expert, yanchor: "middle", showarrow: false,
+      text: crowded ? (flag.kind === "dead" ? "\u00d7" : "\u25b2") : `<b>${flag.kind}</b>`,
+      font: { size: 11, color: flag.kind === "dead" ? "var(--series-0)" : "var(--series-1)" },
+    }));
+    const overview = figures.get("expert-overview");
+    overview.layout.shapes = [{
+      type: "rect", xref: "paper", x0: 0, x1: 1, y0: layer - 0.5, y1: layer + 0.5,
+      line: { color: "var(--ink)", width: 2 },
+    }];
+    const curves = figures.get("imbalance");
+    curves.data.forEach((trace, index) => {
+      trace.line.color = index === at ? "var(--series-1)" : "var(--ink-soft)";
+      trace.line.width = index === at ? 2 : 1;
+      trace.opacity = index === at ? 1 : 0.3;
+      trace.zorder = index === at ? 1 : 0;
+      if (trace.marker) trace.marker.color = trace.line.color;
+    });
+    document.getElementById("layer").value = String(at);
+    document.querySelector("#card-expert-load h3").textContent = `Load by step, layer ${layer}`;
+    ["expert-load", "expert-overview", "imbalance"].forEach(draw);
+  }
+
+  function drawAll() {
+    for (const name of figures.keys()) draw(name);
+  }
+
+  if (page.loads !== null) {
+    const select = document.getElementById("layer");
+    select.addEventListener("change", () => choose(Number(select.value)));
+    choose(page.loads.chosen);
+    document.getElementById("expert-overview").on("plotly_click", (event) => {
+      const at = page.loads.layers.indexOf(event.points[0].y);
+      if (at >= 0) choose(at);
+    });
+  }
+  drawAll();
+
+  const log = document.getElementById("log-loss");
+  if (log !== null) {
+    log.addEventListener("change", () => {
+      figures.get("loss").layout.yaxis.type = log.checked ? "log" : "linear";
+      draw("loss");
+    });
+  }
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+  // Printed pages are light and as wide as paper, whatever the screen is.
+  function print(on) {
+    document.documentElement.classList.toggle("printing", on);
+    document.body.style.width = on ? "1040px" : "";
+    for (const name of figures.keys()) Plotly.Plots.resize(name);
+    drawAll();
+  }
+  window.addEventListener("beforeprint", () => print(true));
+  window.addEventListener("afterprint", () => print(false));
+  document.body.dataset.drawn = "yes";
+})();

@@ -1,0 +1,5 @@
+"""The charts of a report."""
+
+from moesaic.report.charts.figure import Figure
+
+__all__ = ["Figure"]

@@ -1,0 +1,127 @@
+"""Several runs on one page: their headline figures, loss and speed, one colour a run."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import numpy as np
+
+from moesaic.report.charts.figure import SERIES, Figure, column, curve, layout
+from moesaic.report.document import MARK, document
+from moesaic.report.facts import RunFacts
+from moesaic.report.page import card, figure_or_unknown, table
+from moesaic.report.series import sample, smooth
+from moesaic.report.summary import summary
+from moesaic.report.wording import UNKNOWN, count, duration, listing, loss, plural, size
+
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def render(runs: list[RunFacts]) -> str:
+    """The comparison of `runs` as HTML."""
+    names = _names(runs)
+    pairs = [(name, run) for name, run in zip(names, runs, strict=True) if len(run.steps)]
+    figures = [_losses(pairs), _speeds(pairs)] if pairs else []
+    body = (
+        f'<header><div class="brand">{MARK}<div><p>moesaic comparison</p>'
+        f"<h1>{html.escape(listing(names, 3))}</h1></div></div></header><main>"
+        f'<section><div class="bar"><h2>{plural(len(runs), "run")}</h2></div>'
+        f'<div class="card flat">{_table(names, runs)}</div></section>'
+        f'<section><div class="grid">{"".join(card(figure) for figure in figures)}</div></section>'
+        "</main>"
+    )
+    data: dict[str, Any] = {
+        "figures": [figure.to_json() for figure in figures],
+        "loads": None,
+        "span": max(len(run.steps) for run in runs),
+    }
+    return document(f"{plural(len(runs), 'run')} \N{MIDDLE DOT} moesaic comparison", body, data)
+
+
+def _names(runs: list[RunFacts]) -> list[str]:
+    """The directories' names, with as many parents as it takes to tell them apart."""
+    paths = [run.directory.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
+
+
+def _table(names: list[str], runs: list[RunFacts]) -> str:
+    rows = []
+    for name, run in zip(names, runs, strict=True):
+        facts = summary(run)
+        value = {
+            key: figure_or_unknown(facts[key])
+            for key in (
+                "recent_loss", "best_validation_loss", "tokens_per_s", "parameters_total",
+                "parameters_active", "peak_memory_bytes", "seconds",
+            )
+        }  # fmt: skip
+        rows.append(
+            (
+                name, facts["status"], f"{facts['step']:,}", loss(value["recent_loss"]),
+                loss(value["best_validation_loss"]), count(value["tokens_per_s"]),
+                count(facts["tokens"]), count(value["parameters_total"]),
+                count(value["parameters_active"]), str(facts["ranks"] or UNKNOWN),
+                size(value["peak_memory_bytes"]), duration(value["seconds"]),
+            )
+        )  # fmt: skip
+    header = (
+        "run", "status", "step", "recent loss", "best validation", "tokens/s", "tokens",
+        "parameters", "active", "ranks", "peak memory", "time",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def _style(at: int) -> tuple[str, str]:
+    return SERIES[at % len(SERIES)], _DASHES[at // len(SERIES) % len(_DASHES)]
+
+
+def _losses(pairs: list[tuple[str, RunFacts]]) -> Figure:
+    data = []
+    for at, (name, run) in enumerate(pairs):
+        colour, dash = _style(at)
+        smoothed = sample(run.steps.step, smooth(run.steps.loss))
+        trace = curve(
+            *smoothed, name, colour, width=2, legendgroup=str(at), hovertemplate="%{y:.4f}"
+        )
+        trace["line"]["dash"] = dash
+        data.append(trace)
+        if run.validations:
+            losses = np.array([validation.loss for validation in run.validations])
+            data.append(
+                {
+                    "type": "scatter", "mode": "markers", "legendgroup": str(at),
+                    "showlegend": False, "name": f"{trace['name']}, validation",
+                    "x": [validation.step for validation in run.validations], "y": column(losses),
+                    "marker": {"size": 8, "symbol": "diamond", "color": colour},
+                    "hovertemplate": "%{y:.4f}",
+                }
+            )  # fmt: skip
+    alt = "Smoothed training loss by step of " + listing([name for name, _ in pairs]) + "."
+    return Figure(
+        "loss", "Loss", "training, smoothed; diamonds: validation", alt, data, layout(), 12, 460
+    )
+
+
+def _speeds(pairs: list[tuple[str, RunFacts]]) -> Figure:
+    data = []
+    for at, (name, run) in enumerate(pairs):
+        colour, dash = _style(at)
+        smoothed = sample(run.steps.step, smooth(run.steps.tokens_per_s))
+        trace = curve(*smoothed, name, colour, width=2, hovertemplate="%{y:.4~s}")
+        trace["line"]["dash"] = dash
+        data.append(trace)
+    return Figure(
+        "tokens-per-second",
+        "Tokens per second",
+        "all ranks together, smoothed",
+        "Tokens per second by step of " + listing([name for name, _ in pairs]) + ".",
+        data,
+        layout(yaxis={"rangemode": "tozero", "tickformat": "~s"}),
+        12,
+        320,
+    )

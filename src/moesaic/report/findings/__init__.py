@@ -1,0 +1,30 @@
+"""Findings in words: what a person should know of a run and could do about it."""
+
+from __future__ import annotations
+
+from moesaic.report.facts import RunFacts
+from moesaic.report.findings import experts, learning, speed
+from moesaic.report.findings.finding import Finding, Severity
+
+__all__ = ["Finding", "Severity", "find"]
+
+_ORDER: dict[Severity, int] = {"problem": 0, "warning": 1, "note": 2}
+
+
+def find(run: RunFacts) -> list[Finding]:
+    """Every finding of `run`, the gravest first."""
+    candidates = [
+        learning.not_a_number(run.steps),
+        learning.stopped(run),
+        learning.failed_saves(run.checkpoints),
+        experts.dead(run.loads, run.setting),
+        experts.hot(run.loads, run.setting),
+        experts.drops(run.steps, run.setting),
+        experts.flips(run.steps),
+        learning.spikes(run.steps, run.setting),
+        learning.overfitting(run.validations),
+        speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
+        speed.slowest_phase(run.steps),
+    ]
+    found = [finding for finding in candidates if finding is not None]
+    return sorted(found, key=lambda finding: _ORDER[finding.severity])

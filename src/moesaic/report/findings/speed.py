@@ -1,0 +1,116 @@
+"""What stands out in where the time went: slow steps and the slowest phase."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.report.findings.finding import Finding, Severity
+from moesaic.report.log import Checkpoint, Part, Steps, Validation
+from moesaic.report.series import middle
+from moesaic.report.wording import count, duration, listing, percent, plural
+
+SLOW = 2.0
+"""A step is slow at this multiple of the median."""
+_LOST = 0.01
+"""Slow steps are worth a word if they cost this share of the run."""
+
+_ADVICE: dict[str, tuple[Severity, str]] = {
+    "data": (
+        "warning",
+        "The ranks wait for text: put data.cache on a local disk, or shorten the documents.",
+    ),
+    "forward": (
+        "note",
+        "That is the model's own arithmetic: larger micro-batches (fewer train.micro_batches) fill "
+        'the device better; train.precision = "bf16" is faster where the device supports it.',
+    ),
+    "backward": (
+        "note",
+        "That is the model's own arithmetic; where train.recompute is on and memory allows, "
+        "turning it off saves about a quarter of the step.",
+    ),
+    "reduce": (
+        "warning",
+        "Ranks wait for one another's gradients: a larger train.batch with more "
+        "train.micro_batches exchanges them less often; see below whether one rank is slower.",
+    ),
+    "clip": ("warning", "Reading the gradient norm waits for every rank: look for one slow rank."),
+    "optimizer": ("note", 'layout.shard = "all" shares the update out over the ranks.'),
+    "log": ("warning", "Raise log.loads_every, or switch off loggers that are not looked at."),
+}  # fmt: skip
+_ELSE = "See the chart of phases for when it grew."
+
+
+def slow_steps(
+    steps: Steps, parts: list[Part], checkpoints: list[Checkpoint], validations: list[Validation]
+) -> Finding | None:
+    """Steps far longer than the median, with what they coincide with."""
+    starts = {part.step + 1 for part in parts}
+    warm = ~np.isin(steps.step, list(starts)) & np.isfinite(steps.step_s)
+    if warm.sum() < 8:
+        return None
+    median = float(np.median(steps.step_s[warm]))
+    rows = np.flatnonzero(warm & (steps.step_s > SLOW * median))
+    lost = float((steps.step_s[rows] - median).sum())
+    if not len(rows) or lost < _LOST * float(steps.step_s[warm].sum()):
+        return None
+    worst = int(rows[steps.step_s[rows].argmax()])
+    text = (
+        f"They cost {duration(lost)} in all; the longest, step {int(steps.step[worst]):,}, took "
+        f"{duration(float(steps.step_s[worst]))} where {duration(median)} is usual."
+    )
+    phase = _grown_phase(steps, rows)
+    text += f" Most of the excess is in '{phase}'." if phase else ""
+    text += _coincidence(steps, rows, checkpoints, validations)
+    title = f"{plural(len(rows), 'step')} took over {SLOW:g}x the median"
+    return Finding("slow_steps", "warning", title, text)
+
+
+def slowest_phase(steps: Steps) -> Finding | None:
+    """The phase that takes most of a step on rank 0."""
+    totals = {name: float(np.nansum(seconds)) for name, seconds in steps.phases.items()}
+    whole = sum(totals.values())
+    if whole <= 0:
+        return None
+    name = max(totals, key=lambda phase: totals[phase])
+    severity, advice = _ADVICE.get(name, ("note", _ELSE))
+    text = (
+        f"{duration(totals[name] / len(steps))} of every step, "
+        f"at {count(middle(steps.tokens_per_s))} tokens a second. {advice}"
+    )
+    title = f"'{name}' is the slowest phase: {percent(totals[name] / whole)} of a step"
+    return Finding("slowest_phase", severity, title, text)
+
+
+def _grown_phase(steps: Steps, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
+    excess = {
+        name: float(np.nansum(seconds[rows] - np.nanmedian(seconds)))
+        for name, seconds in steps.phases.items()
+        if np.isfinite(seconds).any()
+    }
+    name = max(excess, key=lambda phase: excess[phase], default="")
+    return (
+        name
+        if name and excess[name] > 0.5 * sum(max(value, 0) for value in excess.values())
+        else ""
+    )
+
+
+def _coincidence(
+    steps: Steps,
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+    checkpoints: list[Checkpoint],
+    validations: list[Validation],
+) -> str:
+    slow = {int(step) for step in steps.step[rows]}
+    for noun, remedy, at in (
+        ("checkpoint", "saving every so often is the price; raise checkpoint.every to pay it less",
+         {checkpoint.step for checkpoint in checkpoints}),
+        ("validation pass", "raise train.validate_every to pay for it less often",
+         {validation.step for validation in validations}),
+    ):  # fmt: skip
+        near = {step for step in slow if step in at or step - 1 in at}
+        if len(near) > len(slow) / 2:
+            return f" {len(near)} of {len(slow)} stand at or just after a {noun}: {remedy}."
+    where = listing([f"{step:,}" for step in sorted(slow)], 5)
+    return f" They are steps {where}: look for other work on the machine at those times."

@@ -1,0 +1,259 @@
+"""The event logs of a run as columns, resumes unravelled.
+
+Rows stand in the order of steps. A start at step S makes void what was written before it of steps
+after S; a step that is written again replaces the earlier row and whatever followed it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from moesaic.base.events import read_events
+
+Floats = npt.NDArray[np.float64]
+_PHASE = "phases."
+
+
+@dataclass(frozen=True)
+class Part:
+    """The log from one start of the run to the next, or to the end."""
+
+    start_s: float
+    end_s: float
+    """Time of the last event."""
+    step: int
+    """Steps that were finished at the start."""
+    resumed_from: str | None
+    ranks: int
+    device: str
+    parameters_total: float
+    parameters_active: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One validation pass."""
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One save."""
+
+    step: int
+    path: str
+    state: Literal["writing", "done", "failed"]
+    blocking_s: float
+    """Time that training waited."""
+    num_bytes: float = math.nan
+    seconds: float = math.nan
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a run, one array a figure."""
+
+    step: Floats
+    time: Floats
+    loss: Floats
+    total_loss: Floats
+    balance_loss: Floats
+    z_loss: Floats
+    grad_norm: Floats
+    lr: Floats
+    tokens: Floats
+    step_s: Floats
+    tokens_per_s: Floats
+    dropped: Floats
+    flips: Floats
+    memory_bytes: Floats
+    phases: dict[str, Floats]
+    """Seconds of each phase on rank 0."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True)
+class Log:
+    """All that rank 0 wrote."""
+
+    parts: list[Part]
+    steps: Steps
+    validations: list[Validation]
+    checkpoints: list[Checkpoint]
+    finished: bool
+
+
+class StepTable:
+    """Rows of figures in the order of steps; a column appears with its first value."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[float]] = {"step": array("d"), "time": array("d")}
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def add(self, step: int, event: Mapping[str, Any]) -> None:
+        """Append the row of `step`, in place of any row of that step or a later one."""
+        self.cut(step - 1)
+        size = len(self)
+        for name, value in _flat(event):
+            if name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * size
+            self._columns[name].append(value)
+        for column in self._columns.values():
+            if len(column) == size:
+                column.append(math.nan)
+
+    def cut(self, step: int) -> None:
+        """Forget the rows of steps after `step`."""
+        steps = self._columns["step"]
+        if steps and steps[-1] > step:
+            keep = bisect.bisect_right(steps, step)
+            for column in self._columns.values():
+                del column[keep:]
+
+    def column(self, name: str) -> Floats:
+        """One column; all NaN if no event had it."""
+        if name not in self._columns:
+            return np.full(len(self), np.nan)
+        return np.array(self._columns[name], dtype=np.float64)
+
+    def phases(self) -> dict[str, Floats]:
+        """The columns of phases by name, in the order they first appeared."""
+        names = [name for name in self._columns if name.startswith(_PHASE)]
+        return {name.removeprefix(_PHASE): self.column(name) for name in names}
+
+
+@dataclass
+class _Draft:
+    parts: list[Part] = field(default_factory=list)
+    table: StepTable = field(default_factory=StepTable)
+    validations: dict[int, Validation] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    finished: bool = False
+
+
+def read_log(path: Path) -> Log:
+    """The log of rank 0."""
+    draft = _Draft()
+    for event in read_events(path):
+        step, now_s = event.get("step"), number(event.get("time"))
+        if not isinstance(step, int):
+            continue
+        if event["event"] == "run_start":
+            _start(draft, event, step)
+        elif draft.parts and now_s > draft.parts[-1].end_s:
+            draft.parts[-1] = replace(draft.parts[-1], end_s=now_s)
+        if event["event"] == "step":
+            draft.table.add(step, event)
+        elif event["event"] == "validation":
+            draft.validations[step] = Validation(
+                step, number(event.get("loss")), number(event.get("tokens")),
+                number(event.get("seconds")),
+            )  # fmt: skip
+        elif event["event"] == "run_end":
+            draft.finished = event.get("reason") == "finished"
+        else:
+            _note_checkpoint(draft.checkpoints, event, step)
+    return Log(
+        draft.parts,
+        _steps(draft.table),
+        sorted(draft.validations.values(), key=lambda validation: validation.step),
+        sorted(draft.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
+        draft.finished,
+    )
+
+
+def read_rank(path: Path, parts: list[Part]) -> StepTable:
+    """The `rank_step` rows of one rank's log, without those that a later start of `parts` voids."""
+    table, starts = StepTable(), list(parts[1:])
+    for event in read_events(path):
+        step, now_s = event.get("step"), number(event.get("time"))
+        if event["event"] != "rank_step" or not isinstance(step, int):
+            continue
+        while starts and starts[0].start_s <= now_s:
+            table.cut(starts.pop(0).step)
+        table.add(step, event)
+    for part in starts:
+        table.cut(part.step)
+    return table
+
+
+def number(value: object) -> float:
+    """`value` if it is a number, else NaN."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
+    now_s, origin = number(event.get("time")), event.get("resumed_from")
+    draft.finished = False
+    draft.table.cut(step)
+    for kept in (draft.validations, draft.checkpoints):
+        for late in [key for key in kept if key > step]:
+            del kept[late]
+    ranks = event.get("ranks")
+    draft.parts.append(
+        Part(
+            start_s=now_s,
+            end_s=now_s,
+            step=step,
+            resumed_from=None if origin is None else str(origin),
+            ranks=ranks if isinstance(ranks, int) else 1,
+            device=str(event.get("device", "unknown")),
+            parameters_total=number(event.get("parameters_total")),
+            parameters_active=number(event.get("parameters_active")),
+        )
+    )
+
+
+def _note_checkpoint(kept: dict[int, Checkpoint], event: Mapping[str, Any], step: int) -> None:
+    kind = event["event"]
+    if kind == "checkpoint":
+        path, blocking_s = str(event.get("path", "")), number(event.get("blocking_s"))
+        kept[step] = Checkpoint(step, path, "writing", blocking_s)
+    elif kind == "checkpoint_done":
+        begun = kept.get(step, Checkpoint(step, str(event.get("path", "")), "done", math.nan))
+        kept[step] = replace(
+            begun,
+            state="done",
+            num_bytes=number(event.get("bytes")),
+            seconds=number(event.get("seconds")),
+        )
+    elif kind == "checkpoint_failed":
+        begun = kept.get(step, Checkpoint(step, "", "failed", math.nan))
+        kept[step] = replace(begun, state="failed", error=str(event.get("error", "")))
+
+
+def _flat(event: Mapping[str, Any]) -> list[tuple[str, float]]:
+    row: list[tuple[str, float]] = []
+    for name, value in event.items():
+        if name == "phases" and isinstance(value, dict):
+            row += [(f"{_PHASE}{phase}", number(seconds)) for phase, seconds in value.items()]
+        elif name != "event":
+            row.append((name, number(value)))
+    return row
+
+
+def _steps(table: StepTable) -> Steps:
+    names = [name for name in Steps.__dataclass_fields__ if name != "phases"]
+    return Steps(**{name: table.column(name) for name in names}, phases=table.phases())

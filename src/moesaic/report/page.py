@@ -1,0 +1,306 @@
+"""The page of one run: headline, findings, charts, and the files of the run behind folds."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from moesaic.report.charts import experts, learning, speed
+from moesaic.report.charts.figure import Figure
+from moesaic.report.document import MARK, document
+from moesaic.report.facts import RunFacts
+from moesaic.report.summary import summary
+from moesaic.report.wording import UNKNOWN, count, duration, loss, moment, plural, size, stretch
+
+_ROWS = 200
+"""Rows of a table; older ones are left out."""
+
+
+def render(run: RunFacts) -> str:
+    """The report of `run` as HTML."""
+    facts = summary(run)
+    sections = _sections(run)
+    figures = [figure for _, _, group in sections for figure in group]
+    data: dict[str, Any] = {
+        "figures": [figure.to_json() for figure in figures],
+        "loads": None,
+        "span": len(run.steps),
+    }
+    if run.loads is not None and len(run.steps):
+        data["loads"] = experts.page_data(run.loads)
+    body = "".join(
+        [
+            _head(run, facts),
+            "<main>",
+            _tiles(facts),
+            _findings(facts) if len(run.steps) else _nothing_yet(run),
+            *(_section(title, extra, group) for title, extra, group in sections),
+            _details(run),
+            "</main>",
+            _foot(run),
+        ]
+    )
+    return document(f"{run.name} \N{MIDDLE DOT} moesaic report", body, data)
+
+
+def card(figure: Figure) -> str:
+    """The place of one chart, with its words."""
+    subtitle = f"<small>{html.escape(figure.subtitle)}</small>" if figure.subtitle else ""
+    extra = (
+        '<label class="switch"><input type="checkbox" id="log-loss"> log scale</label>'
+        if figure.name == "loss"
+        else ""
+    )
+    return (
+        f'<figure class="card span-{figure.span}" id="card-{figure.name}">'
+        f"<figcaption><h3>{html.escape(figure.title)}</h3>{subtitle}{extra}</figcaption>"
+        f'<div class="chart" id="{figure.name}" role="img" style="--height:{figure.height}px" '
+        f'aria-label="{html.escape(figure.alt)}"></div></figure>'
+    )
+
+
+def tile(name: str, value: str, note: str = "") -> str:
+    """One figure of the headline."""
+    return (
+        f'<div class="tile"><dt>{html.escape(name)}</dt><dd>{html.escape(value)}'
+        f"<small>{html.escape(note)}</small></dd></div>"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text."""
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def figure_or_unknown(value: float | None) -> float:
+    """`value`, or the NaN that wording shows as unknown."""
+    return math.nan if value is None else value
+
+
+def _sections(run: RunFacts) -> list[tuple[str, str, list[Figure]]]:
+    if not len(run.steps):
+        return []
+    first = [learning.loss(run), learning.learning_rate(run), learning.gradient_norm(run)]
+    sections = [("Learning", "", first)]
+    auxiliary = learning.auxiliary(run)
+    if run.loads is not None:
+        loads = run.loads
+        group = [experts.heat_by_step(loads), experts.overview(loads), experts.imbalance(loads)]
+        sections.append(("Experts", _controls(run), group + auxiliary))
+    elif auxiliary:
+        sections.append(("Experts", "", auxiliary))
+    machine = [
+        speed.tokens_per_second(run),
+        speed.memory(run),
+        speed.phases_over_steps(run),
+        speed.phases_by_rank(run),
+    ]
+    sections.append(("Speed and memory", "", [figure for figure in machine if figure is not None]))
+    return sections
+
+
+def _section(title: str, extra: str, group: list[Figure]) -> str:
+    cards = "".join(card(figure) for figure in group)
+    return (
+        f'<section><div class="bar"><h2>{title}</h2>{extra}</div>'
+        f'<div class="grid">{cards}</div></section>'
+    )
+
+
+def _controls(run: RunFacts) -> str:
+    layers = run.loads.layers.tolist() if run.loads else []
+    options = "".join(
+        f'<option value="{at}">layer {layer}</option>' for at, layer in enumerate(layers)
+    )
+    return (
+        '<div class="legend" aria-hidden="true">'
+        '<span>load</span><span class="scale"><i></i><span>0</span><span>1, even</span>'
+        "<span>2</span><span>4 and over</span></span>"
+        '<b class="dead">\N{MULTIPLICATION SIGN}</b><span>dead</span>'
+        '<b class="hot">\N{BLACK UP-POINTING TRIANGLE}</b><span>hot</span></div>'
+        f'<label class="choose">Layer <select id="layer">{options}</select></label>'
+    )
+
+
+def _head(run: RunFacts, facts: dict[str, Any]) -> str:
+    step, planned = facts["step"], facts["planned_steps"]
+    goal = f" of {planned:,}" if planned else ""
+    words = {
+        "finished": f"finished \N{MIDDLE DOT} {plural(step, 'step')}",
+        "stopped": f"stopped at step {step:,}{goal}",
+        "running": f"running \N{MIDDLE DOT} step {step:,}{goal}",
+    }
+    return (
+        f'<header><div class="brand">{MARK}<div><p>moesaic run report</p>'
+        f'<h1>{html.escape(run.name)}</h1></div></div><div class="state">'
+        f'<span class="pill {facts["status"]}">{words[facts["status"]]}</span>'
+        f"<p>{html.escape(_described(run, facts))}</p></div></header>"
+    )
+
+
+def _described(run: RunFacts, facts: dict[str, Any]) -> str:
+    model = run.job.get("model")
+    model = model if isinstance(model, dict) else {}
+    words = [str(model["family"])] if model.get("family") else []
+    if model.get("layers"):
+        words.append(f"{model['layers']} layers")
+    words.append(
+        f"{model['experts']} experts, top {model.get('top_k', '?')}"
+        if model.get("experts")
+        else "dense"
+    )
+    ep = run.plan.get("ep")
+    words.append(plural(facts["ranks"] or 1, "rank") + (f", ep {ep}" if ep and ep != 1 else ""))
+    if facts["device"]:
+        words.append(facts["device"])
+    return " \N{MIDDLE DOT} ".join(words)
+
+
+def _tiles(facts: dict[str, Any]) -> str:
+    value = {name: figure_or_unknown(facts[name]) for name in (
+        "loss", "recent_loss", "validation_loss", "tokens_per_s", "seconds",
+        "parameters_total", "parameters_active", "peak_memory_bytes", "step_s",
+    )}  # fmt: skip
+    recent = facts["recent_steps"]
+    validated = facts["validation_step"]
+    best = facts["best_validation_step"]
+    note = "none measured"
+    if validated is not None:
+        lowest = figure_or_unknown(facts["best_validation_loss"])
+        note = f"at step {validated:,}" + (
+            f", best {loss(lowest)} at {best:,}" if best != validated else ", its best"
+        )
+    active = value["parameters_active"]
+    dense = active == value["parameters_total"]
+    device = f"on {facts['device']}" if facts["device"] else ""
+    resumed = f", {plural(facts['resumes'], 'resume')}" if facts["resumes"] else ""
+    tiles = [
+        tile("Loss", loss(value["loss"]),
+             f"mean of last {recent}: {loss(value['recent_loss'])}" if recent > 1 else "last step"),
+        tile("Validation loss", loss(value["validation_loss"]), note),
+        tile("Tokens per second", count(value["tokens_per_s"]),
+             f"median; {duration(value['step_s'])} a step"),
+        tile("Tokens seen", count(facts["tokens"]), "targets of the loss"),
+        tile("Parameters", count(value["parameters_total"]),
+             "all active" if dense else f"{count(active)} active"),
+        tile("Ranks", str(facts["ranks"] or UNKNOWN),
+             f"{device}, peak {size(value['peak_memory_bytes'])}".strip(", ")),
+        tile("Time", duration(value["seconds"]), f"start to last event{resumed}"),
+    ]  # fmt: skip
+    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+
+
+def _findings(facts: dict[str, Any]) -> str:
+    found = facts["findings"]
+    experts_too = "" if facts["experts"] is None else "dead or hot experts, "
+    clear = (
+        ""
+        if any(finding["severity"] != "note" for finding in found)
+        else '<li class="clear"><span class="badge">clear</span><div>'
+        f"<h3>Nothing needs attention</h3><p>No {experts_too}leaps of the loss, slow steps or "
+        "failed saves.</p></div></li>"
+    )
+    items = "".join(
+        f'<li class="{finding["severity"]}" data-kind="{finding["kind"]}">'
+        f'<span class="badge">{finding["severity"]}</span><div>'
+        f"<h3>{html.escape(finding['title'])}</h3><p>{html.escape(finding['text'])}</p></div></li>"
+        for finding in found
+    )
+    return (
+        '<section><div class="bar"><h2>What stands out</h2></div>'
+        f'<ul class="findings">{clear}{items}</ul></section>'
+    )
+
+
+def _nothing_yet(run: RunFacts) -> str:
+    text = (
+        "The run is starting. Write the report again once its progress bar moves."
+        if run.status == "running"
+        else "The run ended before its first step: its terminal output says why."
+    )
+    return (
+        '<section><ul class="findings"><li class="note"><span class="badge">note</span><div>'
+        f"<h3>No step has finished yet</h3><p>{text}</p></div></li></ul></section>"
+    )
+
+
+def _details(run: RunFacts) -> str:
+    folds = [
+        ("Checkpoints", _checkpoints(run), len(run.checkpoints)),
+        ("Validation", _validations(run), len(run.validations)),
+        ("Starts and resumes", _parts(run), len(run.parts)),
+    ]
+    shown = "".join(
+        f"<details><summary>{name} <small>{number:,}</small></summary>{content}</details>"
+        for name, content, number in folds
+        if number
+    )
+    files = "".join(
+        f"<details><summary>{name} <small>{file}</small></summary><pre>"
+        f"{html.escape(json.dumps(value, indent=2, ensure_ascii=False))}</pre></details>"
+        for name, file, value in (
+            ("Resolved job", "job.json", run.job),
+            ("Plan", "plan.json", run.plan),
+            ("Versions", "versions.json", run.versions),
+        )
+    )
+    return (
+        '<section class="files"><div class="bar"><h2>Details</h2></div>'
+        f'<div class="folds">{shown}{files}</div></section>'
+    )
+
+
+def _checkpoints(run: RunFacts) -> str:
+    rows = [
+        (
+            f"{checkpoint.step:,}", checkpoint.path,
+            {"done": "committed", "writing": "not committed", "failed": "failed"}[checkpoint.state],
+            size(checkpoint.num_bytes), duration(checkpoint.seconds),
+            duration(checkpoint.blocking_s), checkpoint.error,
+        )
+        for checkpoint in run.checkpoints[-_ROWS:]
+    ]  # fmt: skip
+    return table(("step", "path", "state", "size", "written in", "kept training waiting", ""), rows)
+
+
+def _validations(run: RunFacts) -> str:
+    rows = [
+        (f"{v.step:,}", loss(v.loss), count(v.tokens), duration(v.seconds))
+        for v in run.validations[-_ROWS:]
+    ]
+    return table(("step", "loss", "tokens", "took"), rows)
+
+
+def _parts(run: RunFacts) -> str:
+    rows = [
+        (moment(part.start_s), f"{part.step:,}", part.resumed_from or "new run", str(part.ranks),
+         part.device, duration(part.end_s - part.start_s))
+        for part in run.parts[-_ROWS:]
+    ]  # fmt: skip
+    return table(("started", "finished steps", "from", "ranks", "device", "lasted"), rows)
+
+
+def _foot(run: RunFacts) -> str:
+    span = (
+        f"{stretch(int(run.steps.step[0]), run.last_step)}; last event {moment(run.last_event_s)}"
+        if len(run.steps)
+        else "no steps"
+    )
+    version = html.escape(str(run.versions.get("moesaic", "?")))
+    return (
+        f"<footer><p>moesaic {version} \N{MIDDLE DOT} {span} \N{MIDDLE DOT} read "
+        f"{moment(run.read_at_s)}.<br>Charts: drag to zoom, double-click to go back, click a name "
+        "in a legend to hide it. All of this page comes from the run's own files; it asks nothing "
+        "of the network.</p></footer>"
+        '<noscript><p class="noscript">The charts need JavaScript.</p></noscript>'
+    )

@@ -1,0 +1,93 @@
+"""The headline figures of a run as plain JSON: what `moesaic report --json` prints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from moesaic.report.facts import RunFacts
+from moesaic.report.findings import find
+from moesaic.report.findings.experts import dead_experts, hot_experts
+from moesaic.report.series import middle
+
+_RECENT = 50
+"""Steps over which the recent loss is averaged, at most a tenth of the run."""
+
+
+def summary(run: RunFacts) -> dict[str, Any]:
+    """What the head of the report says, and its findings; what is not known is None."""
+    part = run.parts[-1] if run.parts else None
+    checkpoint = run.newest_checkpoint
+    return {
+        "run": run.name,
+        "directory": str(run.directory),
+        "status": run.status,
+        "step": run.last_step,
+        "planned_steps": run.planned_steps,
+        **_losses(run),
+        "tokens_per_s": known(middle(run.steps.tokens_per_s)),
+        "step_s": known(middle(run.steps.step_s)),
+        "tokens": int(np.nansum(run.steps.tokens)),
+        "seconds": known(run.seconds),
+        "last_event_s": known(run.last_event_s),
+        "ranks": part.ranks if part else run.plan.get("ranks"),
+        "device": part.device if part else None,
+        "parameters_total": known(part.parameters_total) if part else None,
+        "parameters_active": known(part.parameters_active) if part else None,
+        "peak_memory_bytes": _peak(run),
+        "resumes": max(len(run.parts) - 1, 0),
+        "checkpoints": sum(checkpoint.state == "done" for checkpoint in run.checkpoints),
+        "newest_checkpoint": checkpoint.path if checkpoint else None,
+        "dropped": int(np.nansum(run.steps.dropped)),
+        "flips": int(np.nansum(run.steps.flips)),
+        "experts": _experts(run),
+        "findings": [asdict(finding) for finding in find(run)],
+    }
+
+
+def known(value: float) -> float | None:
+    """`value` as JSON can say it: None if it is not finite."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _losses(run: RunFacts) -> dict[str, Any]:
+    losses, validations = run.steps.loss, run.validations
+    num_recent = min(_RECENT, max(len(losses) // 10, 1))
+    recent = losses[-num_recent:]
+    best = min(validations, key=lambda validation: validation.loss, default=None)
+    return {
+        "loss": known(losses[-1]) if len(losses) else None,
+        "first_loss": known(losses[0]) if len(losses) else None,
+        "recent_loss": known(recent.mean()) if len(recent) else None,
+        "recent_steps": len(recent),
+        "validation_loss": known(validations[-1].loss) if validations else None,
+        "validation_step": validations[-1].step if validations else None,
+        "best_validation_loss": known(best.loss) if best else None,
+        "best_validation_step": best.step if best else None,
+    }
+
+
+def _peak(run: RunFacts) -> float | None:
+    columns = [run.steps.memory_bytes]
+    for rank in run.ranks:
+        columns += [rank.memory_bytes, rank.peak_bytes]
+    seen = np.concatenate(columns)
+    seen = seen[np.isfinite(seen)]
+    return float(seen.max()) if len(seen) else None
+
+
+def _experts(run: RunFacts) -> dict[str, Any] | None:
+    loads = run.loads
+    if loads is None:
+        return None
+    recent = loads.imbalance[-len(loads.recent_steps) :]
+    return {
+        "layers": len(loads.layers),
+        "experts": loads.num_experts,
+        "imbalance": known(float(np.nanmean(recent))) if np.isfinite(recent).any() else None,
+        "dead": [asdict(extreme) for extreme in dead_experts(loads)],
+        "hot": [asdict(extreme) for extreme in hot_experts(loads)],
+    }

@@ -1,0 +1,105 @@
+"""Figures as a person reads them: counts, bytes, times, lists."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+UNKNOWN = "\N{EN DASH}"
+
+
+def count(value: float) -> str:
+    """A count: in full up to five digits, then 12.3 M."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    if abs(value) < 100_000:
+        return f"{value:,.0f}"
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{three(value / scale)} {unit}"
+    return f"{value:,.0f}"
+
+
+def three(value: float) -> str:
+    """A number with about three digits, never in powers of ten unless very small."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    if value and abs(value) < 0.001:
+        return f"{value:.2e}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{min(digits, 4)}f}"
+
+
+def loss(value: float) -> str:
+    """A loss, to be compared with another."""
+    return f"{value:.4f}" if math.isfinite(value) else UNKNOWN
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in binary units."""
+    if not math.isfinite(num_bytes):
+        return UNKNOWN
+    scale, unit = byte_unit(num_bytes)
+    return f"{three(num_bytes / scale)} {unit}"
+
+
+def byte_unit(num_bytes: float) -> tuple[float, str]:
+    """(bytes of the unit, its name) that suits `num_bytes`."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return 1024.0**power, unit
+    return 1.0, "B"
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def moment(time_s: float) -> str:
+    """A time of the clock."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
+
+
+def percent(share: float) -> str:
+    """A share as a percentage; a small one is not rounded to nothing."""
+    if not math.isfinite(share):
+        return UNKNOWN
+    value = 100 * share
+    if abs(value) < 0.1:
+        return "under 0.1%" if value else "0%"
+    return f"{value:.1f}%" if abs(value) < 10 else f"{value:.0f}%"
+
+
+def listing(items: Sequence[str], limit: int = 6) -> str:
+    """`a, b and c`, or the first few `and 12 more`."""
+    shown = list(items[:limit])
+    more = len(items) - len(shown)
+    if more:
+        return f"{', '.join(shown)} and {more:,} more"
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 step`, `1,200 steps`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def stretch(first: int, last: int) -> str:
+    """`step 4` or `steps 4 to 9`."""
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"

@@ -1,0 +1,222 @@
+"""Run directories as a training run would leave them, without training.
+
+Figures follow a seeded random walk around what a small mixture-of-experts model does. What a test
+wants to see (a dead expert, a kill, a slow step) is asked for in `Story`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from moesaic.base.events import EventLog
+from moesaic.base.records import RecordWriter
+
+START_S = 1_760_000_000.0
+LOADS = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("layer", pa.int16()),
+        ("counts", pa.list_(pa.int64())),
+        ("dropped", pa.int64()),
+    ]
+)
+TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens in a fabricated run."""
+
+    steps: int = 80
+    planned: int | None = None
+    """Steps of the job; unset: as many as happen."""
+    layers: int = 3
+    experts: int = 8
+    top_k: int = 2
+    ranks: int = 2
+    dead: dict[int, int] = field(default_factory=dict)
+    """Layer to the expert that dies half-way."""
+    hot: dict[int, int] = field(default_factory=dict)
+    """Layer to the expert that takes 3.2 times its share from half-way on."""
+    killed_at: int | None = None
+    resumed_at: int | None = None
+    """The killed run goes on after this step; unset: it does not."""
+    spike_at: int | None = None
+    slow_at: tuple[int, ...] = ()
+    checkpoint_every: int = 20
+    validate_every: int = 20
+    loads_every: int = 1
+    dropped: int = 0
+    flips: int = 0
+    finished: bool = True
+    step_s: float = 0.21
+    z_loss: float = 1.1
+
+
+class Fabric:
+    """Writes one run directory, part by part."""
+
+    def __init__(self, directory: Path, story: Story) -> None:
+        self.directory, self.story = directory, story
+        self.random = np.random.default_rng(7)
+        self.now_s = START_S
+        directory.mkdir(parents=True)
+        self._write_facts()
+
+    def write(self) -> None:
+        story = self.story
+        self.part(0, story.killed_at or story.steps, None)
+        if story.killed_at and story.resumed_at is not None:
+            self.now_s += 95
+            origin = f"checkpoints/step-{story.resumed_at:08d}"
+            self.part(story.resumed_at, story.steps, origin)
+        complete = story.killed_at is None or story.resumed_at is not None
+        if complete and story.finished:
+            self.emit("run_end", step=story.steps, seconds=self.now_s - START_S, reason="finished")
+
+    def emit(self, event: str, rank: int = 0, **fields: Any) -> None:
+        log = EventLog(self.directory / "events" / f"rank-{rank}.jsonl")
+        log.emit(event, **{"time": self.now_s, **fields})
+        log.close()
+
+    def part(self, done: int, last: int, origin: str | None) -> None:
+        """Steps `done + 1` to `last`; the logs stay open, which matters for long runs."""
+        story, ranks = self.story, range(self.story.ranks)
+        logs = [EventLog(self.directory / "events" / f"rank-{rank}.jsonl") for rank in ranks]
+        loads = RecordWriter(self.directory / "loads", LOADS) if story.experts else None
+        logs[0].emit(
+            "run_start", time=self.now_s, step=done, resumed_from=origin, ranks=story.ranks,
+            device="cpu", parameters_total=13_640_832, parameters_active=5_120_256,
+            plan=self.plan(), tokens_per_step=TOKENS,
+        )  # fmt: skip
+        self.now_s += 4
+        for step in range(done + 1, last + 1):
+            self._step(logs, step)
+            if loads is not None and step % story.loads_every == 0:
+                loads.add(self._loads(step))
+        if loads is not None:
+            loads.flush()
+        for log in logs:
+            log.close()
+
+    def plan(self) -> dict[str, int]:
+        story = self.story
+        ep = story.ranks if story.experts else 1
+        return {"ranks": story.ranks, "ep": ep, "shard": story.ranks, "experts": story.experts}
+
+    def _step(self, logs: list[EventLog], step: int) -> None:
+        story, random = self.story, self.random
+        all_phases = [self._phases(step, rank) for rank in range(story.ranks)]
+        step_s = max(sum(phases.values()) for phases in all_phases)
+        self.now_s += step_s
+        loss = 1.35 + 4.2 * float(np.exp(-step / (0.16 * story.steps + 1))) + 0.07 * random.normal()
+        norm = 0.7 + 2.4 * float(np.exp(-step / (0.06 * story.steps + 1))) + 0.12 * random.random()
+        if step == story.spike_at:
+            loss, norm = loss + 2.6, 14.2
+        balance = 1.04 + 0.3 * float(np.exp(-step / 40)) + 0.01 * random.normal()
+        memory = int(412e6 + 6e6 * random.random())
+        logs[0].emit(
+            "step", time=self.now_s, step=step, loss=loss,
+            total_loss=loss + 0.01 * balance + 0.001 * story.z_loss,
+            balance_loss=balance if story.experts else 0.0,
+            z_loss=story.z_loss * (1 + 0.04 * random.normal()) if story.experts else 0.0,
+            grad_norm=norm, lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
+            tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped, flips=story.flips,
+            memory_bytes=memory, phases=all_phases[0],
+        )  # fmt: skip
+        for rank, phases in enumerate(all_phases):
+            held = memory + 37_000_000 * rank
+            peak = held + int(118e6 + 9e6 * random.random())
+            logs[rank].emit(
+                "rank_step", time=self.now_s, step=step, phases=phases, memory_bytes=held,
+                peak_bytes=peak,
+            )  # fmt: skip
+        self._milestones(logs[0], step, loss)
+
+    def _milestones(self, log: EventLog, step: int, loss: float) -> None:
+        story = self.story
+        if step % story.validate_every == 0:
+            self.now_s += 0.9
+            log.emit(
+                "validation", time=self.now_s, step=step, loss=loss + 0.11, tokens=16_384,
+                seconds=0.9,
+            )  # fmt: skip
+        if step % story.checkpoint_every == 0:
+            path = f"checkpoints/step-{step:08d}"
+            log.emit("checkpoint", time=self.now_s, step=step, path=path, blocking_s=0.021)
+            log.emit(
+                "checkpoint_done", time=self.now_s + 0.8, step=step, path=path,
+                bytes=163_900_000, seconds=0.8,
+            )  # fmt: skip
+
+    def _phases(self, step: int, rank: int) -> dict[str, float]:
+        noise = 1 + 0.05 * self.random.normal(size=7)
+        share = np.array([0.03, 0.31, 0.47, 0.08, 0.02, 0.07, 0.02]) * noise
+        share[1:3] *= 1 + 0.06 * rank
+        if step in self.story.slow_at:
+            share[0] += 3.0
+        names = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
+        return dict(zip(names, (self.story.step_s * share).tolist(), strict=True))
+
+    def _rate(self, step: int) -> float:
+        steps, warmup = self.story.planned or self.story.steps, max(self.story.steps // 12, 1)
+        if step <= warmup:
+            return 3e-3 * step / warmup
+        along = (step - warmup) / max(steps - warmup, 1)
+        return 3e-3 * (0.1 + 0.9 * 0.5 * (1 + float(np.cos(np.pi * along))))
+
+    def _loads(self, step: int) -> list[dict[str, Any]]:
+        story, rows = self.story, []
+        along = min(1.0, 2 * step / story.steps)
+        for layer in range(story.layers):
+            bend = np.sin(np.arange(story.experts) * 2.1 + layer) * 0.9 * np.exp(-6 * along)
+            share = np.exp(bend + 0.07 * self.random.normal(size=story.experts))
+            if layer in story.hot:
+                share[story.hot[layer]] *= 1 + 3.2 * along**2
+            if layer in story.dead:
+                share[story.dead[layer]] *= (1 - along) ** 2
+            counts = np.round(share / share.sum() * TOKENS * story.top_k).astype(int)
+            rows.append(
+                {"step": step, "layer": layer, "counts": counts.tolist(), "dropped": story.dropped}
+            )
+        return rows
+
+    def _write_facts(self) -> None:
+        story = self.story
+        model: dict[str, Any] = {
+            "family": "olmoe" if story.experts else "llama", "vocab": 320, "hidden": 128,
+            "layers": story.layers, "heads": 4, "experts": story.experts,
+            "top_k": story.top_k if story.experts else 0,
+        }  # fmt: skip
+        job = {
+            "seed": 0,
+            "model": model,
+            "routing": {"router": "softmax", "balance_loss": 0.01, "z_loss": 0.001,
+                        "capacity": None},
+            "layout": {"ep": self.plan()["ep"], "shard": "all"},
+            "data": {"path": "text/*.txt", "tokenizer": "bytes", "sequence": 256},
+            "train": {"steps": story.planned or story.steps, "batch": 8, "clip": 1.0,
+                      "precision": "fp32"},
+            "optimizer": {"kind": "adamw", "lr": 3e-3},
+            "schedule": {"kind": "cosine", "warmup": max(story.steps // 12, 1)},
+            "checkpoint": {"every": story.checkpoint_every},
+        }  # fmt: skip
+        versions = {
+            "moesaic": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.2",
+            "platform": "Linux-6.1-x86_64", "device": "cpu",
+            "command": "moesaic train job.toml --nproc 2",
+        }  # fmt: skip
+        for name, value in (("job", job), ("plan", self.plan()), ("versions", versions)):
+            (self.directory / f"{name}.json").write_text(json.dumps(value))
+
+
+def fabricate(directory: Path, **story: Any) -> Path:
+    """Write the run of `Story(**story)` to `directory`."""
+    Fabric(directory, Story(**story)).write()
+    return directory

@@ -1,0 +1,221 @@
+"""The page in a real headless Chromium: it draws, it is silent on the network, it obeys."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fabricated import fabricate
+
+from moesaic.report import RunFacts, page, write_report
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="Chromium or chromedriver is not installed (apt install chromium chromium-driver)",
+)
+HOSTILE = "</script><b>bold</b>"
+Open = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        "--disable-dev-shm-usage", "--window-size=1200,1600",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_page_load_timeout(60)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Open:
+    """Opens a page and fails if it was not drawn, complained, or asked for anything."""
+
+    def open_page(text: str) -> Any:
+        path = tmp_path / "page.html"
+        path.write_text(text, encoding="utf-8")
+        browser.get(path.as_uri())
+        assert browser.execute_script("return document.body.dataset.drawn") == "yes"
+        assert_silent(browser)
+        return browser
+
+    return open_page
+
+
+def assert_silent(browser: Any) -> None:
+    """No complaint, of a forbidden request either, and nothing fetched."""
+    complaints = [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"]
+    assert complaints == []
+    asked = browser.execute_script(
+        "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+    )
+    assert [name for name in asked if not name.startswith("data:")] == []
+
+
+def traces(browser: Any, chart: str) -> list[dict[str, Any]]:
+    """Type, name and numbers of points of what Plotly drew."""
+    script = """
+        return document.getElementById(arguments[0])._fullData.map((trace) => ({
+            type: trace.type, name: trace.name, points: (trace.x || []).length,
+            rows: trace.type === "heatmap" ? trace.z.length : 0,
+            cells: trace.type === "heatmap" ? trace.z.flat().filter(Number.isFinite).length : 0,
+        }))"""
+    found: list[dict[str, Any]] = browser.execute_script(script, chart)
+    return found
+
+
+def points(browser: Any, chart: str) -> list[int]:
+    return [trace["points"] for trace in traces(browser, chart)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFacts:
+    return RunFacts.read(
+        fabricate(
+            tmp_path_factory.mktemp("browser") / "run", steps=80, killed_at=57, resumed_at=40,
+            dead={1: 3}, hot={2: 6},
+        )
+    )  # fmt: skip
+
+
+def test_every_chart_has_all_its_points_and_experts_are_named(show: Open, run: RunFacts) -> None:
+    browser = show(page.render(run))
+    assert points(browser, "loss") == [80, 80, 4, 4]
+    assert points(browser, "learning-rate") == [80]
+    for chart in ("gradient-norm", "tokens-per-second", "balance-loss", "z-loss"):
+        assert points(browser, chart) == [80, 80]
+    assert points(browser, "memory") == [80] * 4
+    assert points(browser, "phases") == [80] * 7
+    assert points(browser, "phases-by-rank") == [2] * 7
+    assert points(browser, "imbalance") == [80] * 3
+    heat, *_ = traces(browser, "expert-load")
+    assert (heat["type"], heat["rows"], heat["cells"]) == ("heatmap", 8, 8 * 80)
+    overview, dead, hot = traces(browser, "expert-overview")
+    assert (overview["rows"], overview["cells"]) == (3, 3 * 8)
+    assert (dead["name"], dead["points"], hot["name"], hot["points"]) == ("dead", 1, "hot", 1)
+    drawn = browser.execute_script(
+        "return [...document.querySelectorAll('.chart')].filter((chart) => "
+        "chart.querySelector('svg.main-svg') && chart.clientHeight > 100).length"
+    )
+    assert drawn == 12
+    said = browser.find_element("css selector", ".findings").text
+    assert "Expert 3 of layer 1 is dead" in said
+    assert "Expert 6 of layer 2 is hot" in said
+
+
+def test_controls_choose_the_layer_and_the_scale(show: Open, run: RunFacts) -> None:
+    browser = show(page.render(run))
+    assert run.loads is not None
+    utilisation = run.loads.utilisation()
+    for layer, kind in ((1, "dead"), (2, "hot")):
+        browser.execute_script(
+            "const select = document.getElementById('layer'); select.value = arguments[0];"
+            "select.dispatchEvent(new Event('change'))",
+            str(layer),
+        )
+        shown = browser.execute_script(
+            "const chart = document.getElementById('expert-load');"
+            "return [chart._fullData[0].z[5][60], "
+            "chart.layout.annotations.map((note) => note.text).join(), "
+            "document.querySelector('#card-expert-load h3').textContent]"
+        )
+        assert shown[0] == pytest.approx(utilisation[60, layer, 5], abs=0.0051)
+        assert shown[1] == f"<b>{kind}</b>"
+        assert shown[2] == f"Load by step, layer {layer}"
+    browser.execute_script(
+        "document.getElementById('expert-overview').emit('plotly_click', {points: [{y: 0}]})"
+    )
+    assert browser.execute_script("return document.getElementById('layer').value") == "0"
+    browser.find_element("id", "log-loss").click()
+    kind = browser.execute_script("return document.getElementById('loss')._fullLayout.yaxis.type")
+    assert kind == "log"
+    assert_silent(browser)
+
+
+def test_name_with_markup_is_text(show: Open, run: RunFacts) -> None:
+    browser = show(page.render(replace(run, name=HOSTILE)))
+    assert browser.find_element("css selector", "h1").text == HOSTILE
+    assert browser.title.startswith(HOSTILE)
+    assert browser.find_elements("css selector", "h1 b") == []
+
+
+def test_script_that_slipped_in_would_not_run(browser: Any, run: RunFacts, tmp_path: Path) -> None:
+    text = page.render(run).replace("<main>", "<script>window.slipped = 1</script><main>", 1)
+    (tmp_path / "page.html").write_text(text)
+    browser.get((tmp_path / "page.html").as_uri())
+    assert browser.execute_script("return window.slipped") is None
+    assert "Content Security Policy" in browser.get_log("browser")[0]["message"]
+
+
+def test_dark_screens_get_a_dark_page(show: Open, run: RunFacts) -> None:
+    browser = show(page.render(run))
+    script = (
+        "return [getComputedStyle(document.body).backgroundColor, "
+        "document.getElementById('loss')._fullData[1].line.color]"
+    )
+    light = browser.execute_script(script)
+    scheme = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    try:
+        dark = browser.execute_script(script)
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert light == ["rgb(247, 245, 241)", "#2a6fbb"]
+    assert dark == ["rgb(20, 23, 28)", "#6ea8f0"]
+
+
+@pytest.mark.parametrize("width", [390, 1000])
+def test_nothing_is_wider_than_a_narrow_screen(show: Open, run: RunFacts, width: int) -> None:
+    text = page.render(replace(run, name="a-name-without-any-break-" * 6))
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser = show(text)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get(browser.current_url)
+        wide = browser.execute_script("return document.documentElement.scrollWidth")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide <= width
+
+
+@pytest.mark.parametrize(
+    ("story", "charts"),
+    [({"experts": 0}, 7), ({"steps": 1}, 12), ({"steps": 30, "killed_at": 11}, 12)],
+    ids=["dense", "one-step", "killed"],
+)
+def test_other_runs_are_drawn_too(
+    show: Open, tmp_path: Path, story: dict[str, Any], charts: int
+) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", **{"steps": 20, **story}))
+    browser = show(page.render(run))
+    assert len(browser.find_elements("css selector", ".chart svg.main-svg:first-child")) == charts
+
+
+def test_run_without_steps_is_a_page(show: Open, tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=1)
+    (directory / "events" / "rank-0.jsonl").write_text("")
+    browser = show(page.render(RunFacts.read(directory)))
+    assert "No step has finished yet" in browser.find_element("css selector", "main").text
+
+
+def test_comparison_is_drawn(show: Open, tmp_path: Path) -> None:
+    runs = [fabricate(tmp_path / name, steps=steps) for name, steps in (("a", 40), ("b", 20))]
+    write_report(runs, tmp_path / "both.html")
+    browser = show((tmp_path / "both.html").read_text())
+    assert [trace["name"] for trace in traces(browser, "tokens-per-second")] == ["a", "b"]
+    assert points(browser, "loss") == [40, 2, 20, 1]

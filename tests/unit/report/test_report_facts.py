@@ -1,0 +1,237 @@
+"""Reading run directories: resumes, kills, what is missing, runs of every length."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fabricated import LOADS, START_S, fabricate
+
+from moesaic.base.errors import StoreError
+from moesaic.base.events import EventLog
+from moesaic.base.records import RecordWriter
+from moesaic.report import RunFacts
+from moesaic.report.loads import read_loads
+
+
+def step_event(log: EventLog, step: int, loss: float, at: float) -> None:
+    log.emit("step", time=at, step=step, loss=loss, tokens=10, step_s=1.0, phases={"data": 1.0})
+
+
+def start_event(log: EventLog, step: int, at: float, **fields: Any) -> None:
+    log.emit("run_start", time=at, step=step, ranks=2, device="cpu", **fields)
+
+
+def bare_run(directory: Path) -> Path:
+    """A run directory with its three files and no events."""
+    (directory / "events").mkdir(parents=True)
+    (directory / "job.json").write_text(json.dumps({"train": {"steps": 9}}))
+    (directory / "plan.json").write_text(json.dumps({"ranks": 2}))
+    (directory / "versions.json").write_text("{}")
+    return directory
+
+
+def write_loads(directory: Path, rows: dict[tuple[int, int], list[int]]) -> None:
+    writer = RecordWriter(directory, LOADS)
+    writer.add(
+        {"step": step, "layer": layer, "counts": counts, "dropped": 0}
+        for (step, layer), counts in rows.items()
+    )
+    writer.flush()
+
+
+def test_whole_run(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=40))
+    assert run.steps.step.tolist() == list(range(1, 41))
+    assert run.status == "finished"
+    assert run.last_step == run.planned_steps == 40
+    assert [validation.step for validation in run.validations] == [20, 40]
+    assert [checkpoint.state for checkpoint in run.checkpoints] == ["done", "done"]
+    assert [rank.rank for rank in run.ranks] == [0, 1]
+    assert all(len(rank.step) == 40 for rank in run.ranks)
+    assert list(run.steps.phases) == [
+        "data", "forward", "backward", "reduce", "clip", "optimizer", "log",
+    ]  # fmt: skip
+    assert run.loads is not None
+    assert run.loads.counts.shape == (40, 3, 8)
+    assert run.parts[0].parameters_active == 5_120_256
+    assert run.setting("routing.balance_loss") == 0.01
+    assert run.setting("routing.nothing.here") is None
+
+
+def test_resume_voids_what_the_killed_part_wrote_after_it(tmp_path: Path) -> None:
+    directory = bare_run(tmp_path / "run")
+    log = EventLog(directory / "events" / "rank-0.jsonl")
+    start_event(log, 0, 100.0)
+    for step in range(1, 8):
+        step_event(log, step, 1.0, 100.0 + step)
+    log.emit("validation", time=104.5, step=4, loss=1.0, tokens=5, seconds=0.1)
+    log.emit("validation", time=106.5, step=6, loss=1.0, tokens=5, seconds=0.1)
+    log.emit("checkpoint_done", time=106.6, step=6, path="late", bytes=1, seconds=0.1)
+    start_event(log, 4, 200.0, resumed_from="checkpoints/step-00000004")
+    step_event(log, 5, 2.0, 201.0)
+    log.close()
+    run = RunFacts.read(directory, now_s=201.0)
+    assert run.steps.step.tolist() == [1, 2, 3, 4, 5]
+    assert run.steps.loss.tolist() == [1, 1, 1, 1, 2]
+    assert [validation.step for validation in run.validations] == [4]
+    assert run.checkpoints == []
+    assert [part.step for part in run.parts] == [0, 4]
+    assert run.parts[1].resumed_from == "checkpoints/step-00000004"
+    assert run.seconds == pytest.approx(7.0 + 1.0)
+
+
+def test_resume_voids_rows_of_other_ranks_even_of_ranks_that_are_gone(tmp_path: Path) -> None:
+    directory = bare_run(tmp_path / "run")
+    zero = EventLog(directory / "events" / "rank-0.jsonl")
+    start_event(zero, 0, 100.0)
+    for step in range(1, 8):
+        step_event(zero, step, 1.0, 100.0 + step)
+    start_event(zero, 4, 200.0)
+    step_event(zero, 5, 2.0, 201.0)
+    zero.close()
+    for rank in (1, 2):
+        log = EventLog(directory / "events" / f"rank-{rank}.jsonl")
+        for step in range(1, 8):
+            log.emit("rank_step", time=100.0 + step, step=step, phases={}, memory_bytes=1)
+        if rank == 1:
+            log.emit("rank_step", time=201.0, step=5, phases={}, memory_bytes=2)
+        log.close()
+    run = RunFacts.read(directory)
+    steps = {rank.rank: rank.step.tolist() for rank in run.ranks}
+    assert steps == {1: [1, 2, 3, 4, 5], 2: [1, 2, 3, 4]}
+    assert run.ranks[0].memory_bytes.tolist() == [1, 1, 1, 1, 2]
+
+
+def test_finished_run_that_is_trained_further_is_not_finished(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=20)
+    log = EventLog(directory / "events" / "rank-0.jsonl")
+    start_event(log, 20, START_S + 1000)
+    log.close()
+    assert RunFacts.read(directory, now_s=START_S + 1001).status == "running"
+
+
+def test_silence_tells_a_stopped_run_from_a_running_one(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=30, finished=False)
+    last = RunFacts.read(directory).last_event_s
+    assert RunFacts.read(directory, now_s=last + 60).status == "running"
+    assert RunFacts.read(directory, now_s=last + 600).status == "stopped"
+
+
+def test_slow_runs_may_be_silent_for_longer(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=10, finished=False, step_s=300.0)
+    last = RunFacts.read(directory).last_event_s
+    assert RunFacts.read(directory, now_s=last + 1800).status == "running"
+
+
+def test_kill_leaves_a_broken_line_that_is_passed_over(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=30, killed_at=25)
+    with (directory / "events" / "rank-0.jsonl").open("a") as file:
+        file.write('{"time": 1760000099.0, "event": "step", "step": 26, "lo')
+    assert RunFacts.read(directory).last_step == 25
+
+
+def test_lines_that_are_no_events_of_a_step_are_passed_over(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=5)
+    with (directory / "events" / "rank-0.jsonl").open("a") as file:
+        file.write('[1]\n{"event": "step", "step": "six"}\n{"event": "later", "step": 5}\n')
+    assert RunFacts.read(directory).last_step == 5
+
+
+def test_figures_that_are_missing_or_no_numbers_are_nan(tmp_path: Path) -> None:
+    directory = bare_run(tmp_path / "run")
+    log = EventLog(directory / "events" / "rank-0.jsonl")
+    start_event(log, 0, 1.0)
+    log.emit("step", time=2.0, step=1, loss=None)
+    log.emit("step", time=3.0, step=2, loss=float("nan"), grad_norm=0.5)
+    log.close()
+    steps = RunFacts.read(directory).steps
+    assert np.isnan(steps.loss).all()
+    assert math.isnan(steps.grad_norm[0])
+    assert steps.grad_norm[1] == 0.5
+    assert np.isnan(steps.lr).all()
+
+
+def test_dense_run_has_no_loads(tmp_path: Path) -> None:
+    assert RunFacts.read(fabricate(tmp_path / "run", steps=5, experts=0)).loads is None
+
+
+def test_started_run_without_steps_is_read(tmp_path: Path) -> None:
+    directory = bare_run(tmp_path / "run")
+    (directory / "events" / "rank-0.jsonl").touch()
+    run = RunFacts.read(directory)
+    assert (run.last_step, run.parts, run.loads, run.status) == (0, [], None, "stopped")
+
+
+@pytest.mark.parametrize("name", ["job.json", "plan.json", "versions.json"])
+def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    directory = fabricate(tmp_path / "run", steps=2)
+    (directory / name).unlink()
+    with pytest.raises(StoreError, match=name.replace(".", r"\.")):
+        RunFacts.read(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    directory = fabricate(tmp_path / "run", steps=2)
+    (directory / "plan.json").write_text(text, encoding="latin-1")
+    with pytest.raises(StoreError, match=r"plan\.json.*restore"):
+        RunFacts.read(directory)
+
+
+def test_what_is_no_run_directory_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="moesaic train"):
+        RunFacts.read(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"rank-0\.jsonl.*moesaic train"):
+        RunFacts.read(tmp_path)
+
+
+def test_loads_that_were_recorded_again_count_once_as_in_the_later_part(tmp_path: Path) -> None:
+    write_loads(tmp_path, {(step, 0): [8, 0] for step in range(1, 7)})
+    write_loads(tmp_path, {(step, 0): [2, 6] for step in range(4, 6)})
+    loads = read_loads(tmp_path, last_step=5)
+    assert loads is not None
+    assert loads.steps.tolist() == [1, 2, 3, 4, 5]
+    assert loads.counts[:, 0].tolist() == [[8, 0], [8, 0], [8, 0], [2, 6], [2, 6]]
+    assert loads.recent.tolist() == [[4, 12]]
+    assert loads.recent_utilisation().tolist() == [[0.5, 1.5]]
+    assert loads.imbalance[:, 0].tolist() == [2, 2, 2, 1.5, 1.5]
+
+
+def test_many_steps_share_columns(tmp_path: Path) -> None:
+    rows = {(step, layer): [step, 1] for step in range(1, 11) for layer in (0, 3)}
+    write_loads(tmp_path, rows)
+    loads = read_loads(tmp_path, last_step=10, max_columns=4)
+    assert loads is not None
+    assert loads.layers.tolist() == [0, 3]
+    assert list(zip(loads.first_step.tolist(), loads.last_step.tolist(), strict=True)) == [
+        (1, 2), (3, 5), (6, 7), (8, 10),
+    ]  # fmt: skip
+    assert loads.counts[:, 1].tolist() == [[3, 2], [12, 3], [13, 2], [27, 3]]
+    assert loads.imbalance.shape == (10, 2)
+    assert loads.recent_steps.tolist() == [8, 9, 10]
+
+
+def test_layer_without_tokens_has_no_utilisation(tmp_path: Path) -> None:
+    write_loads(tmp_path, {(1, 0): [0, 0], (1, 1): [3, 1]})
+    loads = read_loads(tmp_path, last_step=1)
+    assert loads is not None
+    assert np.isnan(loads.utilisation()[0, 0]).all()
+    assert loads.utilisation()[0, 1].tolist() == [1.5, 0.5]
+
+
+def test_loads_after_the_last_step_are_void(tmp_path: Path) -> None:
+    write_loads(tmp_path, {(9, 0): [1, 1]})
+    assert read_loads(tmp_path, last_step=8) is None
+    assert read_loads(tmp_path / "none", last_step=8) is None
+
+
+def test_loads_of_another_model_are_told(tmp_path: Path) -> None:
+    write_loads(tmp_path, {(1, 0): [1, 1]})
+    write_loads(tmp_path, {(2, 0): [1, 1, 1]})
+    with pytest.raises(StoreError, match="2 to 3 experts at step 2"):
+        read_loads(tmp_path, last_step=2)

@@ -1,0 +1,250 @@
+"""Findings: each fires on what it is for, and not on a healthy run."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fabricated import fabricate
+
+from moesaic.report import RunFacts
+from moesaic.report.findings import experts, find, learning, speed
+from moesaic.report.findings.finding import Finding
+from moesaic.report.loads import Loads, over_mean
+from moesaic.report.log import Checkpoint, Part, Steps, Validation
+
+JOB = {
+    "routing": {"balance_loss": 0.01, "capacity": None},
+    "layout": {"ep": 2},
+    "model": {"experts": 8, "top_k": 2, "layers": 2},
+    "optimizer": {"lr": 0.003},
+    "train": {"clip": 1.0},
+}
+
+
+def setting(key: str) -> Any:
+    section, name = key.split(".")
+    return JOB.get(section, {}).get(name)
+
+
+def loads(recent: list[list[float]], tokens: float = 1000.0, steps: int = 8) -> Loads:
+    counts = np.array(recent) * tokens
+    every = np.repeat(counts[None], steps, axis=0)
+    numbers = np.arange(1, steps + 1)
+    return Loads(
+        numbers, np.arange(len(recent)), numbers, numbers, every, counts, over_mean(every).max(-1)
+    )
+
+
+def make_steps(size: int, **columns: Any) -> Steps:
+    values = {field.name: np.full(size, np.nan) for field in fields(Steps)}
+    values["step"] = np.arange(1.0, size + 1)
+    return Steps(**{**values, "phases": {}, **columns})
+
+
+def part(step: int = 0) -> Part:
+    return Part(0.0, 1.0, step, None, 1, "cpu", 1.0, 1.0)
+
+
+def text(finding: Finding | None) -> str:
+    assert finding is not None
+    return f"{finding.title}. {finding.text}"
+
+
+def test_even_load_has_no_dead_and_no_hot_experts() -> None:
+    even = loads([[1, 1.2, 0.8, 1], [1, 1, 1.9, 0.1]])
+    assert experts.dead(even, setting) is None
+    assert experts.hot(even, setting) is None
+    assert experts.dead(None, setting) is None
+    assert experts.hot(None, setting) is None
+
+
+def test_one_dead_expert_is_named_with_its_remedy() -> None:
+    said = text(experts.dead(loads([[1, 1, 1, 1], [1, 0.04, 1.5, 1]]), setting))
+    assert "Expert 1 of layer 1 is dead" in said
+    assert "4.5% of an even share over steps 7 to 8" in said
+    assert "routing.balance_loss (now 0.01)" in said
+
+
+def test_threshold_of_dead_is_five_percent_of_the_even_share() -> None:
+    assert experts.dead_experts(loads([[0.051, 1, 1, 1.949]])) == []
+    assert len(experts.dead_experts(loads([[0.049, 1, 1, 1.951]]))) == 1
+
+
+def test_threshold_of_hot_is_twice_the_even_share() -> None:
+    assert experts.hot_experts(loads([[1.99, 0.67, 0.67, 0.67]])) == []
+    assert len(experts.hot_experts(loads([[2.02, 0.66, 0.66, 0.66]]))) == 1
+
+
+def test_many_dead_experts_are_listed_by_layer() -> None:
+    said = text(experts.dead(loads([[0, 2, 0, 2], [1, 1, 1, 1], [2, 0, 1, 1]]), setting))
+    assert "3 experts are dead" in said
+    assert "layer 0: 0 and 2; layer 2: 1" in said
+
+
+def test_hot_expert_is_named_with_its_rank() -> None:
+    said = text(experts.hot(loads([[1] * 8, [0.5, 0.5, 0.5, 0.5, 0.5, 4.5, 0.5, 0.5]]), setting))
+    assert "Expert 5 of layer 1 is hot" in said
+    assert "4.50x" in said
+    assert "rank 1 of its expert-parallel group" in said
+    assert "routing.capacity" in said
+
+
+def test_too_few_tokens_say_nothing_of_experts() -> None:
+    few = loads([[0, 2, 0, 6]], tokens=2)
+    assert experts.dead_experts(few) == []
+    assert experts.hot_experts(few) == []
+
+
+def test_drops() -> None:
+    tokens, none = np.full(40, 1000.0), np.zeros(40)
+    assert experts.drops(make_steps(40, tokens=tokens, dropped=none), setting) is None
+    assert experts.drops(make_steps(40), setting) is None
+    finding = experts.drops(make_steps(40, tokens=tokens, dropped=none + 200), setting)
+    assert "5.0% of assignments were dropped" in text(finding)
+    assert finding is not None
+    assert finding.severity == "warning"
+    early = np.where(np.arange(40) < 10, 200.0, 0.0)
+    healed = experts.drops(make_steps(40, tokens=tokens, dropped=early), setting)
+    assert healed is not None
+    assert healed.severity == "note"
+
+
+def test_flips() -> None:
+    assert experts.flips(make_steps(5, flips=np.zeros(5))) is None
+    said = text(experts.flips(make_steps(5, flips=np.array([0, 0, 3.0, 0, 4.0]))))
+    assert "7 times in 2 steps, first at step 3" in said
+
+
+def noisy_loss(size: int = 400) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(1)
+    return 1.5 + 4 * np.exp(-np.arange(size) / 60) + 0.08 * random.normal(size=size)
+
+
+def test_noise_is_no_spike() -> None:
+    assert learning.spikes(make_steps(400, loss=noisy_loss()), setting) is None
+    assert learning.spikes(make_steps(5, loss=np.arange(5.0)), setting) is None
+    long = 1.4 + 0.07 * np.random.default_rng(0).normal(size=50_000)
+    assert learning.spikes(make_steps(50_000, loss=long), setting) is None
+
+
+def test_spike_is_named_once_with_its_gradient() -> None:
+    loss = noisy_loss()
+    loss[200:203] += [1.0, 2.5, 1.2]
+    norms = np.full(400, 0.7)
+    norms[201] = 14.0
+    said = text(learning.spikes(make_steps(400, loss=loss, grad_norm=norms), setting))
+    assert "The loss leapt at step 202." in said
+    assert "14.0 (median 0.700)" in said
+    assert "optimizer.lr (now 0.003)" in said
+
+
+def test_loss_that_is_no_number() -> None:
+    loss = noisy_loss(20)
+    assert learning.not_a_number(make_steps(20, loss=loss)) is None
+    loss[12:] = np.nan
+    finding = learning.not_a_number(make_steps(20, loss=loss))
+    assert "not a number at step 13" in text(finding)
+    assert "8 of 20 steps" in text(finding)
+    assert finding is not None
+    assert finding.severity == "problem"
+
+
+def validations(losses: list[float]) -> list[Validation]:
+    return [Validation(10 * (at + 1), loss, 1.0, 1.0) for at, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [],
+        [2.0, 1.9],
+        [3.0, 2.5, 2.2, 2.0, 1.9, 1.85, 1.83],
+        [3.0, 2.5, 2.0, 1.9, 2.0, 1.92, 2.01, 1.91, 1.98],
+        [3.0, 2.5, 2.0, 1.9, 1.8, 2.6],
+    ],
+)
+def test_falling_or_noisy_validation_is_no_overfitting(losses: list[float]) -> None:
+    assert learning.overfitting(validations(losses)) is None
+
+
+def test_overfitting_names_the_best_step() -> None:
+    said = text(learning.overfitting(validations([3.0, 2.4, 2.0, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4])))
+    assert "Overfitting since step 40" in said
+
+
+def test_failed_saves() -> None:
+    done = Checkpoint(10, "a", "done", 0.1)
+    assert learning.failed_saves([done]) is None
+    failed = Checkpoint(20, "b", "failed", 0.1, error="No space left on device")
+    said = text(learning.failed_saves([done, failed]))
+    assert "1 checkpoint could not be written (step 20)" in said
+    assert "No space left on device" in said
+
+
+def test_slow_steps_are_laid_to_their_phase() -> None:
+    seconds, data = np.full(100, 0.2), np.full(100, 0.01)
+    seconds[0] = 9.0
+    steady = make_steps(100, step_s=seconds, phases={"data": data})
+    assert speed.slow_steps(steady, [part()], [], []) is None
+    seconds, data = seconds.copy(), data.copy()
+    seconds[[30, 60]] += 1.0
+    data[[30, 60]] += 1.0
+    slow = make_steps(100, step_s=seconds, phases={"data": data, "forward": np.full(100, 0.1)})
+    said = text(speed.slow_steps(slow, [part()], [], []))
+    assert "2 steps took over 2x the median" in said
+    assert "Most of the excess is in 'data'" in said
+    assert "steps 31 and 61" in said
+    saves = [Checkpoint(30, "a", "done", 0.1), Checkpoint(60, "b", "done", 0.1)]
+    assert "raise checkpoint.every" in text(speed.slow_steps(slow, [part()], saves, []))
+    passes = [Validation(31, 1.0, 1.0, 1.0), Validation(61, 1.0, 1.0, 1.0)]
+    assert "train.validate_every" in text(speed.slow_steps(slow, [part()], [], passes))
+
+
+def test_first_step_of_every_part_may_be_slow() -> None:
+    seconds = np.full(50, 0.2)
+    seconds[[0, 20]] = 5.0
+    steps = make_steps(50, step_s=seconds)
+    assert speed.slow_steps(steps, [part(), part(20)], [], []) is None
+    assert speed.slow_steps(steps, [part()], [], []) is not None
+
+
+def test_slowest_phase() -> None:
+    assert speed.slowest_phase(make_steps(4)) is None
+    phases = {"data": np.full(4, 0.3), "forward": np.full(4, 0.1)}
+    finding = speed.slowest_phase(make_steps(4, phases=phases, tokens_per_s=np.full(4, 10.0)))
+    assert "'data' is the slowest phase: 75% of a step" in text(finding)
+    assert finding is not None
+    assert finding.severity == "warning"
+    other = speed.slowest_phase(make_steps(4, phases={"my phase": np.ones(4)}))
+    assert "'my phase'" in text(other)
+
+
+def test_healthy_run_has_nothing_but_notes(tmp_path: Path) -> None:
+    found = find(RunFacts.read(fabricate(tmp_path / "run", steps=60)))
+    assert [finding.kind for finding in found] == ["slowest_phase"]
+
+
+def test_troubled_run_has_it_all_gravest_first(tmp_path: Path) -> None:
+    directory = fabricate(
+        tmp_path / "run", steps=80, killed_at=70, dead={1: 3}, hot={0: 5}, spike_at=44,
+        slow_at=(31, 52), dropped=300, flips=2,
+    )  # fmt: skip
+    found = find(RunFacts.read(directory))
+    kinds = [finding.kind for finding in found]
+    assert kinds[0] == "stopped"
+    assert set(kinds) == {
+        "stopped", "dead_experts", "hot_experts", "drops", "flips", "loss_spikes", "slow_steps",
+        "slowest_phase",
+    }  # fmt: skip
+    assert "checkpoint is of step 60; resuming from it repeats 10 steps" in found[0].text
+
+
+def test_stopped_run_without_checkpoint_says_that_work_is_lost(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=30, killed_at=12))
+    assert "no checkpoint was committed" in text(learning.stopped(run))
+    assert learning.stopped(replace(run, read_at_s=run.last_event_s)) is None
+    assert learning.stopped(replace(run, finished=True)) is None

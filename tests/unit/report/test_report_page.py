@@ -1,0 +1,253 @@
+"""The page as a file: what stands in it, what cannot break out of it, how large it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fabricated import LOADS, TOKENS, fabricate
+
+from moesaic.base.errors import StoreError
+from moesaic.report import RunFacts, page, summary, write_report
+from moesaic.report.document import embed, plotly_source
+
+HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>"
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """What the page's script draws."""
+    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', text, re.S)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found.group(1))
+    return data
+
+
+def figures_of(text: str) -> dict[str, dict[str, Any]]:
+    return {figure["name"]: figure for figure in data_of(text)["figures"]}
+
+
+def own_part(text: str) -> str:
+    """The page without Plotly."""
+    return text.replace(plotly_source(), "")
+
+
+def test_page_of_a_run(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "my-run", steps=60, dead={1: 3}, hot={2: 6}))
+    text = page.render(run)
+    assert list(figures_of(text)) == [
+        "loss", "learning-rate", "gradient-norm", "expert-load", "expert-overview", "imbalance",
+        "balance-loss", "z-loss", "tokens-per-second", "memory", "phases", "phases-by-rank",
+    ]  # fmt: skip
+    assert "<title>my-run " in text
+    assert "Expert 3 of layer 1 is dead" in text
+    assert "Expert 6 of layer 2 is hot" in text
+    assert "13.6 M" in text
+    assert "finished" in text
+    for name in figures_of(text):
+        assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
+
+
+def test_loss_figure_holds_every_mark(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=60, killed_at=50, resumed_at=40)
+    figure = figures_of(page.render(RunFacts.read(directory)))["loss"]
+    raw, smoothed, validation, checkpoint = figure["data"]
+    assert raw["x"] == list(range(1, 61))
+    assert len(smoothed["y"]) == 60
+    assert validation["x"] == checkpoint["x"] == [20, 40, 60]
+    assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [40]
+
+
+def test_utilisation_in_hundredths_is_what_was_recorded(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=9, layers=2, experts=4)
+    table = pq.read_table(directory / "loads" / "part-000000.parquet")
+    row = next(row for row in table.to_pylist() if (row["step"], row["layer"]) == (7, 1))
+    loads = data_of(page.render(RunFacts.read(directory)))["loads"]
+    column = [expert[6] for expert in loads["hundredths"][1]]
+    mean = sum(row["counts"]) / 4
+    assert column == [round(100 * count / mean) for count in row["counts"]]
+
+
+def test_dense_run_has_no_experts_section(tmp_path: Path) -> None:
+    text = page.render(RunFacts.read(fabricate(tmp_path / "run", steps=20, experts=0)))
+    assert not {"expert-load", "expert-overview", "imbalance", "balance-loss"} & set(
+        figures_of(text)
+    )
+    assert data_of(text)["loads"] is None
+    assert "dense" in text
+    assert "experts," not in own_part(text).split("<main>")[1]
+
+
+def test_run_of_one_step(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=1, checkpoint_every=1, validate_every=1)
+    figures = figures_of(page.render(RunFacts.read(directory)))
+    assert len(figures) == 12
+    assert figures["loss"]["data"][0]["mode"] == "lines+markers"
+
+
+def test_run_without_steps_says_so(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=1)
+    (directory / "events" / "rank-0.jsonl").write_text("")
+    text = page.render(RunFacts.read(directory))
+    assert "No step has finished yet" in text
+    assert data_of(text)["figures"] == []
+    assert summary(RunFacts.read(directory))["loss"] is None
+
+
+def test_losses_that_are_no_numbers_do_not_break_the_page(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=40))
+    loss = run.steps.loss.copy()
+    loss[20:] = math.nan
+    loss[30] = math.inf
+    broken = replace(run, steps=replace(run.steps, loss=loss))
+    raw = figures_of(page.render(broken))["loss"]["data"][0]
+    assert raw["y"][19] is not None
+    assert raw["y"][20:] == [None] * 20
+    assert json.dumps(summary(broken), allow_nan=False)
+
+
+def test_nothing_that_a_run_wrote_becomes_markup(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "<b>run&amp;", steps=20)
+    job = json.loads((directory / "job.json").read_text())
+    job["data"]["path"] = job["model"]["family"] = HOSTILE
+    (directory / "job.json").write_text(json.dumps(job))
+    log = directory / "events" / "rank-0.jsonl"
+    log.write_text(log.read_text().replace('"clip"', json.dumps(HOSTILE)))
+    text = own_part(page.render(replace(RunFacts.read(directory), name=HOSTILE)))
+    assert "<b>bold" not in text
+    assert "<img" not in text
+    assert text.count("</script>") == 3
+    assert "&lt;/script&gt;&lt;b&gt;bold" in text
+    names = [trace["name"] for trace in figures_of(text)["phases"]["data"]]
+    assert "&lt;/script&gt;&lt;b&gt;bold&lt;/b&gt;&lt;img src=x onerror=alert(1)&gt;" in names
+
+
+def test_embedded_json_reads_back() -> None:
+    value = {"a": "</script><!-- & \u2028 <b>", "b": [1, None]}
+    assert json.loads(embed(value)) == value
+    assert not set("<>&\u2028") & set(embed(value))
+
+
+def test_page_asks_for_nothing_from_outside(tmp_path: Path) -> None:
+    text = own_part(page.render(RunFacts.read(fabricate(tmp_path / "run", steps=5))))
+    assert "default-src 'none'" in text
+    addresses = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert addresses
+    assert all(address.startswith("data:") for address in addresses)
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100,000 steps and as many loads, written as plain text for speed."""
+    directory = fabricate(tmp_path_factory.mktemp("long") / "run", steps=1, ranks=1)
+    size, random = 100_000, np.random.default_rng(0)
+    losses = (1.4 + 0.05 * random.normal(size=size)).tolist()
+    losses[70_001] = 9.5
+    with (directory / "events" / "rank-0.jsonl").open("a") as file:
+        file.writelines(
+            f'{{"time": 1760000010.0, "event": "step", "step": {step}, "loss": {losses[step - 1]}, '
+            f'"tokens": 100, "step_s": 0.1, "tokens_per_s": 1000, "phases": {{"forward": 0.1}}}}\n'
+            for step in range(2, size + 1)
+        )
+    counts = random.poisson(TOKENS, size=(size - 1) * 8).astype(np.int64)
+    table = pa.table(
+        {
+            "step": pa.array(range(2, size + 1), pa.int32()),
+            "layer": pa.array([0] * (size - 1), pa.int16()),
+            "counts": pa.ListArray.from_arrays(pa.array(range(0, size * 8, 8), pa.int32()), counts),
+            "dropped": pa.array([0] * (size - 1), pa.int64()),
+        },
+        schema=LOADS,
+    )
+    pq.write_table(table, directory / "loads" / "part-000001.parquet")
+    return directory
+
+
+def test_long_run_makes_a_small_page_that_keeps_its_spike(long_run: Path) -> None:
+    text = page.render(RunFacts.read(long_run))
+    assert len(own_part(text)) < 1_000_000
+    figures = figures_of(text)
+    for figure in figures.values():
+        for trace in figure["data"]:
+            assert len(trace.get("y", [])) <= 2000, figure["name"]
+    assert 9.5 in figures["loss"]["data"][0]["y"]
+    assert len(figures["expert-load"]["data"][0]["x"]) == 400
+    assert len(data_of(text)["loads"]["hundredths"][0][0]) == 400
+
+
+def test_summary_is_json_and_tells_the_head_of_the_page(tmp_path: Path) -> None:
+    directory = fabricate(
+        tmp_path / "run", steps=80, killed_at=60, resumed_at=40, dead={1: 3}, hot={2: 6}
+    )
+    facts = json.loads(json.dumps(summary(RunFacts.read(directory)), allow_nan=False))
+    assert (facts["run"], facts["status"], facts["step"]) == ("run", "finished", 80)
+    assert facts["tokens"] == 80 * (TOKENS - 32)
+    assert (facts["ranks"], facts["device"], facts["resumes"]) == (2, "cpu", 1)
+    assert facts["parameters_total"] == 13_640_832
+    assert facts["validation_step"] == 80
+    assert facts["checkpoints"] == 4
+    assert facts["newest_checkpoint"] == "checkpoints/step-00000080"
+    assert [(dead["layer"], dead["expert"]) for dead in facts["experts"]["dead"]] == [(1, 3)]
+    assert [(hot["layer"], hot["expert"]) for hot in facts["experts"]["hot"]] == [(2, 6)]
+    assert {finding["kind"] for finding in facts["findings"]} >= {"dead_experts", "hot_experts"}
+
+
+def test_summary_of_a_dense_run_has_no_experts(tmp_path: Path) -> None:
+    facts = summary(RunFacts.read(fabricate(tmp_path / "run", steps=5, experts=0)))
+    assert facts["experts"] is None
+
+
+def test_comparison_overlays_runs(tmp_path: Path) -> None:
+    runs = [
+        fabricate(tmp_path / parent / "run", steps=steps)
+        for parent, steps in (("a", 30), ("b", 50))
+    ]
+    write_report(runs, tmp_path / "both.html")
+    text = (tmp_path / "both.html").read_text()
+    figures = figures_of(text)
+    lines = [trace for trace in figures["loss"]["data"] if trace["mode"] == "lines"]
+    assert [(line["name"], len(line["x"])) for line in lines] == [("a/run", 30), ("b/run", 50)]
+    assert len(figures["tokens-per-second"]["data"]) == 2
+    assert len({line["line"]["color"] for line in lines}) == 2
+
+
+def test_comparison_takes_a_run_without_steps(tmp_path: Path) -> None:
+    started = fabricate(tmp_path / "started", steps=1)
+    (started / "events" / "rank-0.jsonl").write_text("")
+    write_report([fabricate(tmp_path / "done", steps=20), started], tmp_path / "both.html")
+    assert len(figures_of((tmp_path / "both.html").read_text())["tokens-per-second"]["data"]) == 1
+    write_report([started, started], tmp_path / "none.html")
+    assert figures_of((tmp_path / "none.html").read_text()) == {}
+
+
+def test_report_is_written_whole_into_new_folders(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "report.html"
+    write_report([fabricate(tmp_path / "run", steps=5)], out)
+    assert out.read_text().endswith("</html>\n")
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_report_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=5)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"file/report\.html.*--out"):
+        write_report([directory], tmp_path / "file" / "report.html")
+    with pytest.raises(StoreError, match="no run directory"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_import_needs_neither_torch_nor_plotly() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['plotly'] = None; import moesaic.report"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,100 @@
+"""Thinning, smoothing and wording."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.report import wording
+from moesaic.report.series import average, keep_extremes, middle, sample, smooth
+
+
+@given(st.integers(1, 500), st.integers(2, 60), st.randoms())
+def test_extremes_survive_in_order_and_within_the_limit(size: int, limit: int, random) -> None:
+    y = np.array([random.random() for _ in range(size)])
+    x = np.arange(size, dtype=float)
+    thin_x, thin_y = keep_extremes(x, y, limit)
+    assert len(thin_x) <= max(limit, 2)
+    assert (np.diff(thin_x) > 0).all()
+    assert thin_y.max() == y.max()
+    assert thin_y.min() == y.min()
+    assert (y[thin_x.astype(int)] == thin_y).all()
+
+
+def test_extremes_pass_over_what_is_not_known() -> None:
+    y = np.array([np.nan, 3.0, 1.0, np.nan, 5.0, 4.0])
+    _, thin = keep_extremes(np.arange(6.0), y, 2)
+    assert thin.tolist() == [1.0, 5.0]
+
+
+def test_sample_keeps_both_ends() -> None:
+    x, y = sample(np.arange(1000.0), np.arange(1000.0) * 2, 7)
+    assert (len(x), x[0], x[-1], y[-1]) == (7, 0, 999, 1998)
+
+
+def test_average_is_the_mean_of_each_stretch() -> None:
+    y = np.array([[1.0, 10.0], [3.0, np.nan], [5.0, 2.0], [7.0, 4.0]])
+    x, mean = average(np.array([1.0, 2.0, 3.0, 4.0]), y, 2)
+    assert x.tolist() == [1.5, 3.5]
+    assert mean.tolist() == [[2.0, 10.0], [6.0, 3.0]]
+
+
+def test_smooth_leaves_straight_lines_and_constants_alone() -> None:
+    assert smooth(np.full(300, 2.5)) == pytest.approx(np.full(300, 2.5))
+    line = np.arange(300.0)
+    assert smooth(line)[:200] == pytest.approx(line[:200], abs=1)
+
+
+def test_smooth_calms_noise_and_passes_over_nan() -> None:
+    noise = np.random.default_rng(0).normal(size=2000)
+    noise[100] = np.nan
+    calm = smooth(noise)
+    assert np.isfinite(calm).all()
+    assert calm.std() < 0.35 * np.nanstd(noise)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
+def test_smooth_of_few_values(size: int) -> None:
+    assert smooth(np.ones(size)).tolist() == [1.0] * size
+
+
+def test_middle_leaves_the_first_step_out() -> None:
+    assert middle(np.array([100.0, 1.0, 2.0, np.nan, 3.0])) == 2.0
+    assert middle(np.array([5.0])) == 5.0
+    assert math.isnan(middle(np.array([])))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (wording.count(99_999), "99,999"),
+        (wording.count(13_640_832), "13.6 M"),
+        (wording.count(6_900_000_000), "6.90 B"),
+        (wording.count(math.nan), "\u2013"),
+        (wording.three(0.0), "0"),
+        (wording.three(0.01234), "0.0123"),
+        (wording.three(0.0000123), "1.23e-05"),
+        (wording.size(512), "512 B"),
+        (wording.size(1536 * 1024**2), "1.50 GiB"),
+        (wording.duration(0.0213), "21 ms"),
+        (wording.duration(59.96), "60.0 s"),
+        (wording.duration(3599.7), "1 h 0 min"),
+        (wording.duration(200_000), "2 d 7 h"),
+        (wording.percent(0.0), "0%"),
+        (wording.percent(0.0004), "under 0.1%"),
+        (wording.percent(0.034), "3.4%"),
+        (wording.percent(0.47), "47%"),
+        (wording.listing(["a"]), "a"),
+        (wording.listing(["a", "b", "c"]), "a, b and c"),
+        (wording.listing(["a", "b", "c"], 2), "a, b and 1 more"),
+        (wording.plural(1, "step"), "1 step"),
+        (wording.stretch(3, 3), "step 3"),
+        (wording.loss(1.23456), "1.2346"),
+    ],
+)
+def test_wording(text: str, expected: str) -> None:
+    assert text == expected
