@@ -1,4 +1,4 @@
-"""Resume: in the same layout bit-identical to never having stopped, in any other the same numbers."""
+"""Resume: bit-identical in the same layout, the same numbers in any other one."""
 
 from __future__ import annotations
 
