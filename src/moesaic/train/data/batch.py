@@ -102,14 +102,14 @@ class PackedSamples:
             raise IndexError(f"samples {samples.min()} to {samples.max()} of {self._length}")
         windows = self._order(samples) if shuffled else samples
         tokens, documents, positions = self._gather(windows)
-        targets = tokens[:, 1:].copy()
+        targets = tokens[:, 1:].copy()  # inputs share the memory
         if self._packing == "documents":
             targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
         else:
             documents = np.zeros_like(documents)
             positions = np.broadcast_to(np.arange(self._sequence + 1), documents.shape)
         return Batch(
-            samples=torch.from_numpy(samples.copy()),
+            samples=_tensor(samples),
             inputs=_tensor(tokens[:, :-1]),
             targets=_tensor(targets),
             documents=_tensor(documents[:, :-1].astype(np.int32)),
@@ -143,4 +143,4 @@ def _enumerate(counts: Integers) -> tuple[Integers, Integers]:
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))
+    return torch.from_numpy(values.copy())

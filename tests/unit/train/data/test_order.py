@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesaic.train.data.order import Order
+
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3000), SEEDS, st.integers(0, 2**31))
+def test_every_epoch_is_a_permutation(length: int, seed: int, epoch: int) -> None:
+    found = Order(length, seed)(np.arange(length) + epoch * length)
+    assert sorted(found.tolist()) == list(range(length))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 2**40), SEEDS, st.lists(st.integers(0, 2**50), max_size=20))
+def test_an_index_means_the_same_alone_and_in_company(
+    length: int, seed: int, indices: list[int]
+) -> None:
+    together = Order(length, seed)(indices)
+    alone = [int(Order(length, seed)([index])[0]) for index in indices]
+    assert together.tolist() == alone
+    assert all(0 <= sample < length for sample in alone)
+
+
+def test_large_lengths_have_no_collisions() -> None:
+    length = 10**13 + 37
+    found = Order(length, 5)(np.arange(200_000) * 49_999_999)
+    assert len(np.unique(found)) == 200_000
+
+
+def test_seeds_and_epochs_differ() -> None:
+    length = 500
+    rows = [
+        tuple(Order(length, seed)(np.arange(length) + epoch * length).tolist())
+        for seed in range(8)
+        for epoch in range(8)
+    ]
+    assert len(set(rows)) == 64
+    # Unrelated permutations agree in one place on average.
+    same = [np.mean(np.array(a) == np.array(b)) for a in rows[:8] for b in rows[8:]]
+    assert np.mean(same) < 3 / length
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 7, 12])
+def test_every_place_is_equally_likely_for_every_sample(length: int) -> None:
+    epochs = 6000
+    table = Order(length, 11)(np.arange(epochs * length)).reshape(epochs, length)
+    counts = np.stack([np.bincount(table[:, place], minlength=length) for place in range(length)])
+    expected = epochs / length
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    freedom = (length - 1) ** 2
+    assert chi_squared < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_scatter() -> None:
+    """Neighbours land anywhere: correlation of place and sample, and of steps, is noise."""
+    length = 20_011
+    found = Order(length, 3)(np.arange(length))
+    place = np.arange(length)
+    assert abs(np.corrcoef(place, found)[0, 1]) < 5 / np.sqrt(length)
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / np.sqrt(length)
+    gaps = np.diff(found) % length
+    assert len(np.unique(gaps)) > 0.5 * length
+
+
+def test_the_order_is_pinned() -> None:
+    """A change of the function changes every run: it must not happen by accident."""
+    assert Order(10, 0)(np.arange(10)).tolist() == [4, 2, 5, 8, 1, 6, 0, 7, 3, 9]
