@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -38,8 +38,28 @@ class Section(BaseModel):
         """The section as JSON, indented, every default filled in."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2) + "\n"
 
+    def to_toml(self) -> str:
+        """The section as TOML; unset keys are left out, those no file may use are comments."""
+        return "\n".join(_toml_lines(self, "")) + "\n"
+
 
 S = TypeVar("S", bound=Section)
+
+
+def _toml_lines(section: Section, path: str) -> Iterator[str]:
+    values = {field.alias or name: getattr(section, name) for name, field in _own_fields(section)}
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Section):
+            mark = "# " if name in section.resolved_keys else ""
+            yield f"{mark}{keys.dotted([name])} = {keys.toml(value)}"
+    for name, value in values.items():
+        if isinstance(value, Section):
+            yield f"\n[{path}{name}]"
+            yield from _toml_lines(value, f"{path}{name}.")
+
+
+def _own_fields(section: Section) -> Iterable[tuple[str, FieldInfo]]:
+    return type(section).model_fields.items()
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def unknown(root: type[BaseModel], parts: Sequence[str]) -> str:
     if hint:
         return f"unknown key '{key}': did you mean '{hint}'?"
     known = [path[2] for path in _paths(root) if path[0] == above]
+    if not known:
+        return f"unknown key '{key}': there are no keys"
     where = f"'{above}' has the keys" if above else "the keys at the top are"
     return f"unknown key '{key}': {where} {', '.join(known)}"
 
@@ -175,21 +177,23 @@ def listed(words: Sequence[str], last: str = "or") -> str:
 
 def show(value: object) -> str:
     """A value as TOML writes it, cut short where it is long."""
-    text = _toml(value)
+    text = toml(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _toml(value: object) -> str:
+def toml(value: object) -> str:
+    """A value as TOML writes it, on one line; in a table, keys without a value are left out."""
     if isinstance(value, float):
         return str(value)
     if isinstance(value, dict):
-        inner = ", ".join(f"{key} = {_toml(item)}" for key, item in value.items())
+        items = {dotted([str(key)]): item for key, item in value.items() if item is not None}
+        inner = ", ".join(f"{key} = {toml(item)}" for key, item in items.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, date | time):
         return value.isoformat()
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _phrase(annotation: object, constraints: Iterable[Any]) -> str:

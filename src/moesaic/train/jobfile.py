@@ -71,9 +71,10 @@ def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[st
     warnings += told
     fixed = sorted(rest.keys() - INERT)
     if fixed:
+        beside = keys.listed(sorted(INERT), "and")
         raise ConfigError(
             f"{shown} and model.{fixed[0]} = {keys.show(rest[fixed[0]])}: the directory says what "
-            f"the model is, remove one of the two (beside it there may be {', '.join(sorted(INERT))})"
+            f"the model is, remove one of the two (beside it there may be {beside})"
         )
     whole = {**config.model_dump(by_alias=True), **rest}
     return {**raw, "model": whole, "source": str(path.resolve())}
@@ -128,8 +129,9 @@ def _check_tokenizer(job: Job, origin: str) -> None:
     name = job.data.tokenizer
     if name == "bytes":
         if job.model.vocab < BYTES_VOCABULARY:
+            shown = f"{origin}: model.vocab = {job.model.vocab}"
             raise ConfigError(
-                f"{origin}: model.vocab = {job.model.vocab} is less than the {BYTES_VOCABULARY} ids "
+                f"{shown} is less than the {BYTES_VOCABULARY} ids "
                 f'of data.tokenizer = "bytes": set model.vocab to {BYTES_VOCABULARY} or more'
             )
         return

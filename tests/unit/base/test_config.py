@@ -252,6 +252,17 @@ def test_json_holds_every_default_and_reads_back() -> None:
     assert parse(Bicycle, raw, "b.json") == bicycle
 
 
+def test_toml_reads_back() -> None:
+    raw = {
+        "gears": 1, "wheel": {"radius": 1e-7}, "maker": "us", "tags": ['"quoted"', "a\\b\x7f\u00e9"],
+        "notes": {"a b": {"c": [1.5, True]}},
+    }  # fmt: skip
+    bicycle = parse(Bicycle, raw, "b")
+    text = bicycle.to_toml()
+    assert '# maker = "us"\n' in text
+    assert parse(Bicycle, parse_toml(text, "b"), "b") == bicycle.model_copy(update={"maker": None})
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (

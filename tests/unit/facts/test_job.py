@@ -126,6 +126,7 @@ def test_an_impossible_job_is_one_sentence(sets: list[str], sentence: str) -> No
 def test_a_job_survives_json(sets: list[str]) -> None:
     made = job(*sets)
     assert parse(Job, json.loads(made.to_json()), "job.json") == made
+    assert parse(Job, tomllib.loads(made.to_toml()), "job.toml") == made
 
 
 def test_preset_sizes_give_way_to_the_users() -> None:

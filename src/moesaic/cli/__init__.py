@@ -1,0 +1,1 @@
+"""The command line: one file a verb. A verb imports its engine, and with it torch, when it runs."""

@@ -1,0 +1,89 @@
+"""The flags that every verb has, and what a verb does with them before its own work.
+
+What a verb can be told stands in one section of settings (the job, for `train`); `--set` sets any
+of its keys and `--explain` says what they mean. No key has a flag of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from pydantic import BaseModel
+from rich.table import Table
+
+from moesaic.base import keys
+from moesaic.base.config import Section, apply_sets, parse
+from moesaic.base.errors import UserError
+from moesaic.cli import screen
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set one key; may be given again.", show_default=False
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="PATH", help="Where results go.", show_default=False),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", metavar="", help="Check and tell; write nothing.")
+]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON on stdout.")]
+Explain = Annotated[
+    str | None,
+    typer.Option(
+        "--explain",
+        metavar="KEY",
+        help="Say what a key means (all: every key).",
+        show_default=False,
+    ),
+]
+
+S = TypeVar("S", bound=Section)
+
+
+def settings(kind: type[S], sets: Sequence[str] | None) -> S:
+    """The settings of a verb without a file: defaults, and what `--set` changes."""
+    return parse(kind, apply_sets({}, sets or ()), "--set", sets or ())
+
+
+def explain(kind: type[BaseModel], key: str, as_json: bool) -> None:
+    """Print what `key` of the settings means, or a table of all of them."""
+    if key == "all":
+        _explain_all(kind, as_json)
+    elif as_json:
+        keys.locate(kind, key)
+        below = [entry for entry in keys.walk(kind) if f"{entry.path}.".startswith(f"{key}.")]
+        screen.as_json([entry._asdict() for entry in below])
+    else:
+        screen.say(keys.explain(kind, key))
+
+
+def _explain_all(kind: type[BaseModel], as_json: bool) -> None:
+    entries = list(keys.walk(kind))
+    if as_json:
+        screen.as_json([entry._asdict() for entry in entries])
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("key", "takes", "default", "meaning"):
+        table.add_column(title, overflow="fold", no_wrap=title == "key")
+    for entry in entries:
+        table.add_row(*(cell for cell in entry))
+    screen.show(table)
+
+
+def need(value: Path | None, name: str, verb: str) -> Path:
+    """`value`, which may be left out only beside --explain."""
+    if value is None:
+        raise UserError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
+    return value
+
+
+def dumps(value: object) -> str:
+    """JSON as the command line prints it."""
+    return json.dumps(value, indent=2, default=str)

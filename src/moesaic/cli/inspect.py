@@ -1,0 +1,192 @@
+"""`moesaic inspect`: what a run, checkpoint or model directory holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moesaic.base.config import Section, parse
+from moesaic.base.errors import ConfigError, StoreError, UserError
+from moesaic.cli import flags, screen
+from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.workload import count
+
+Target = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="PATH", help="A run, a checkpoint or a Hugging Face directory.", show_default=False
+    ),
+]
+
+
+class InspectConfig(Section):
+    """How closely to look."""
+
+    verify: bool = False
+    """Read every file: a checkpoint's are held against their hashes, a Hugging Face directory's
+    hashes are shown."""
+
+
+def inspect(
+    path: Target = None,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    explain: Explain = None,
+) -> int:
+    """Say what a directory holds: parameters, types, files, steps, and whether they are whole."""
+    if explain is not None:
+        flags.explain(InspectConfig, explain, as_json)
+        return 0
+    target = flags.need(path, "PATH", "inspect")
+    config = flags.settings(InspectConfig, sets)
+    facts = look(target, config.verify and not dry_run)
+    if out is not None:
+        _write(out, facts, dry_run)
+    if as_json:
+        screen.as_json(facts)
+    else:
+        _print(facts)
+    return 2 if facts.get("damaged") else 0
+
+
+def look(path: Path, verify: bool) -> dict[str, Any]:
+    """What `path` holds, as plain data; its `damaged` lists what is not whole."""
+    if (path / "config.json").is_file():
+        return _look_at_huggingface(path, verify)
+    if (path / "manifest.json").is_file() or (path / "COMMIT").is_file():
+        return _look_at_checkpoint(path, verify)
+    if (path / "job.json").is_file() or (path / "checkpoints").is_dir():
+        return _look_at_run(path, verify)
+    what = "is not there" if not path.exists() else "is none of these"
+    raise ConfigError(
+        f"'{path}' {what}: give a run, a checkpoint or a Hugging Face model directory"
+    )
+
+
+def _look_at_huggingface(path: Path, verify: bool) -> dict[str, Any]:
+    from moesaic.models.hf.config import read_config
+    from moesaic.models.hf.reader import HFSource, scan
+
+    model, warnings = read_config(path)
+    source = HFSource(path, model)
+    stored = scan(path)
+    files = sorted({tensor.file for tensor in stored.values()})
+    facts = {
+        "kind": "Hugging Face model", "path": str(path), **_describe_model(model),
+        "tensors": len(stored), "dtypes": sorted({tensor.dtype for tensor in stored.values()}),
+        "files": {file.name: file.stat().st_size for file in files},
+        "tokenizer": (path / "tokenizer.json").is_file(),
+        "warnings": [*warnings, *source.notes],
+    }  # fmt: skip
+    if verify:
+        facts["sha256"] = {file.name: _hash(file) for file in files}
+    return facts
+
+
+def _look_at_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
+    from moesaic.dist.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(path)
+    if verify:
+        checkpoint.verify()
+    facts, tensors = checkpoint.facts, checkpoint.tensors
+    raw = (facts.get("job") or facts).get("model")
+    model = parse(ModelConfig, raw, f"checkpoint '{path}'") if isinstance(raw, dict) else None
+    return {
+        "kind": "checkpoint", "path": str(path), "step": checkpoint.step,
+        **(_describe_model(model) if model else {}),
+        "counters": checkpoint.counters, "tensors": len(tensors),
+        "holds": sorted({key.partition("/")[0] for key in tensors}),
+        "dtypes": sorted({record.dtype for record in tensors.values()}),
+        "bytes": checkpoint.num_bytes, "plan": facts.get("plan"), "verified": verify,
+    }  # fmt: skip
+
+
+def _look_at_run(path: Path, verify: bool) -> dict[str, Any]:
+    from moesaic.dist.checkpoint import committed
+    from moesaic.report import RunFacts, summary
+
+    head = summary(RunFacts.read(path))
+    rows: list[dict[str, Any]] = []
+    damaged: list[str] = []
+    for place in committed(path / "checkpoints"):
+        try:
+            found = _look_at_checkpoint(place, verify)
+        except StoreError as error:
+            damaged.append(str(error))
+            continue
+        rows.append({key: found[key] for key in ("step", "path", "bytes", "verified")})
+    names = ("status", "step", "planned_steps", "loss", "validation_loss", "ranks", "device")
+    return {
+        "kind": "run", "path": str(path), **{name: head[name] for name in names},
+        "parameters_total": head["parameters_total"],
+        "parameters_active": head["parameters_active"],
+        "checkpoints": rows, "damaged": damaged,
+    }  # fmt: skip
+
+
+def _describe_model(model: ModelConfig) -> dict[str, Any]:
+    counts = count(model)
+    return {
+        "family": model.family, "layers": model.layers, "hidden": model.hidden,
+        "experts": model.experts, "top_k": model.top_k, "vocab": model.vocab,
+        "parameters_total": counts.total, "parameters_active": counts.active,
+    }  # fmt: skip
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(out: Path, facts: dict[str, Any], dry_run: bool) -> None:
+    if dry_run:
+        return
+    try:
+        out.write_text(flags.dumps(facts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--out '{out}' cannot be written ({error.strerror}): name another"
+        ) from None
+
+
+def _print(facts: dict[str, Any]) -> None:
+    screen.say(f"{facts['path']}: {facts['kind']}")
+    for name, value in facts.items():
+        if name in ("kind", "path") or value is None or value in ([], {}):
+            continue
+        _print_row(name, value)
+
+
+def _print_row(name: str, value: Any) -> None:
+    label = f"  {name.replace('_', ' '):<18}"
+    if name in ("warnings", "damaged"):
+        for text in value:
+            (screen.fail if name == "damaged" else screen.warn)(text)
+    elif name == "checkpoints":
+        screen.say(label.rstrip())
+        for row in value:
+            state = "whole, hashes checked" if row["verified"] else "whole by its record"
+            screen.say(f"    step {row['step']:<8} {screen.size(row['bytes']):>10}  {state}")
+    elif name == "files":
+        screen.say(f"{label}{len(value)}, {screen.size(sum(value.values()))}")
+    else:
+        screen.say(f"{label}{screen.size(value) if name == 'bytes' else _words(value)}")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)

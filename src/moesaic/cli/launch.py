@@ -1,0 +1,103 @@
+"""Starting ranks on this machine through torch's elastic agent, and saying once how they ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moesaic.base.errors import MoesaicError, UserError
+from moesaic.cli.rank import Part, encode
+
+RELAUNCH, INTERRUPTED = 75, 130
+
+
+class RankFailed(MoesaicError):
+    """A rank met a bug; the message is its traceback."""
+
+
+class CutOff(MoesaicError):
+    """A run was ended from outside; starting again with --resume goes on."""
+
+    def __init__(self, text: str, status: int = RELAUNCH) -> None:
+        super().__init__(text)
+        self.status = status
+        """What the command line exits with."""
+
+
+def launch(part: Part, ranks: int) -> None:
+    """Run `ranks` ranks to their end.
+
+    Raises what the first one to fail met: UserError, RankFailed, or CutOff where a signal ended it.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in [name for name in logging.root.manager.loggerDict if "elastic" in name]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _share_machine(ranks)
+    with tempfile.TemporaryDirectory(prefix="moesaic-") as logs:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
+            max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)("-m", "moesaic.cli.rank", encode(part))
+        except ChildFailedError as error:
+            raise _cause(Path(logs), error.failures) from None
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise CutOff("interrupted", INTERRUPTED) from None
+            raise CutOff(f"ended by {error.sigval.name}") from None
+
+
+def _share_machine(ranks: int) -> None:
+    """What torchrun leaves to its user: threads for every rank, and a link that is always there."""
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _cause(logs: Path, failures: dict[int, Any]) -> MoesaicError:
+    """What ended the ranks: the first mistake of the user's, or signal, or bug, in this order.
+
+    A rank that fails takes its peers along, whose own complaints say nothing.
+    """
+    records = sorted(_read_records(logs), key=lambda record: float(record["time"]))
+    for record in records:
+        if record["kind"] == "user":
+            return UserError(record["text"])
+    for rank, failure in sorted(failures.items()):
+        # The agent itself ends the others by SIGTERM.
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            hint = ", often for want of memory" if name == "SIGKILL" else ""
+            return CutOff(f"rank {rank} was ended by {name}{hint}")
+    if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
+        return CutOff("interrupted", INTERRUPTED)
+    for record in records:
+        return RankFailed(record["text"])
+    rank, failure = min(failures.items())
+    if failure.exitcode == -signal.SIGTERM:
+        return CutOff(f"rank {rank} was ended by SIGTERM")
+    return RankFailed(f"rank {rank} ended with exit status {failure.exitcode} and said nothing")
+
+
+def _read_records(logs: Path) -> Iterator[dict[str, Any]]:
+    for path in logs.rglob("error.json"):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            continue  # Its writer was killed over it.
+        if "kind" in record:
+            yield record

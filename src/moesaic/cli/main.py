@@ -1,0 +1,92 @@
+"""The front door: `moesaic VERB ...`.
+
+Exit status: 0 done; 1 a bug of ours, with its traceback; 2 a mistake of the user's, with one
+sentence; 75 cut off from outside, start again with --resume; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from moesaic import __version__
+from moesaic.base.errors import UserError
+from moesaic.cli import screen
+from moesaic.cli.convert import convert
+from moesaic.cli.generate import generate
+from moesaic.cli.inspect import inspect
+from moesaic.cli.launch import INTERRUPTED, CutOff
+from moesaic.cli.report import report
+from moesaic.cli.train import train
+
+USER_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. A bug of ours leaves as the exception it is."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        status = application()(args=spell_out(given), prog_name="moesaic", standalone_mode=False)
+    except UserError as error:
+        screen.fail(str(error))
+        return USER_ERROR
+    except typer.TyperException as error:
+        screen.fail(_usage(error.format_message(), given[0]))
+        return USER_ERROR
+    except CutOff as error:
+        screen.fail(str(error))
+        return error.status
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    if status == INTERRUPTED:
+        screen.err().print("interrupted")
+    return int(status or 0)
+
+
+def application() -> typer.Typer:
+    """The verbs."""
+    app = typer.Typer(
+        help="Train and serve mixture-of-experts models, exactly, on whatever machines you have.",
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+    app.callback()(_opening)
+    for verb in (train, generate, convert, inspect, report):
+        app.command()(verb)
+    return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        screen.say(f"moesaic {__version__}")
+        raise typer.Exit
+
+
+def _opening(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train and serve mixture-of-experts models, exactly, on whatever machines you have."""
+
+
+def spell_out(arguments: Sequence[str]) -> list[str]:
+    """`--resume` without a value as `--resume auto`."""
+    result: list[str] = []
+    for place, argument in enumerate(arguments):
+        result.append(argument)
+        following = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        if argument == "--resume" and (following.startswith("-") or following.endswith(".toml")):
+            result.append("auto")
+    return result
+
+
+def _usage(message: str, verb: str) -> str:
+    """A complaint of the parser as one sentence."""
+    sentence = " ".join(message.split()).rstrip(".")
+    where = "moesaic --help" if verb.startswith("-") else f"moesaic {verb} --help"
+    where = "moesaic --help" if sentence.startswith("No such command") else where
+    return f"{sentence[:1].lower()}{sentence[1:]} (see {where})"

@@ -1,0 +1,124 @@
+"""One rank's part in a training run, and the process of a rank that `--nproc` started.
+
+Such a process says nothing of its own: a failure goes to the file that torch's agent names, and
+the parent, which reads them all, tells the user once. It ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from moesaic.base.errors import UserError
+from moesaic.cli import screen
+from moesaic.cli.progress import watcher
+from moesaic.train.jobfile import load_job
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's agent wants a failure written."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank must know to take part; every rank is told the same."""
+
+    job: str
+    """Path of the job file."""
+    sets: list[str]
+    """Items of --set."""
+    out: str | None
+    """The run's directory; None: rank 0 chooses one."""
+    resume: str | None
+    """A checkpoint, or "auto"."""
+    as_json: bool
+    """Keep stdout for JSON."""
+    command: list[str]
+    """The command line as the user gave it."""
+
+
+def take_part(part: Part) -> tuple[Path, bool]:
+    """Train; returns the run's directory and whether this rank speaks for all."""
+    from moesaic.dist.world import World
+    from moesaic.train.trainer import deadline, train
+
+    loaded = load_job(Path(part.job), part.sets)
+    world = World.from_launcher(loaded.job.train.device, deadline(loaded.job))
+    try:
+        out = Path(part.out) if part.out is not None else _agree(world, Path(part.job))
+        console = screen.err() if part.as_json else screen.out()
+        watched = watcher(console, world.leads)
+        try:
+            train(loaded, out, part.resume, world, watched)
+        finally:
+            watched.done()
+        return out, world.leads
+    finally:
+        world.leave()
+
+
+def default_out(job: Path) -> Path:
+    """runs/NAME-DATE-TIME, for a directory that is not there yet."""
+    moment = datetime.now().strftime("%Y%m%d-%H%M%S")
+    wanted = [Path("runs") / f"{job.stem}-{moment}{end}" for end in ("", "-2", "-3", "-4", "-5")]
+    return next((path for path in wanted if not path.exists()), wanted[-1])
+
+
+def _agree(world: object, job: Path) -> Path:
+    """The directory that rank 0 chooses, on every rank."""
+    from moesaic.dist.world import World
+
+    assert isinstance(world, World)
+    if world.leads:
+        world.store.set("run directory", str(default_out(job)))
+    return Path(world.store.get("run directory").decode())
+
+
+def main() -> int:
+    """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    part = Part(**json.loads(sys.argv[1]))
+    sys.argv = part.command
+    try:
+        take_part(part)
+    except UserError as error:
+        _record(str(error), "user")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # noqa: BLE001 - the boundary: the parent prints it
+        _record(traceback.format_exc(), "bug")
+        return 1
+    return 0
+
+
+def _record(text: str, kind: str) -> None:
+    """Write a failure the way torch's agent reads it, and the parent too."""
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    record = {
+        "message": {"message": text, "extraInfo": extra},
+        "kind": kind, "text": text, "time": time.time(),
+    }  # fmt: skip
+    Path(os.environ[ERROR_FILE]).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _follow(parent: int) -> None:
+    """End this process when its parent is gone, however that ended."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def encode(part: Part) -> str:
+    """The argument of a rank's process."""
+    return json.dumps(asdict(part))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

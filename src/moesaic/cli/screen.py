@@ -1,0 +1,56 @@
+"""What a person sees: plain sentences on stdout, warnings and errors on stderr, JSON when asked."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+
+def out() -> Console:
+    """The console of stdout; made anew each time, for it may have been redirected since."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def err() -> Console:
+    """The console of stderr."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """A line or more on stdout, never wrapped or coloured."""
+    out().print(Text(text))
+
+
+def show(renderable: RenderableType) -> None:
+    """A table or the like, fitted to the terminal; to a file or pipe, as wide as it needs."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=200)
+    console.print(renderable)
+
+
+def as_json(value: object) -> None:
+    """JSON on stdout, and nothing else."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def warn(text: str) -> None:
+    """A warning on stderr."""
+    err().print(Text.assemble(("warning: ", "yellow"), text))
+
+
+def fail(text: str) -> None:
+    """An error on stderr."""
+    err().print(Text.assemble(("error: ", "bold red"), text))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 3.2 GiB."""
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

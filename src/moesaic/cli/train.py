@@ -1,0 +1,257 @@
+"""`moesaic train`: a job file in, a run directory out.
+
+Everything that can be checked without the engine is checked here first, in one process, before a
+rank starts or anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from moesaic.base.errors import UserError
+from moesaic.cli import flags, screen
+from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.launch import INTERRUPTED, CutOff, RankFailed, launch
+from moesaic.cli.progress import duration
+from moesaic.cli.rank import Part, default_out, take_part
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.workload import Memory, count, memory
+from moesaic.train.jobfile import LoadedJob, check_inputs, load_job
+
+JobFile = Annotated[
+    Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
+]
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", metavar="N", help="Ranks to start on this machine.", show_default="1"),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", metavar="[auto|PATH]", show_default=False,
+        help="Go on from the newest checkpoint of --out, or from the one at PATH.",
+    ),
+]  # fmt: skip
+
+
+def train(
+    job: JobFile = None,
+    nproc: Nproc = None,
+    resume: Resume = None,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    explain: Explain = None,
+) -> int | None:
+    """Train a model as JOB.toml says."""
+    if explain is not None:
+        flags.explain(Job, explain, as_json)
+        return 0
+    path = flags.need(job, "JOB.toml", "train")
+    ranks = _num_ranks(nproc)
+    loaded = load_job(path, sets or ())
+    plan = lay_out(loaded.job.layout, loaded.job.model, ranks)
+    check_inputs(loaded.job, str(path))
+    chosen, resume = _find_place(path, out, resume)
+    part = Part(
+        str(path), list(sets or ()), str(chosen) if chosen else None, resume, as_json, sys.argv
+    )
+    if _leads():
+        for warning in loaded.warnings:
+            screen.warn(warning)
+    if dry_run:
+        _tell(path, loaded, plan, as_json)
+        return 0
+    _check_machine(loaded.job, 1 if _launched() else ranks)
+    return _run(part, path, 1 if _launched() else ranks)
+
+
+def _launched() -> bool:
+    """Whether torchrun, or the like, started this process as one rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _leads() -> bool:
+    return not _launched() or os.environ["RANK"] == "0"
+
+
+def _num_ranks(nproc: int | None) -> int:
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc}: give a number from 1")
+    if not _launched():
+        return nproc or 1
+    if nproc is not None:
+        raise UserError(f"--nproc {nproc} under torchrun, which starts the ranks: leave it out")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _find_place(job: Path, out: Path | None, resume: str | None) -> tuple[Path | None, str | None]:
+    """The run's directory and the checkpoint to go on from, both as the engine takes them."""
+    if resume is None:
+        if out is not None and _leads():
+            _refuse_occupied(out)
+        return (out or (None if _launched() else default_out(job))), None
+    if resume == "auto":
+        if out is None:
+            raise UserError("--resume needs --out RUN, the run to go on with")
+        if not _holds_checkpoint(out):
+            raise UserError(
+                f"--resume: '{out}' holds no checkpoint to go on from: start without --resume, "
+                "or give another --out"
+            )
+        return out, "auto"
+    return _find_checkpoint(Path(resume), out)
+
+
+def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
+    if _holds_checkpoint(path) and out in (None, path):
+        return path, "auto"
+    if not (path / "COMMIT").is_file():
+        raise UserError(
+            f"--resume '{path}' is no checkpoint: give a directory such as "
+            "RUN/checkpoints/step-00000100, or auto"
+        )
+    run = path.absolute().parent.parent
+    holder = run if (run / "job.json").is_file() else None
+    if out is None:
+        if holder is None:
+            raise UserError(f"--resume '{path}' belongs to no run: say with --out where to go on")
+        return holder, str(path)
+    if holder is None or out.resolve() != holder.resolve():
+        _refuse_occupied(out)
+    return out, str(path)
+
+
+def _holds_checkpoint(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*/COMMIT"))
+
+
+def _refuse_occupied(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out '{out}' is a file: give a directory for the run")
+    if (out / "job.json").exists() or (out / "checkpoints").exists():
+        raise UserError(
+            f"--out '{out}' already holds a run: add --resume to go on with it, or give another "
+            "directory"
+        )
+
+
+def _check_machine(job: Job, ranks: int) -> None:
+    """What needs torch or a look into the data: still nothing is written."""
+    from moesaic.dist import device
+    from moesaic.train.data import check_data
+
+    device.resolve(job.train.device, ranks - 1)
+    check_data(job.data, job.model.vocab)
+
+
+def _run(part: Part, job: Path, ranks: int) -> int:
+    out = Path(part.out) if part.out else None
+    try:
+        if ranks > 1:
+            launch(part, ranks)
+        else:
+            signal.signal(signal.SIGTERM, _end)
+            out, leads = take_part(part)
+            if not leads:
+                return 0
+    except RankFailed as error:
+        screen.err().print(str(error).rstrip())
+        screen.fail("a rank failed, which is a bug of moesaic: its traceback stands above")
+        return 1
+    except KeyboardInterrupt:
+        raise CutOff(f"interrupted{_how_to_go_on(out, job)}", INTERRUPTED) from None
+    except CutOff as error:
+        raise CutOff(f"{error}{_how_to_go_on(out, job)}", error.status) from None
+    assert out is not None
+    _close(out, part.as_json)
+    return 0
+
+
+def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise CutOff("ended by SIGTERM")
+
+
+def _how_to_go_on(out: Path | None, job: Path) -> str:
+    if out is None or not _holds_checkpoint(out):
+        return ""
+    return f"; to go on: moesaic train {job} --out {out} --resume"
+
+
+def _close(out: Path, as_json: bool) -> None:
+    """Write the report and tell what came of the run."""
+    from moesaic.report import RunFacts, summary, write_report
+
+    page = out / "report.html"
+    write_report([out], page)
+    facts = summary(RunFacts.read(out))
+    if as_json:
+        screen.as_json({**facts, "report": str(page)})
+        return
+    screen.say(_headline(facts))
+    prompt = f'moesaic generate {out} --prompt "..."'
+    rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
+    for name, value in rows.items():
+        screen.say(f"  {name:<11} {value}")
+
+
+def _headline(facts: dict[str, Any]) -> str:
+    text = f"trained {facts['step']:,} steps in {duration(facts['seconds'] or 0.0)}"
+    if facts["loss"] is not None:
+        text += f": loss {facts['first_loss']:.3f} -> {facts['loss']:.3f}"
+    if facts["validation_loss"] is not None:
+        text += f", validation loss {facts['validation_loss']:.3f}"
+    if facts["tokens_per_s"] is not None:
+        text += f", {facts['tokens_per_s']:,.0f} tokens/s"
+    return text
+
+
+def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
+    """What a run of the job would be."""
+    counts, needs = count(loaded.job.model), memory(loaded.job, plan)
+    if as_json:
+        screen.as_json(
+            {
+                "job": loaded.job.model_dump(mode="json", by_alias=True),
+                "plan": plan.model_dump(),
+                "parameters": {"total": counts.total, "active": counts.active},
+                "memory_per_rank": {**_memory_rows(needs), "total_bytes": needs.total_bytes},
+                "warnings": loaded.warnings,
+            }
+        )
+        return
+    screen.say(f"# {path}, resolved\n")
+    screen.say(loaded.job.to_toml())
+    model = loaded.job.model
+    share = f"{counts.active / counts.total:.0%}"
+    screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
+    screen.say(f"plan             {describe(plan, model.experts)}")
+    screen.say(f"memory per rank  {screen.size(needs.total_bytes)}, of which")
+    for kind, num_bytes in _memory_rows(needs).items():
+        name = kind.removesuffix("_bytes")
+        about = " (estimate)" if name == "activations" else ""
+        screen.say(f"  {name:<14} {screen.size(num_bytes)}{about}")
+
+
+def _memory_rows(needs: Memory) -> dict[str, int]:
+    return {kind: getattr(needs, kind) for kind in Memory.__dataclass_fields__}
+
+
+def describe(plan: Plan, experts: int) -> str:
+    """A plan in words."""
+    if plan.ranks == 1:
+        return "1 rank holds everything"
+    parts = [f"{plan.ranks} ranks"]
+    if experts:
+        parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
+    parts.append(f"dense over {plan.shard}" if plan.shard > 1 else "dense parameters on every rank")
+    return ", ".join(parts)

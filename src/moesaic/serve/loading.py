@@ -1,0 +1,30 @@
+"""Weights into a model that answers: whole, on one device, from whatever form they have on disk."""
+
+from __future__ import annotations
+
+import torch
+
+from moesaic.models.hf.origin import Origin
+from moesaic.models.lm import LanguageModel
+from moesaic.models.pieces import pieces
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@torch.no_grad()
+def load_model(origin: Origin, device: torch.device, precision: str = "keep") -> LanguageModel:
+    """The model of `origin` on `device`, filled tensor by tensor.
+
+    Args:
+        origin: where the weights are.
+        device: where they go.
+        precision: fp32, bf16 or fp64; keep: what the embedding is on file.
+    """
+    dtype = PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
+    with torch.device("meta"):
+        model = LanguageModel(origin.model)
+    model.to(dtype).to_empty(device=device)
+    model.tie()  # to_empty makes two of one shared parameter
+    for piece in pieces(model):
+        piece.tensor.copy_(origin.tensors.read(piece.name))
+    return model.eval()
