@@ -98,7 +98,7 @@ def _losses(pairs: list[tuple[str, RunFacts]]) -> Figure:
                     "showlegend": False, "name": f"{trace['name']}, validation",
                     "x": [validation.step for validation in run.validations], "y": column(losses),
                     "marker": {"size": 8, "symbol": "diamond", "color": colour},
-                    "hovertemplate": "%{y:.4f}",
+                    "hovertemplate": "%{y:.4f} at step %{x}",
                 }
             )  # fmt: skip
     alt = "Smoothed training loss by step of " + listing([name for name, _ in pairs]) + "."

@@ -1,8 +1,8 @@
 """What a run directory says of its run, read once and typed.
 
 Only files of the run are read: `job.json`, `plan.json`, `versions.json`, `events/` and `loads/`.
-A log is appended to on resume: what an earlier part wrote of steps after the one that the later
-part started from is void. Every column is a float array; what an event lacks is NaN.
+A log is appended to on resume: what an earlier part wrote of the steps that the later part does
+again is void. Every column is a float array; what an event lacks is NaN.
 """
 
 from __future__ import annotations

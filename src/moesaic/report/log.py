@@ -1,7 +1,8 @@
 """The event logs of a run as columns, resumes unravelled.
 
-Rows stand in the order of steps. A start at step S makes void what was written before it of steps
-after S; a step that is written again replaces the earlier row and whatever followed it.
+Rows stand in the order of steps. A start that names step S as the first to do makes void what was
+written before it of S and later steps; a step that is written again replaces the earlier row and
+whatever followed it.
 """
 
 from __future__ import annotations
@@ -206,17 +207,18 @@ def number(value: object) -> float:
 
 def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
     now_s, origin = number(event.get("time")), event.get("resumed_from")
+    done = max(step - 1, 0)
     draft.finished = False
-    draft.table.cut(step)
+    draft.table.cut(done)
     for kept in (draft.validations, draft.checkpoints):
-        for late in [key for key in kept if key > step]:
+        for late in [key for key in kept if key > done]:
             del kept[late]
     ranks = event.get("ranks")
     draft.parts.append(
         Part(
             start_s=now_s,
             end_s=now_s,
-            step=step,
+            step=done,
             resumed_from=None if origin is None else str(origin),
             ranks=ranks if isinstance(ranks, int) else 1,
             device=str(event.get("device", "unknown")),

@@ -182,7 +182,6 @@ def _tiles(facts: dict[str, Any]) -> str:
         )
     active = value["parameters_active"]
     dense = active == value["parameters_total"]
-    device = f"on {facts['device']}" if facts["device"] else ""
     resumed = f", {plural(facts['resumes'], 'resume')}" if facts["resumes"] else ""
     tiles = [
         tile("Loss", loss(value["loss"]),
@@ -194,7 +193,7 @@ def _tiles(facts: dict[str, Any]) -> str:
         tile("Parameters", count(value["parameters_total"]),
              "all active" if dense else f"{count(active)} active"),
         tile("Ranks", str(facts["ranks"] or UNKNOWN),
-             f"{device}, peak {size(value['peak_memory_bytes'])}".strip(", ")),
+             f"at most {size(value['peak_memory_bytes'])} each"),
         tile("Time", duration(value["seconds"]), f"start to last event{resumed}"),
     ]  # fmt: skip
     return f'<dl class="tiles">{"".join(tiles)}</dl>'

@@ -35,8 +35,8 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "last_event_s": known(run.last_event_s),
         "ranks": part.ranks if part else run.plan.get("ranks"),
         "device": part.device if part else None,
-        "parameters_total": known(part.parameters_total) if part else None,
-        "parameters_active": known(part.parameters_active) if part else None,
+        "parameters_total": _whole(part.parameters_total) if part else None,
+        "parameters_active": _whole(part.parameters_active) if part else None,
         "peak_memory_bytes": _peak(run),
         "resumes": max(len(run.parts) - 1, 0),
         "checkpoints": sum(checkpoint.state == "done" for checkpoint in run.checkpoints),
@@ -51,6 +51,10 @@ def summary(run: RunFacts) -> dict[str, Any]:
 def known(value: float) -> float | None:
     """`value` as JSON can say it: None if it is not finite."""
     return float(value) if math.isfinite(value) else None
+
+
+def _whole(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
 
 
 def _losses(run: RunFacts) -> dict[str, Any]:
@@ -70,13 +74,13 @@ def _losses(run: RunFacts) -> dict[str, Any]:
     }
 
 
-def _peak(run: RunFacts) -> float | None:
+def _peak(run: RunFacts) -> int | None:
     columns = [run.steps.memory_bytes]
     for rank in run.ranks:
         columns += [rank.memory_bytes, rank.peak_bytes]
     seen = np.concatenate(columns)
     seen = seen[np.isfinite(seen)]
-    return float(seen.max()) if len(seen) else None
+    return int(seen.max()) if len(seen) else None
 
 
 def _experts(run: RunFacts) -> dict[str, Any] | None:

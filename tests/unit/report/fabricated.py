@@ -91,7 +91,7 @@ class Fabric:
         logs = [EventLog(self.directory / "events" / f"rank-{rank}.jsonl") for rank in ranks]
         loads = RecordWriter(self.directory / "loads", LOADS) if story.experts else None
         logs[0].emit(
-            "run_start", time=self.now_s, step=done, resumed_from=origin, ranks=story.ranks,
+            "run_start", time=self.now_s, step=done + 1, resumed_from=origin, ranks=story.ranks,
             device="cpu", parameters_total=13_640_832, parameters_active=5_120_256,
             plan=self.plan(), tokens_per_step=TOKENS,
         )  # fmt: skip

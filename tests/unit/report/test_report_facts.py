@@ -66,13 +66,14 @@ def test_whole_run(tmp_path: Path) -> None:
 def test_resume_voids_what_the_killed_part_wrote_after_it(tmp_path: Path) -> None:
     directory = bare_run(tmp_path / "run")
     log = EventLog(directory / "events" / "rank-0.jsonl")
-    start_event(log, 0, 100.0)
+    start_event(log, 1, 100.0)
     for step in range(1, 8):
         step_event(log, step, 1.0, 100.0 + step)
     log.emit("validation", time=104.5, step=4, loss=1.0, tokens=5, seconds=0.1)
-    log.emit("validation", time=106.5, step=6, loss=1.0, tokens=5, seconds=0.1)
+    log.emit("validation", time=105.5, step=5, loss=1.0, tokens=5, seconds=0.1)
     log.emit("checkpoint_done", time=106.6, step=6, path="late", bytes=1, seconds=0.1)
-    start_event(log, 4, 200.0, resumed_from="checkpoints/step-00000004")
+    start_event(log, 5, 200.0, resumed_from="checkpoints/step-00000004")
+    assert RunFacts.read(directory).steps.step.tolist() == [1, 2, 3, 4]
     step_event(log, 5, 2.0, 201.0)
     log.close()
     run = RunFacts.read(directory, now_s=201.0)
@@ -88,10 +89,10 @@ def test_resume_voids_what_the_killed_part_wrote_after_it(tmp_path: Path) -> Non
 def test_resume_voids_rows_of_other_ranks_even_of_ranks_that_are_gone(tmp_path: Path) -> None:
     directory = bare_run(tmp_path / "run")
     zero = EventLog(directory / "events" / "rank-0.jsonl")
-    start_event(zero, 0, 100.0)
+    start_event(zero, 1, 100.0)
     for step in range(1, 8):
         step_event(zero, step, 1.0, 100.0 + step)
-    start_event(zero, 4, 200.0)
+    start_event(zero, 5, 200.0)
     step_event(zero, 5, 2.0, 201.0)
     zero.close()
     for rank in (1, 2):
@@ -110,7 +111,7 @@ def test_resume_voids_rows_of_other_ranks_even_of_ranks_that_are_gone(tmp_path: 
 def test_finished_run_that_is_trained_further_is_not_finished(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20)
     log = EventLog(directory / "events" / "rank-0.jsonl")
-    start_event(log, 20, START_S + 1000)
+    start_event(log, 21, START_S + 1000)
     log.close()
     assert RunFacts.read(directory, now_s=START_S + 1001).status == "running"
 
@@ -145,7 +146,7 @@ def test_lines_that_are_no_events_of_a_step_are_passed_over(tmp_path: Path) -> N
 def test_figures_that_are_missing_or_no_numbers_are_nan(tmp_path: Path) -> None:
     directory = bare_run(tmp_path / "run")
     log = EventLog(directory / "events" / "rank-0.jsonl")
-    start_event(log, 0, 1.0)
+    start_event(log, 1, 1.0)
     log.emit("step", time=2.0, step=1, loss=None)
     log.emit("step", time=3.0, step=2, loss=float("nan"), grad_norm=0.5)
     log.close()

@@ -28,17 +28,22 @@
   };
 
   function look(layout) {
+    const family = getComputedStyle(document.body).fontFamily;
     const full = {
       autosize: true, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: "var(--ink-soft)" },
+      font: { family, size: 12, color: "var(--ink-soft)" },
       margin: { l: 52, r: 14, t: 10, b: 40 }, hovermode: "x unified", hoverdistance: 40,
-      hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { color: "var(--ink)", size: 12 } },
+      hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--rule)", font: { family, color: "var(--ink)", size: 12 } },
       legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", font: { size: 12 } },
       dragmode: "zoom",
       ...layout,
     };
     for (const key of ["xaxis", "yaxis"]) full[key] = { ...axis, ...full[key] };
-    if (full.xaxis.title?.text === "step" && page.span <= 10) full.xaxis.dtick = 1;
+    if (full.xaxis.title?.text === "step") {
+      full.xaxis.hoverformat = ",.0f";
+      full.xaxis.unifiedhovertitle = { text: "<b>step %{x}</b>" };
+      if (page.span <= 10) full.xaxis.dtick = 1;
+    }
     if (layout.showlegend !== false && !layout.margin) full.margin = { ...full.margin, t: 34 };
     return full;
   }

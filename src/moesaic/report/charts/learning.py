@@ -41,7 +41,7 @@ def loss(run: RunFacts) -> Figure:
                 "line": {"color": SERIES[1], "width": 1, "dash": "dot"},
                 "marker": {"size": 8, "symbol": "diamond", "color": SERIES[1],
                            "line": {"color": "var(--card)", "width": 1}},
-                "hovertemplate": "%{y:.4f}",
+                "hovertemplate": "%{y:.4f} at step %{x}",
             }
         )  # fmt: skip
     if run.checkpoints:
@@ -123,7 +123,7 @@ def auxiliary(run: RunFacts) -> list[Figure]:
             continue
         key = name.replace("-", "_")
         weight = run.setting(f"routing.{key}")
-        part = f", weighted {weight:g} in training" if isinstance(weight, (int, float)) else ""
+        part = f"; weight {weight:g} in training" if isinstance(weight, (int, float)) else ""
         figures.append(
             Figure(
                 name,
@@ -169,7 +169,7 @@ def _ticks(checkpoints: list[Checkpoint]) -> dict[str, Any]:
             "size": 9, "color": "var(--ink-soft)",
             "symbol": ["x-thin-open" if bad else "triangle-up" for bad in failed],
         },
-        "hovertemplate": "%{text}",
+        "hovertemplate": "%{text} at step %{x}",
     }  # fmt: skip
 
 
