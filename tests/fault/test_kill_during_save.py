@@ -136,7 +136,7 @@ def test_a_kill_at_a_random_moment_never_costs_the_previous_one(tmp_path: Path, 
         # Told is committed; what was committed may not have been told yet.
         assert told <= newest <= told + 1
         assert len(committed(tmp_path)) >= min(2, newest)
-    assert newest > NUM_RANDOM_KILLS
+    assert newest > 0, "no save ever came through"
     assert 1 in moments, "no kill met a save under way: the test has lost its edge"
 
 
