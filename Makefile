@@ -17,7 +17,7 @@ TORCH := $(or $(shell cat $(VENV)/torch.txt 2>/dev/null),$(CPU_TORCH))
 endif
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 HAS_TORCH := $(VENV)/has-$(subst =,,$(TORCH))
 HAS_MOESAIC := $(VENV)/has-moesaic
 HAS_TOOLS := $(VENV)/has-tools
@@ -87,7 +87,8 @@ $(HAS_TORCH): | $(BIN)/python
 	@log=$(VENV)/torch.log; rm -f $(VENV)/has-torch*; \
 	$(PIP) "$(TORCH)" >$$log 2>&1 || { \
 	  case "$(TORCH)" in *+cpu) $(PIP) --index-url $(CPU_INDEX) "$(TORCH)" >>$$log 2>&1;; *) false;; esac; \
-	} || { cat $$log >&2; exit 1; }
+	} || { cat $$log >&2; echo "pip found no $(TORCH): show it one (--find-links, a mirror; see" \
+	  "pip config), or choose another (make TORCH=torch==2.13.0 is the one of PyPI)" >&2; exit 1; }
 	@echo "$(TORCH)" >$(VENV)/torch.txt && touch $@
 
 $(HAS_MOESAIC): pyproject.toml $(HAS_TORCH)
