@@ -181,7 +181,7 @@ def test_dark_screens_get_a_dark_page(show: Open, run: RunFacts) -> None:
 
 @pytest.mark.parametrize("width", [390, 1000])
 def test_nothing_is_wider_than_a_narrow_screen(show: Open, run: RunFacts, width: int) -> None:
-    text = page.render(replace(run, name="a-name-without-any-break-" * 6))
+    text = page.render(replace(run, name="unbroken" * 20))
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser = show(text)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
