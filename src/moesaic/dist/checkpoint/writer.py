@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +101,9 @@ class Saver:
         self._phase = phase or _ignore
         self._staging = Staging(world.rank, world.device, file_bytes)
         self._board = Board(world.store, world.rank)
-        self._thread: threading.Thread | None = None
+        # A thread that stands by: starting one can cost the caller a turn of the interpreter lock.
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[None] | None = None
         self._failure: BaseException | None = None
         self._num_saves = 0
         self._newest: Path | None = None
@@ -116,7 +119,7 @@ class Saver:
     def prepare(self, state: State) -> None:
         """Reserve the memory that saves of `state` copy into, so that the first one need not."""
         if self._asynchronous:
-            self._staging.reserve(self._staging.lay_out(state.pieces))
+            self._staging.prepare(self._staging.lay_out(state.pieces))
 
     def save(self, state: State, step: int, facts: Mapping[str, Any]) -> float:
         """Begin a checkpoint of `state`; returns the seconds that the caller was kept waiting.
@@ -131,16 +134,15 @@ class Saver:
             self._run(save)
             self.wait()
             return time.perf_counter() - began
-        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._tell_begun(save)
-        self._thread.start()
+        self._under_way = self._thread.submit(self._run, save)
         return time.perf_counter() - began
 
     def wait(self) -> None:
         """Wait until no save is under way; raise what failed since the last call."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -148,8 +150,8 @@ class Saver:
     def abandon(self) -> None:
         """Give up a save that waits for other ranks, and take no further one: the world is lost."""
         self._board.abandon()
-        if self._thread is not None:
-            self._thread.join()
+        if self._under_way is not None:
+            futures.wait([self._under_way])
 
     def __enter__(self) -> Saver:
         return self

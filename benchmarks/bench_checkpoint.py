@@ -1,0 +1,328 @@
+"""How long an asynchronous save keeps training waiting, and which flipped bits are found.
+
+Two gloo ranks each hold MIB MiB of fp32 state, cut over both along the first dimension. In each
+round every contender saves once, in an order that turns; a save is over before the next begins. A
+save's figure is that of the slower rank, as training waits for both. Ratios are paired within a
+round. "first save" is that of a new saver, which also pays for the memory of the copy; a training
+run prepares that before its first step.
+
+    python benchmarks/bench_checkpoint.py [--mib 256] [--rounds 15] [--dir build]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from moesaic.base.errors import StoreError
+from moesaic.dist.checkpoint import Checkpoint, Saver
+from moesaic.dist.state import PARAMETER, Piece, State
+from moesaic.dist.world import World
+
+NUM_RANKS = 2
+NUM_TENSORS = 16
+NUM_FLIPS = 300
+DCP = f"torch.distributed.checkpoint {torch.__version__}"
+Row = dict[str, Any]
+
+
+def rows(mib: int = 256, rounds: int = 15, directory: Path | None = None) -> list[Row]:
+    """The record's rows; `commit` and `hardware` are left to the caller."""
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        times = _run_ranks(Path(place), mib, rounds)
+        spread = _run_flips(Path(place))
+    return _time_rows(times, rounds) + _flip_rows(spread)
+
+
+# Time that training waits.
+
+
+def _run_ranks(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, (port, place, mib, rounds), nprocs=NUM_RANKS)
+    times: dict[str, list[float]] = json.loads((place / "times.json").read_text())
+    return times
+
+
+def _rank(rank: int, port: int, place: Path, mib: int, rounds: int) -> None:
+    warnings.filterwarnings("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0)
+    world = World.join(rank, NUM_RANKS, store)
+    columns = 1024
+    height = mib * 2**20 // 4 // columns // NUM_TENSORS
+    local = {f"w{i}": torch.randn(height, columns) for i in range(NUM_TENSORS)}
+    contenders = _contenders(world, local, place)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            target = place / f"{name.replace(' ', '-')}-{number}"
+            seconds = _time(world, partial(contenders[name], target))
+            if number:  # The first round warms up.
+                times[name].append(seconds)
+            if world.leads:
+                shutil.rmtree(target, ignore_errors=True)
+                os.sync()
+            world.barrier()
+    if world.leads:
+        (place / "times.json").write_text(json.dumps(times))
+    world.barrier()
+    world.leave()
+    os._exit(0)  # DCP leaves executors behind that outlive a return.
+
+
+def _time(world: World, save: Callable[[], Callable[[], Any]]) -> float:
+    """Seconds that `save` keeps the slower rank; what it returns waits for its end."""
+    world.barrier()
+    began = time.perf_counter()
+    finish = save()
+    blocked = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    finish()
+    dist.all_reduce(blocked, dist.ReduceOp.MAX, group=world.everyone)
+    return blocked.item()
+
+
+def _contenders(
+    world: World, local: dict[str, torch.Tensor], place: Path
+) -> dict[str, Callable[[Path], Callable[[], Any]]]:
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    spread = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in local.items()}
+    pieces = [
+        Piece(
+            PARAMETER, name, (NUM_RANKS * len(t), t.shape[1]), (world.rank * len(t), 0), t,
+            (world.rank,),
+        )
+        for name, t in local.items()
+    ]  # fmt: skip
+    # One saver for the whole run, as in training; its directory is emptied after each save.
+    saver = Saver(place / "moesaic", world, keep=1)
+    kept = DefaultStager(StagingOptions(False, False, False, False))
+
+    def ours(target: Path) -> Callable[[], Any]:
+        saver.save(State(pieces), int(target.name.rsplit("-", 1)[1]), {})
+        return saver.wait
+
+    def ours_first(target: Path) -> Callable[[], Any]:
+        fresh = Saver(target, world, keep=1)
+        fresh.save(State(pieces), 1, {})
+        return fresh.wait
+
+    def theirs(target: Path, **options: Any) -> Callable[[], Any]:
+        future: Any = dcp.async_save(spread, checkpoint_id=target, **options)
+        return lambda: future.result()
+
+    def raw(target: Path) -> Callable[[], Any]:
+        target.mkdir(exist_ok=True)
+        with (target / str(world.rank)).open("wb") as file:
+            for tensor in local.values():
+                file.write(tensor.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        return lambda: None
+
+    return {
+        "moesaic": ours,
+        "moesaic first save": ours_first,
+        "dcp.async_save": theirs,
+        "dcp.async_save kept stager": partial(theirs, async_stager=kept),
+        "raw write": raw,
+    }
+
+
+def _time_rows(times: dict[str, list[float]], rounds: int) -> list[Row]:
+    peers = {
+        "dcp.async_save": f"{DCP}, async_save, thread",
+        "dcp.async_save kept stager": f"{DCP}, async_save, one DefaultStager kept between saves",
+        "raw write": "writing the same bytes and fsync, same disk, no checkpoint",
+    }
+    claims: list[tuple[str, str, float | None]] = [
+        ("moesaic", "dcp.async_save", 0.25),
+        ("moesaic", "dcp.async_save kept stager", 1.0),
+        ("moesaic", "raw write", 1.0),
+        ("moesaic first save", "dcp.async_save", None),
+    ]
+    result = []
+    for own, peer, limit in claims:
+        ratios = [a / b for a, b in zip(times[own], times[peer], strict=True)]
+        low, high = _interval(ratios)
+        result.append(
+            _row(
+                f"blocking time of an asynchronous save, {own} / {peer}",
+                statistics.median(ratios), "x", "" if limit is None else f"<= {limit}",
+                None if limit is None else high <= limit, peers[peer], [low, high], rounds,
+            )
+        )  # fmt: skip
+    return result
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% bootstrap interval of the median."""
+    chance = np.random.default_rng(0)
+    samples = chance.choice(np.asarray(values), (10_000, len(values)))
+    low, high = np.quantile(np.median(samples, axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+# Flipped bits.
+
+
+def _run_flips(place: Path) -> dict[str, dict[str, int]]:
+    """For each way to draw a bit and each contender: flips found and values silently wrong."""
+    context = mp.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    # In a process of its own, with a ceiling on memory: DCP's metadata is a pickle, and a flipped
+    # pickle may ask for anything.
+    process = context.Process(target=_flip, args=(place, send))
+    process.start()
+    send.close()
+    result: dict[str, dict[str, int]] = receive.recv()
+    process.join()
+    return result
+
+
+def _flip(place: Path, pipe: Any) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Flipped pickles make the interpreter complain.
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    values = {f"w{i}": torch.randn(32, 1024) for i in range(4)}
+    state = {
+        name: Piece(PARAMETER, name, (32, 1024), (0, 0), t, (0,)) for name, t in values.items()
+    }
+    saver = Saver(place / "flips", World.solo(), keep=1)
+    saver.save(State(list(state.values())), 1, {})
+    saver.wait()
+    assert saver.newest is not None
+    dcp.save(dict(values), checkpoint_id=place / "flips-dcp", no_dist=True)
+    contenders = {
+        "moesaic": (saver.newest, _load_ours, (StoreError,)),
+        "dcp": (place / "flips-dcp", _load_theirs, (Exception, CheckpointException)),
+    }
+    result: dict[str, dict[str, int]] = {}
+    for draw in ("byte", "file"):
+        for name, (path, load, errors) in contenders.items():
+            result[f"{draw} {name}"] = _count(path, draw, values, load, errors)
+    pipe.send(result)
+
+
+def _count(
+    path: Path,
+    draw: str,
+    values: dict[str, torch.Tensor],
+    load: Callable[[Path, dict[str, torch.Tensor]], None],
+    errors: tuple[type[BaseException], ...],
+) -> dict[str, int]:
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    sizes = [file.stat().st_size for file in files]
+    chance = random.Random(7)
+    counts = {"found": 0, "wrong": 0, "harmless": 0}
+    for _ in range(NUM_FLIPS):
+        file = chance.choices(files, sizes if draw == "byte" else None)[0]
+        intact = file.read_bytes()
+        bit = chance.randrange(8 * len(intact))
+        flipped = bytearray(intact)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
+        try:
+            load(path, loaded)
+        except errors:
+            counts["found"] += 1
+        else:
+            same = all(torch.equal(loaded[name], tensor) for name, tensor in values.items())
+            counts["harmless" if same else "wrong"] += 1
+        file.write_bytes(intact)
+    return counts
+
+
+def _load_ours(path: Path, into: dict[str, torch.Tensor]) -> None:
+    checkpoint = Checkpoint.open(path)
+    checkpoint.verify()
+    checkpoint.fill([Piece(PARAMETER, n, tuple(t.shape), (0, 0), t, (0,)) for n, t in into.items()])
+
+
+def _load_theirs(path: Path, into: dict[str, torch.Tensor]) -> None:
+    dcp.load(dict(into), checkpoint_id=path, no_dist=True)
+
+
+def _flip_rows(spread: dict[str, dict[str, int]]) -> list[Row]:
+    result = []
+    for draw, words in (("byte", "drawn over all bytes"), ("file", "file drawn first")):
+        ours, theirs = spread[f"{draw} moesaic"], spread[f"{draw} dcp"]
+        against = (
+            f"{DCP}: {theirs['found']} found, {theirs['wrong']} loaded as wrong values, "
+            f"{theirs['harmless']} without effect"
+        )
+        result.append(
+            _row(
+                f"single-bit flips found of {NUM_FLIPS}, {words}", ours["found"], "flips",
+                f"== {NUM_FLIPS}", ours["found"] == NUM_FLIPS, against, None, NUM_FLIPS,
+            )
+        )  # fmt: skip
+    return result
+
+
+def _row(
+    name: str,
+    value: float,
+    unit: str,
+    bar: str,
+    holds: bool | None,
+    against: str,
+    interval: list[float] | None,
+    repeats: int,
+) -> Row:
+    return {
+        "name": name, "value": value, "unit": unit, "bar": bar, "holds": holds,
+        "against": against, "interval": interval, "repeats": repeats, "simulated": False,
+        "command": "python benchmarks/bench_checkpoint.py", "commit": None, "hardware": None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Print the rows as a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dir", type=Path, default=None)
+    arguments = parser.parse_args()
+    for row in rows(arguments.mib, arguments.rounds, arguments.dir):
+        interval = row["interval"]
+        spread = f" [{interval[0]:.4g}, {interval[1]:.4g}]" if interval else ""
+        verdict = {True: "holds", False: "MISSED", None: "-"}[row["holds"]]
+        print(f"{row['name']}: {row['value']:.4g} {row['unit']}{spread}  {row['bar']} {verdict}")
+        if row["against"]:
+            print(f"    against {row['against']}")
+
+
+if __name__ == "__main__":
+    main()
