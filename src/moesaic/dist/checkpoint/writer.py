@@ -108,8 +108,7 @@ class Saver:
         self._num_saves = 0
         self._newest: Path | None = None
         if world.leads:
-            for path in checkpoints.leftovers(directory):
-                checkpoints.remove(path)
+            self._clean()
 
     @property
     def newest(self) -> Path | None:
@@ -205,12 +204,16 @@ class Saver:
 
     # Rank 0.
 
+    def _clean(self) -> None:
+        """Remove what saves that failed or were killed have left; nobody writes there now."""
+        for path in checkpoints.leftovers(self._directory):
+            checkpoints.remove(path)
+
     def _lead(self, save: _Save) -> None:
         path = save.path
         try:
+            self._clean()
             path.mkdir(parents=True, exist_ok=True)
-            checkpoints.remove(path)
-            path.mkdir(exist_ok=True)
             self._board.post(f"{save.number}/place", path.name)
             self._phase("placed")
             mine = self._write_share(path, save)
@@ -219,7 +222,7 @@ class Saver:
             self._phase("gathered")
             self._commit(path, manifest)
         except BaseException as error:
-            _discard(path, COMMIT, checkpoints.PARTIAL_COMMIT, MANIFEST, rank=self._world.rank)
+            _discard(path, self._world.rank, COMMIT, checkpoints.PARTIAL_COMMIT, MANIFEST)
             given_up = not (path / COMMIT).exists()
             text = str(self._explain(error, save))
             self._board.post(f"{save.number}/verdict", {"error": text, "given_up": given_up})
@@ -288,7 +291,7 @@ class Saver:
         self._phase("committed")
 
     def _retire(self) -> None:
-        """Remove the checkpoints beyond `keep`; what resists is told and left to the next saver."""
+        """Remove the checkpoints beyond `keep`; what resists is told and left to the next save."""
         for path in checkpoints.committed(self._directory)[self._keep :]:
             try:
                 checkpoints.withdraw(path)
@@ -310,7 +313,7 @@ class Saver:
         try:
             mine = self._write_share(path, save)
         except BaseException as error:
-            _discard(path, rank=self._world.rank)
+            _discard(path, self._world.rank)
             self._board.post(f"{save.number}/{self._world.rank}", {"error": str(error)})
             raise
         self._board.post(f"{save.number}/{self._world.rank}", mine)
@@ -318,7 +321,7 @@ class Saver:
         message = self._board.read([verdict], patience_s)[1]
         if "error" in message:
             if message["given_up"]:
-                _discard(path, rank=self._world.rank)
+                _discard(path, self._world.rank)
             raise _Told(message["error"])
         self._newest = path
         self._phase("told")
@@ -357,18 +360,19 @@ def _ignore(*_: object, **__: object) -> None:
     """What is called where nobody listens."""
 
 
-def _discard(path: Path, *names: str, rank: int) -> None:
-    """Remove `names` and `rank`'s files of a save that failed, and the directory once empty.
+def _discard(path: Path, rank: int, *names: str) -> None:
+    """Remove `names`, then `rank`'s files, of a save that failed; rank 0 the directory if empty.
 
     Failing here hides nothing: the failure of the save is being raised, and what stays is cleaned
-    away when the next saver starts.
+    away by the next save.
     """
     with contextlib.suppress(OSError):
         for name in names:
             (path / name).unlink(missing_ok=True)
         for file in (*path.glob(f"rank-{rank}.*"), *path.glob(f"rank-{rank}-*")):
             file.unlink(missing_ok=True)
-        path.rmdir()
+        if rank == 0:
+            path.rmdir()
 
 
 def _merge(tensors: dict[str, TensorRecord], key: str, record: TensorRecord, rank: int) -> None:
