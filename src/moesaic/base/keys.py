@@ -225,12 +225,18 @@ def _list_phrase(kind: object, constraints: Iterable[Any]) -> str:
 def _range(constraints: Iterable[Any]) -> str:
     words = (("ge", "from"), ("gt", "above"), ("le", "up to"), ("lt", "below"))
     found = [
-        f" {word} {getattr(limit, name)}"
+        f" {word} {_number(getattr(limit, name))}"
         for name, word in words
         for limit in constraints
         if getattr(limit, name, None) is not None
     ]
     return " and".join(found)
+
+
+def _number(value: float) -> str:
+    """A limit; large powers of two as such."""
+    power = int(value).bit_length() - 1
+    return f"2^{power}" if power > 20 and value == 2**power else str(value)
 
 
 def _literals(annotation: object) -> tuple[Any, ...]:

@@ -69,6 +69,9 @@ def _explain_all(kind: type[BaseModel], as_json: bool) -> None:
     if as_json:
         screen.as_json([entry._asdict() for entry in entries])
         return
+    if not entries:
+        screen.say("this verb has no settings")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("key", "takes", "default", "meaning"):
         table.add_column(title, overflow="fold", no_wrap=title == "key")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, UserError
@@ -64,6 +65,8 @@ def generate(
         _tell(origin, config, ids, as_json)
         return 0
     stream = Stream(tokenizer) if len(prompts) == 1 and not as_json and out is None else None
+    if stream is not None and sys.stdout.isatty():
+        screen.out().print(Text(prompts[0], style="dim"), end="")
     rows = _generate(origin, config, tokenizer, ids, stream)
     if stream is not None:
         stream.close()

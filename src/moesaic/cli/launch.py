@@ -87,7 +87,8 @@ def _cause(logs: Path, failures: dict[int, Any]) -> MoesaicError:
         return CutOff("interrupted", INTERRUPTED)
     for record in records:
         return RankFailed(record["text"])
-    rank, failure = min(failures.items())
+    silent = sorted(failures.items(), key=lambda item: item[1].exitcode == -signal.SIGTERM)
+    rank, failure = silent[0]
     if failure.exitcode == -signal.SIGTERM:
         return CutOff(f"rank {rank} was ended by SIGTERM")
     return RankFailed(f"rank {rank} ended with exit status {failure.exitcode} and said nothing")

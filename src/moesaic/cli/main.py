@@ -20,7 +20,7 @@ from moesaic.cli.generate import generate
 from moesaic.cli.inspect import inspect
 from moesaic.cli.launch import INTERRUPTED, CutOff
 from moesaic.cli.report import report
-from moesaic.cli.train import train
+from moesaic.cli.train import speaker, train
 
 USER_ERROR = 2
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = application()(args=spell_out(given), prog_name="moesaic", standalone_mode=False)
     except UserError as error:
-        screen.fail(str(error))
+        screen.fail(f"{speaker()}{error}")
         return USER_ERROR
     except typer.TyperException as error:
         screen.fail(_usage(error.format_message(), given[0]))

@@ -82,7 +82,6 @@ def _agree(world: object, job: Path) -> Path:
 
 def main() -> int:
     """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
     try:
@@ -121,4 +120,5 @@ def encode(part: Part) -> str:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     sys.exit(main())

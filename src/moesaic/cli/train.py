@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -62,9 +64,8 @@ def train(
     plan = lay_out(loaded.job.layout, loaded.job.model, ranks)
     check_inputs(loaded.job, str(path))
     chosen, resume = _find_place(path, out, resume)
-    part = Part(
-        str(path), list(sets or ()), str(chosen) if chosen else None, resume, as_json, sys.argv
-    )
+    place = str(chosen) if chosen else None
+    part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv)
     if _leads():
         for warning in loaded.warnings:
             screen.warn(warning)
@@ -82,6 +83,11 @@ def _launched() -> bool:
 
 def _leads() -> bool:
     return not _launched() or os.environ["RANK"] == "0"
+
+
+def speaker() -> str:
+    """What a message of this process opens with: `rank 1: ` under torchrun, if it is not rank 0."""
+    return "" if _leads() else f"rank {os.environ['RANK']}: "
 
 
 def _num_ranks(nproc: int | None) -> int:
@@ -160,8 +166,8 @@ def _run(part: Part, job: Path, ranks: int) -> int:
         if ranks > 1:
             launch(part, ranks)
         else:
-            signal.signal(signal.SIGTERM, _end)
-            out, leads = take_part(part)
+            with _tidy_end():
+                out, leads = take_part(part)
             if not leads:
                 return 0
     except RankFailed as error:
@@ -177,8 +183,18 @@ def _run(part: Part, job: Path, ranks: int) -> int:
     return 0
 
 
-def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise CutOff("ended by SIGTERM")
+@contextmanager
+def _tidy_end() -> Iterator[None]:
+    """Let SIGTERM end this process by way of every `finally`."""
+
+    def end(_signal: int, _frame: FrameType | None) -> NoReturn:
+        raise CutOff("ended by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _how_to_go_on(out: Path | None, job: Path) -> str:

@@ -45,7 +45,7 @@ def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     warnings: list[str] = []
-    raw = _fill_from(fill_preset(raw, origin), origin, warnings)
+    raw = fill_preset(_fill_from(raw, origin, warnings), origin)
     job = parse(Job, raw, origin, sets)
     warnings += job.idle() + _export_warnings(job)
     if sets:
@@ -69,7 +69,7 @@ def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[st
         raise ConfigError(f"{shown} {reason}: give a Hugging Face model directory")
     config, told = read_config(path)
     warnings += told
-    fixed = sorted(rest.keys() - INERT)
+    fixed = [key for key in rest if key not in INERT]
     if fixed:
         beside = keys.listed(sorted(INERT), "and")
         raise ConfigError(

@@ -254,7 +254,8 @@ def test_json_holds_every_default_and_reads_back() -> None:
 
 def test_toml_reads_back() -> None:
     raw = {
-        "gears": 1, "wheel": {"radius": 1e-7}, "maker": "us", "tags": ['"quoted"', "a\\b\x7f\u00e9"],
+        "gears": 1, "wheel": {"radius": 1e-7}, "maker": "us",
+        "tags": ['"quoted"', "a\\b\x7f\u00e9"],
         "notes": {"a b": {"c": [1.5, True]}},
     }  # fmt: skip
     bicycle = parse(Bicycle, raw, "b")

@@ -100,7 +100,7 @@ WRONG = [
      '--set layout.shard=0: layout.shard = 0 is out of range: give an integer from 1 or "all"'),
     (["seed=-1"],
      "--set seed=-1: seed = -1 is out of range: "
-     "give an integer from 0 and below 9223372036854775808"),
+     "give an integer from 0 and below 2^63"),
 ]  # fmt: skip
 
 

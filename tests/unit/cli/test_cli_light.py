@@ -1,0 +1,155 @@
+"""What needs no engine: help, --explain, --dry-run; none of it may import one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic import __version__
+from moesaic.base import keys
+from moesaic.base.config import parse
+from moesaic.cli.main import main, spell_out
+from moesaic.facts.job import Job
+from moesaic.serve.config import GenerateConfig
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+
+[layout]
+ep = 2
+
+[data]
+path = "text.txt"
+sequence = 16
+
+[train]
+steps = 2
+batch = 2
+
+[schedule]
+kind = "constant"
+final = 0.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def run(line: str, capfd: pytest.CaptureFixture[str]) -> str:
+    assert main(line.split()) == 0
+    return capfd.readouterr().out
+
+
+LIGHT = [
+    "", "--help", "--version", "train --help", "generate -h", "convert --help", "inspect --help",
+    "report --help", "train --explain all", "train --explain train.batch",
+    "generate --explain all", "convert --explain to", "inspect --explain verify",
+    "report --explain all", "train job.toml --dry-run --nproc 2",
+    "train job.toml --dry-run --nproc 2 --json",
+]  # fmt: skip
+
+
+def test_it_answers_with_heavy_libraries_absent() -> None:
+    program = f"""
+import sys
+for name in ("torch", "datasets", "transformers", "plotly", "pyarrow", "tokenizers"):
+    sys.modules[name] = None
+from moesaic.cli.main import main
+for line in {LIGHT!r}:
+    assert main(line.split()) == 0, line
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr.decode() == (
+        'warning: schedule.final has no effect: schedule.kind = "constant" does not decay\n' * 2
+    )
+
+
+def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
+    text = run("--help", capfd)
+    for verb in ("train", "generate", "convert", "inspect", "report"):
+        assert verb in text
+        flags = run(f"{verb} --help", capfd)
+        for flag in ("--set", "--out", "--dry-run", "--json", "--explain"):
+            assert flag in flags
+    assert run("", capfd) == text
+    assert run("--version", capfd) == f"moesaic {__version__}\n"
+
+
+def test_explain(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("train --explain train.batch", capfd) == (
+        "train.batch: an integer from 1\n"
+        "  Samples of one global batch, over all ranks and micro-batches.\n"
+        "  required\n"
+    )
+    assert "model.from: a string\n" in run("train --explain model.from", capfd)
+    assert "  .warmup: Steps of linear" in run("train --explain schedule", capfd)
+    assert "default: 128" in run("generate --explain max_tokens", capfd)
+    assert "this verb has no settings" in run("report --explain all", capfd)
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("train", Job), ("generate", GenerateConfig)])
+def test_explain_all_leaves_no_key_out(
+    verb: str, kind: type[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = run(f"{verb} --explain all", capfd)
+    shown = [line.split()[0] for line in text.splitlines() if not line.startswith(" ")]
+    assert shown == ["key", *(entry.path for entry in keys.walk(kind))]
+    listed = json.loads(run(f"{verb} --explain all --json", capfd))
+    assert [entry["path"] for entry in listed] == shown[1:]
+
+
+def test_explain_as_json(capfd: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run("train --explain schedule --json", capfd))
+    assert [entry["path"] for entry in found] == [
+        "schedule", "schedule.kind", "schedule.warmup", "schedule.final",
+    ]  # fmt: skip
+
+
+def test_a_dry_run_tells_all_and_writes_nothing(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = set(place.rglob("*"))
+    line = "train job.toml --dry-run --nproc 2 --set train.steps=7"
+    text = run(line, capfd)
+    assert "parameters       1,927,296 in all, 747,648 active (39%)" in text
+    assert "plan             2 ranks, experts over 2, dense parameters on every rank" in text
+    assert "memory per rank  " in text
+    for kind in ("parameters", "gradients", "moments", "activations"):
+        assert f"  {kind}" in text
+    job = parse(Job, tomllib.loads(text.partition("\nparameters")[0]), "dry run")
+    assert job.train.steps == 7
+
+    facts = json.loads(run(f"{line} --json", capfd))
+    assert parse(Job, facts["job"], "dry run") == job
+    assert facts["plan"] == {"ranks": 2, "ep": 2, "shard": 1, "experts": 16}
+    assert facts["parameters"] == {"total": 1_927_296, "active": 747_648}
+    memory = facts["memory_per_rank"]
+    assert memory.pop("total_bytes") == sum(memory.values())
+    assert [warning.split()[0] for warning in facts["warnings"]] == ["schedule.final"]
+    assert set(place.rglob("*")) == before
+
+
+def test_resume_needs_no_value() -> None:
+    assert spell_out(["train", "a.toml", "--resume"])[-2:] == ["--resume", "auto"]
+    assert spell_out(["--resume", "--out", "x"]) == ["--resume", "auto", "--out", "x"]
+    assert spell_out(["--resume", "job.toml"]) == ["--resume", "auto", "job.toml"]
+    assert spell_out(["--resume", "run/step"]) == ["--resume", "run/step"]
+
+
+def test_the_page_of_keys_is_current() -> None:
+    page = Path(__file__).parents[3] / "docs" / "generate.py"
+    done = subprocess.run([sys.executable, str(page), "--check"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()

@@ -1,0 +1,188 @@
+"""Whatever the user gets wrong ends with one sentence, status 2, and nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 2
+batch = 2
+device = "cpu"
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)
+    (tmp_path / "text.txt").write_text("some text, and more of it, for a sample or two")
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "old" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "old" / "job.json").write_text("{}")
+    (tmp_path / "file").write_text("a file")
+    return tmp_path
+
+
+def written(place: Path) -> set[Path]:
+    return set(place.rglob("*"))
+
+
+TRAIN = [
+    ("train.stepz=5", "unknown key 'train.stepz': did you mean 'train.steps'?"),
+    ("trian.steps=5", "unknown key 'trian': did you mean 'train'?"),
+    ("steps=5", "unknown key 'steps': did you mean 'train.steps'?"),
+    ("train.lr=1", "unknown key 'train.lr': did you mean 'optimizer.lr'?"),
+    ("whatever=1", "unknown key 'whatever'"),
+    ("train.steps=ten", 'train.steps = "ten" is a string: give an integer from 1'),
+    ("train.steps=1.5", "train.steps = 1.5 is a number with a fraction"),
+    ("train.steps=true", "train.steps = true is a boolean"),
+    ("train.steps=0", "train.steps = 0 is out of range"),
+    ("train.steps={}", "train.steps is a table where a value is needed"),
+    ("train=3", "train = 3 is an integer where a table is needed"),
+    ("train.steps.x=1", "'train.steps' is a value"),
+    ("train.precision=fp31", 'did you mean "fp32"'),
+    ("train.micro_batches=3", "train.batch = 2 is not divisible by train.micro_batches = 3"),
+    ("train.device=gpu", "train.device = 'gpu' is no device"),
+    ("train.device=xpu", "train.device = 'xpu' is not supported"),
+    ("optimizer.lr=nan", "optimizer.lr = nan is out of range"),
+    ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] is 1 long"),
+    ('optimizer.betas=[0.9, "x"]', 'optimizer.betas[1] = "x" is a string'),
+    ("schedule.warmup=3", "schedule.warmup = 3 is longer than train.steps = 2"),
+    ("layout.ep=3", "layout.ep = 3 does not divide model.experts = 16"),
+    ("layout.ep=2", "layout.ep = 2 does not divide the number of ranks (1)"),
+    ("layout.shard=2", "layout.shard = 2 does not divide the number of ranks (1)"),
+    ("layout.shard=some", 'layout.shard = "some" is not known'),
+    ("model.preset=tiny", 'model.preset = "tiny" is not known'),
+    ("model.from=old", 'model.from = "old" holds no config.json'),
+    ("model.heads=5", "model.kv_heads = 4 does not divide model.heads = 5"),
+    ("model.vocab=100", "model.vocab = 100 is less than the 257 ids"),
+    ("model.family=llama", 'model.family = "llama" is dense, but model.experts = 16'),
+    ("routing.router=switch", "model.top_k = 4: set model.top_k = 1"),
+    ("routing.replay=no.parquet", 'routing.replay = "no.parquet" does not exist'),
+    ("data.path=nowhere", 'data.path = "nowhere" does not exist'),
+    ("data.path=*.jsonl", 'data.path = "*.jsonl" matches no file'),
+    ("data.tokenizer=nowhere", 'data.tokenizer = "nowhere" does not exist'),
+    ("data.tokenizer=file", "'file' is not a tokenizer"),
+    ("data.sequence=9999", "data.sequence = 9999 is longer than model.max_positions = 4096"),
+    ("log.mlflow=mine", 'log.mlflow = "mine" needs the package mlflow'),
+    ("nonsense", "--set 'nonsense' is not of the form key.path=value"),
+]
+
+
+@pytest.mark.parametrize(("item", "words"), TRAIN, ids=[item for item, _ in TRAIN])
+def test_a_wrong_job(item: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = written(place)
+    assert main(["train", "job.toml", "--set", item, "--out", "run"]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
+    assert written(place) == before
+
+
+@pytest.mark.parametrize("text", ["[train", "x = ", "a = 1\na = 2", "steps = hello", "\xff"])
+def test_a_file_that_is_no_toml(text: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (place / "job.toml").write_bytes(text.encode("latin-1"))
+    before = written(place)
+    assert main(["train", "job.toml"]) == 2
+    assert "job.toml" in capfd.readouterr().err
+    assert written(place) == before
+
+
+VERBS = [
+    ("train", "JOB.toml is missing"),
+    ("train no.toml", "there is no file 'no.toml'"),
+    ("train old", "'old' is a directory"),
+    ("train job.toml --nproc 0", "--nproc 0: give a number from 1"),
+    ("train job.toml --nproc two", "invalid value for '--nproc'"),
+    ("train job.toml --nproc 3 --set layout.ep=2", "does not divide the number of ranks (3)"),
+    ("train job.toml --out old", "--out 'old' already holds a run: add --resume"),
+    ("train job.toml --out file", "--out 'file' is a file"),
+    ("train job.toml --resume", "--resume needs --out RUN"),
+    ("train --resume job.toml", "--resume needs --out RUN"),
+    ("train job.toml --resume --out old", "--resume: 'old' holds no checkpoint"),
+    ("train job.toml --resume auto --out new", "--resume: 'new' holds no checkpoint"),
+    ("train job.toml --resume old/checkpoints/step-00000002", "is no checkpoint"),
+    ("train job.toml --frob", "no such option: --frob"),
+    ("train job.toml --set", "requires an argument"),
+    ("train --explain train.stpes", "did you mean 'train.steps'?"),
+    ("trian job.toml", "no such command 'trian'"),
+    ("generate", "MODEL is missing"),
+    ("generate nowhere --prompt x", "'nowhere' is not there"),
+    ("generate file --prompt x", "'file' is none of these"),
+    ("generate nowhere", "there is no prompt: give --prompt TEXT"),
+    ("generate nowhere --prompt x --set max_token=3", "did you mean 'max_tokens'?"),
+    ("generate nowhere --prompt x --set top_p=0", "top_p = 0 is out of range"),
+    ("convert", "SOURCE is missing"),
+    ("convert old", "--out is missing"),
+    ("convert nowhere --out new", "'nowhere' is not there"),
+    ("convert nowhere --out old", "'old' is not empty"),
+    ("convert nowhere --out new --set dtype=int8", 'dtype = "int8" is not known'),
+    ("inspect", "PATH is missing"),
+    ("inspect nowhere", "'nowhere' is not there"),
+    ("inspect file", "'file' is none of these"),
+    ("report", "RUN is missing"),
+    ("report nowhere", "there is no run directory 'nowhere'"),
+    ("report old old", "--out is missing"),
+    ("report old --out old", "--out 'old' is a directory"),
+    ("report old --set title=x", "unknown key 'title': there are no keys"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), VERBS, ids=[line for line, _ in VERBS])
+def test_a_wrong_command(
+    line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = written(place)
+    assert main(line.split()) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
+    assert written(place) == before
+
+
+def test_a_damaged_checkpoint_is_told_and_not_used(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = place / "old" / "checkpoints" / "step-00000002"
+    (path / "COMMIT").write_text("{}")
+    for line in ("generate old --prompt x", f"inspect {path}", f"convert {path} --out new"):
+        assert main(line.split()) == 2
+        assert capfd.readouterr().err.startswith("error: ")
+    assert not (place / "new").exists()
+
+
+def test_a_bug_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("moesaic.cli.train.load_job", broken)
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["train", "job.toml"])
+
+
+def test_an_interruption_is_tidy(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moesaic.cli.train.load_job", interrupted)
+    assert main(["train", "job.toml"]) == 130
+    assert capfd.readouterr().err == "interrupted\n"

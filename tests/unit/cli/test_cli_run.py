@@ -1,0 +1,236 @@
+"""One small run through every verb, in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.base.config import parse
+from moesaic.base.events import read_events
+from moesaic.cli.main import main
+from moesaic.facts.job import Job
+from moesaic.models.hf.settings import ConvertConfig
+from moesaic.models.hf.writer import SHARD_BYTES
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+layers = 1
+hidden = 32
+head_dim = 8
+ffn = 16
+
+[data]
+path = "text"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 4
+batch = 4
+device = "cpu"
+
+[log]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("cli")
+    (place / "text").mkdir()
+    for number in range(4):
+        (place / "text" / f"{number}.txt").write_text(f"Document {number}: " + "words " * 30)
+    (place / "job.toml").write_text(JOB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert main(["train", "job.toml", "--out", "run", "--set", "checkpoint.every=2"]) == 0
+        assert main(["convert", "run", "--out", "hf"]) == 0
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def run(line: str, capfd: pytest.CaptureFixture[str], *more: str) -> str:
+    assert main([*line.split(), *more]) == 0
+    return capfd.readouterr().out
+
+
+def loaded(line: str, capfd: pytest.CaptureFixture[str], *more: str) -> Any:
+    return json.loads(run(f"{line} --json", capfd, *more))
+
+
+def test_a_run_leaves_what_it_should() -> None:
+    job = parse(Job, json.loads(Path("run/job.json").read_text()), "job.json")
+    assert job.checkpoint.every == 2
+    assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --set checkpoint.every=2\n"
+    steps = [event["step"] for event in read_events(Path("run/events/rank-0.jsonl"))
+             if event["event"] == "step"]  # fmt: skip
+    assert steps == [1, 2, 3, 4]
+    assert "<html" in Path("run/report.html").read_text()[:500].lower()
+    assert json.loads(Path("run/versions.json").read_text())["moesaic"]
+
+
+def test_training_tells_what_came_of_it(capfd: pytest.CaptureFixture[str]) -> None:
+    text = run("train job.toml --out told --set train.steps=2", capfd)
+    assert "step 2/2: loss " in text
+    assert "trained 2 steps in " in text
+    assert "  checkpoint  told/checkpoints/step-00000002\n" in text
+    assert "  report      told/report.html\n" in text
+    assert '  next        moesaic generate told --prompt "..."\n' in text
+
+
+def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = loaded("train job.toml --set train.steps=1", capfd)
+    out = Path(facts["directory"])
+    assert out.parent == Path("runs")
+    assert out.name.startswith("job-")
+    assert (facts["status"], facts["step"]) == ("finished", 1)
+    assert Path(facts["report"]).is_file()
+
+
+def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    run("train job.toml --out resumed --set train.steps=2", capfd)
+    line = "train job.toml --out resumed"
+    assert "resuming from resumed/checkpoints/step-00000002" in run(f"{line} --resume", capfd)
+    path = "resumed/checkpoints/step-00000002"
+    run(f"train job.toml --resume {path}", capfd)
+    run(f"train job.toml --resume {path} --out branched", capfd)
+    assert sorted(p.name for p in Path("branched/checkpoints").iterdir()) == ["step-00000004"]
+    events = list(read_events(Path("resumed/events/rank-0.jsonl")))
+    assert [event["step"] for event in events if event["event"] == "run_start"] == [1, 3, 3]
+
+    before = Path("branched/job.json").read_bytes()
+    assert main(f"train job.toml --resume {path} --out branched".split()) == 2
+    assert "already holds a run" in capfd.readouterr().err
+    assert (
+        main(["train", "job.toml", "--resume", "--out", "resumed", "--set", "train.steps=3"]) == 2
+    )
+    assert "train.steps = 3" in capfd.readouterr().err
+    assert Path("branched/job.json").read_bytes() == before
+
+
+def test_text_is_continued_from_any_form(capfd: pytest.CaptureFixture[str]) -> None:
+    tokens = []
+    for model in ("run", "run/checkpoints/step-00000004", "hf"):
+        more = ["--prompt", "Document", "--set", "temperature=0", "--set", "max_tokens=5"]
+        (row,) = loaded(f"generate {model}", capfd, *more)
+        assert row["prompt_tokens"] == list(b"Document")
+        tokens.append(row["tokens"])
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert 1 <= len(tokens[0]) <= 5
+
+
+def test_text_streams_and_draws_repeat(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ["--set", "max_tokens=12", "--set", "temperature=5"]
+    (row,) = loaded("generate run --prompt Doc", capfd, *sets)
+    assert run("generate run --prompt Doc", capfd, *sets) == row["text"] + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Doc\n"))
+    assert run("generate run", capfd, *sets) == row["text"] + "\n"
+    (other,) = loaded("generate run --prompt Doc --set seed=1", capfd, *sets)
+    assert other["tokens"] != row["tokens"]
+
+
+def test_several_prompts_and_a_file(capfd: pytest.CaptureFixture[str]) -> None:
+    line = "generate run --prompt One --prompt Two --set max_tokens=3"
+    text = run(line, capfd)
+    assert [part for part in text.splitlines() if part.startswith("---")] == ["--- One", "--- Two"]
+    assert run(f"{line} --json --out results/text.json", capfd) == ""
+    assert [row["prompt"] for row in json.loads(Path("results/text.json").read_text())] == [
+        "One", "Two",
+    ]  # fmt: skip
+
+
+def test_generation_can_be_rehearsed_and_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = loaded("generate run --prompt Doc --dry-run", capfd)
+    assert facts["prompt_tokens"] == [3]
+    for item, words in (
+        ("max_tokens=5000", "max_tokens = 5000 are more than the model's 4096 positions"),
+        ("device=tpu", "device = 'tpu' is no device"),
+        ("tokenizer=nowhere", "'nowhere' does not exist"),
+    ):
+        assert main(["generate", "run", "--prompt", "Doc", "--set", item]) == 2
+        assert words in capfd.readouterr().err
+    assert main(["generate", "run", "--prompt", ""]) == 2
+    assert 'prompt "" holds no token' in capfd.readouterr().err
+
+
+def test_a_model_is_converted(capfd: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(Path("hf/config.json").read_text())["model_type"] == "olmoe"
+    facts = loaded("convert run --out narrow --set dtype=bf16", capfd)
+    assert facts["from"] == "run/checkpoints/step-00000004"
+    assert facts["bytes"] < sum(path.stat().st_size for path in Path("hf").iterdir())
+    assert "wrote back from hf" in run("convert hf --out back --set to=checkpoint", capfd)
+    assert loaded("inspect back", capfd)["kind"] == "checkpoint"
+    assert "parameters" in run("convert hf --out never --dry-run", capfd)
+    assert not Path("never").exists()
+    assert ConvertConfig().max_shard_bytes == SHARD_BYTES
+
+
+def test_a_directory_is_inspected(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = loaded("inspect run --set verify=true", capfd)
+    assert (facts["kind"], facts["status"], facts["step"]) == ("run", "finished", 4)
+    assert [row["step"] for row in facts["checkpoints"]] == [4, 2]
+    assert all(row["verified"] for row in facts["checkpoints"])
+
+    facts = loaded("inspect run/checkpoints/step-00000002", capfd)
+    assert (facts["kind"], facts["step"], facts["verified"]) == ("checkpoint", 2, False)
+    assert facts["holds"] == ["first_moment", "parameter", "second_moment"]
+
+    facts = loaded("inspect hf --set verify=true", capfd)
+    assert (facts["kind"], facts["dtypes"]) == ("Hugging Face model", ["F32"])
+    weights = Path("hf/model.safetensors").read_bytes()
+    assert facts["sha256"] == {"model.safetensors": hashlib.sha256(weights).hexdigest()}
+
+    for target in ("run", "run/checkpoints/step-00000002", "hf"):
+        text = run(f"inspect {target}", capfd)
+        assert text.startswith(f"{target}: ")
+        assert "parameters total" in text
+    assert run("inspect run --json --out facts.json", capfd) == Path("facts.json").read_text()
+
+
+def test_damage_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    run("train job.toml --out hurt --set train.steps=2 --set checkpoint.every=1", capfd)
+    victim = next(Path("hurt/checkpoints/step-00000001").glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    assert main(["inspect", "hurt"]) == 0
+    capfd.readouterr()
+    assert main(["inspect", "hurt", "--set", "verify=true"]) == 2
+    said = capfd.readouterr()
+    assert victim.name in said.err
+    assert "step 2" in said.out
+    assert main(["generate", "hurt/checkpoints/step-00000001", "--prompt", "x"]) == 2
+    assert victim.name in capfd.readouterr().err
+
+
+def test_runs_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("run/report.html").unlink()
+    assert run("report run --dry-run", capfd) == "would write run/report.html\n"
+    assert not Path("run/report.html").exists()
+    assert loaded("report run", capfd)["step"] == 4
+    assert not Path("run/report.html").exists()
+    assert run("report run", capfd) == "wrote run/report.html\n"
+    assert run("report run run --out pages/both.html", capfd) == "wrote pages/both.html\n"
+    assert Path("pages/both.html").stat().st_size > 1000
+    assert [row["step"] for row in loaded("report run run", capfd)] == [4, 4]
+
+
+def test_from_fine_tunes(capfd: pytest.CaptureFixture[str]) -> None:
+    job = JOB.partition("[data]")
+    Path("tune.toml").write_text('[model]\nfrom = "hf"\n\n' + job[1] + job[2])
+    facts = loaded("train tune.toml --out tuned --set train.steps=1", capfd)
+    base = loaded("report run", capfd)
+    assert facts["first_loss"] < base["first_loss"]
+    assert json.loads(Path("tuned/job.json").read_text())["source"] == str(Path("hf").resolve())

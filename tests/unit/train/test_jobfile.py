@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.models.hf.config import config_text
+from moesaic.train.data import open_tokenizer
+from moesaic.train.jobfile import BYTES_VOCABULARY, check_inputs, load_job
+
+JOB = """# what a person wrote
+[model]
+{model}
+
+[data]
+path = "text.txt"
+sequence = 16
+
+[train]
+steps = 2
+batch = 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    return tmp_path
+
+
+def write(model: str = 'preset = "tiny-olmoe"') -> Path:
+    Path("job.toml").write_text(JOB.format(model=model))
+    return Path("job.toml")
+
+
+def write_model(directory: str = "hf", **changes: object) -> ModelConfig:
+    model = parse(ModelConfig, {**PRESETS["tiny-mixtral"], **changes}, "preset")
+    Path(directory).mkdir()
+    Path(directory, "config.json").write_text(config_text(model, "float32"))
+    return model
+
+
+def refusal(*sets: str, model: str = 'preset = "tiny-olmoe"') -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(load_job(write(model), sets).job, "job.toml")
+    return str(caught.value)
+
+
+def test_a_job_keeps_its_text_and_what_was_set() -> None:
+    text = write().read_text()
+    loaded = load_job(Path("job.toml"))
+    assert (loaded.text, loaded.warnings) == (text, [])
+    loaded = load_job(Path("job.toml"), ["train.steps=3", "data.path=a\nb"])
+    assert loaded.job.train.steps == 3
+    assert loaded.text == f"{text.rstrip()}\n\n# --set train.steps=3\n# --set data.path=a\n# b\n"
+
+
+def test_from_takes_the_model_and_names_the_source(place: Path) -> None:
+    model = write_model(rope_theta=12345.0)
+    loaded = load_job(write('from = "hf"\nmax_positions = 64\ninit_std = 0.5'))
+    assert loaded.job.source == str(place / "hf")
+    assert loaded.job.model == model.model_copy(update={"max_positions": 64, "init_std": 0.5})
+    again = parse(Job, json.loads(loaded.job.to_json()), "job.json")
+    assert again == loaded.job
+
+
+def test_what_a_config_json_says_beyond_is_told() -> None:
+    write_model()
+    raw = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps({**raw, "mystery": 1}))
+    (warning,) = load_job(write('from = "hf"')).warnings
+    assert "mystery" in warning
+
+
+def test_settings_without_effect_are_told() -> None:
+    loaded = load_job(write('preset = "tiny-dense"'), ["routing.z_loss=0.1"])
+    assert loaded.warnings == ["routing.z_loss has no effect: the model is dense"]
+
+
+def test_a_model_that_cannot_be_exported_is_told() -> None:
+    (warning,) = load_job(write('preset = "tiny-mixtral"\nrenormalise = false')).warnings
+    assert warning.startswith("this model cannot be exported to a Hugging Face directory: ")
+
+
+def test_from_that_cannot_be_followed() -> None:
+    write_model()
+    Path("empty").mkdir()
+    give = "give a Hugging Face model directory"
+    assert refusal(model='from = "no"') == f'job.toml: model.from = "no" is no directory: {give}'
+    assert refusal(model='from = "empty"') == (
+        f'job.toml: model.from = "empty" holds no config.json: {give}'
+    )
+    assert refusal(model="from = 3") == f"job.toml: model.from = 3 is not a string: {give}"
+    remedy = (
+        "the directory says what the model is, remove one of the two "
+        "(beside it there may be init_std and max_positions)"
+    )
+    assert refusal(model='from = "hf"\nhidden = 64') == (
+        f'job.toml: model.from = "hf" and model.hidden = 64: {remedy}'
+    )
+    assert refusal(model='preset = "tiny-olmoe"\nfrom = "hf"') == (
+        f'job.toml: model.from = "hf" and model.preset = "tiny-olmoe": {remedy}'
+    )
+
+
+def test_source_is_not_for_files() -> None:
+    assert refusal("source=hf") == (
+        "job.toml: 'source' is not a key of a job: write from = DIR in [model]"
+    )
+
+
+def test_inputs_that_are_not_there(place: Path) -> None:
+    Path("tok").mkdir()
+    where = f"give a file, a directory or a glob, relative to {place}"
+    for key in ("data.path", "data.validation_path"):
+        assert refusal(f"{key}=no.txt") == f'job.toml: {key} = "no.txt" does not exist: {where}'
+        assert refusal(f"{key}=*.md") == f'job.toml: {key} = "*.md" matches no file: {where}'
+        assert refusal(f'{key}=""') == f'job.toml: {key} = "" does not exist: {where}'
+    assert refusal("data.tokenizer=no") == (
+        'job.toml: data.tokenizer = "no" does not exist: '
+        'give "bytes", a tokenizer.json, or the directory that holds one'
+    )
+    assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
+    assert refusal("model.vocab=256") == (
+        "job.toml: model.vocab = 256 is less than the 257 ids of "
+        'data.tokenizer = "bytes": set model.vocab to 257 or more'
+    )
+    assert refusal("routing.replay=no") == (
+        'job.toml: routing.replay = "no" does not exist: give a file written by routing.record'
+    )
+    assert refusal("log.wandb=mine") == (
+        'job.toml: log.wandb = "mine" needs the package wandb: '
+        "pip install 'moesaic[wandb]', or remove the key"
+    )
+
+
+def test_inputs_that_are_there(place: Path) -> None:
+    Path("tokenizer.json").write_text("{}")
+    sets = ["data.tokenizer=tokenizer.json", "data.path=*.txt", f"data.validation_path={place}"]
+    check_inputs(load_job(write(), sets).job, "job.toml")
+
+
+def test_the_size_of_the_byte_vocabulary_is_the_tokenizers() -> None:
+    assert open_tokenizer("bytes").size == BYTES_VOCABULARY

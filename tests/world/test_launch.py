@@ -1,0 +1,156 @@
+"""Ranks started by --nproc and by torchrun: how they end, and what the user hears of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moesaic.base.events import read_events
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+layers = 1
+hidden = 32
+head_dim = 8
+ffn = 16
+
+[layout]
+ep = 2
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 3
+batch = 4
+device = "cpu"
+
+[log]
+tensorboard = false
+"""
+
+ENDLESS = ["--set", "train.steps=1000000", "--set", "checkpoint.every=2", "--out", "run"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("words and more words " * 40)
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def start(place: Path, *flags: str, module: str = "moesaic") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *module.split(), "train", "job.toml", *flags],
+        cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def ranks_of(parent: int) -> list[int]:
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed}
+    return [pid for pid, command in commands.items() if b"moesaic.cli.rank" in command]
+
+
+def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def test_ranks_train_and_the_parent_tells(place: Path) -> None:
+    process = start(place, "--nproc", "2", "--out", "run", "--json")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    facts = json.loads(out)
+    assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
+    assert all(line.startswith("step ") for line in err.splitlines())
+    assert (place / "run" / "report.html").is_file()
+    for rank in (0, 1):
+        events = read_events(place / "run" / "events" / f"rank-{rank}.jsonl")
+        assert sum(event["event"] == "rank_step" for event in events) == 3
+    command = json.loads((place / "run" / "versions.json").read_text())["command"]
+    assert command[-5:] == ["--nproc", "2", "--out", "run", "--json"]
+
+
+def test_a_mistake_that_ranks_find_is_told_once(place: Path) -> None:
+    # It reads as lines of JSON only when a rank opens it.
+    process = start(place, "--nproc", "2", "--out", "run", "--set", "data.format=jsonl")
+    out, err = process.communicate(timeout=90)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "text.txt" in err
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "words"),
+    [
+        (signal.SIGINT, 130, "error: interrupted"),
+        (signal.SIGKILL, -9, None),
+    ],
+)
+def test_ranks_end_with_their_parent(
+    number: signal.Signals, status: int, words: str | None, place: Path
+) -> None:
+    process = start(place, "--nproc", "2", *ENDLESS)
+    wait_for(lambda: any(place.glob("run/checkpoints/*/COMMIT")), process)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    if words is not None:
+        assert err == f"{words}; to go on: moesaic train job.toml --out run --resume\n"
+    end = time.monotonic() + 20
+    while not all(gone(pid) for pid in ranks):
+        assert time.monotonic() < end, "a rank outlived its parent"
+        time.sleep(0.05)
+
+
+def test_a_rank_that_is_killed_ends_the_run(place: Path) -> None:
+    process = start(place, "--nproc", "2", *ENDLESS)
+    wait_for(lambda: any(place.glob("run/checkpoints/*/COMMIT")), process)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert err == (
+        "error: rank 1 was ended by SIGKILL, often for want of memory; "
+        "to go on: moesaic train job.toml --out run --resume\n"
+    )
+    assert all(gone(pid) for pid in ranks)
+
+
+def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:
+    module = "torch.distributed.run --standalone --nproc-per-node 2 -m moesaic"
+    process = start(place, module=module)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert out.count("trained 3 steps") == 1
+    (run,) = (place / "runs").iterdir()
+    assert run.name.startswith("job-")
+    assert (run / "events" / "rank-1.jsonl").is_file()
