@@ -6,7 +6,6 @@ of its keys and `--explain` says what they mean. No key has a flag of its own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -85,8 +84,3 @@ def need(value: Path | None, name: str, verb: str) -> Path:
     if value is None:
         raise UserError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
     return value
-
-
-def dumps(value: object) -> str:
-    """JSON as the command line prints it."""
-    return json.dumps(value, indent=2, default=str)

@@ -179,7 +179,7 @@ class Stream:
 
 def _give(results: list[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     if as_json:
-        text = flags.dumps(results) + "\n"
+        text = screen.dumps(results) + "\n"
     elif len(results) == 1:
         text = f"{results[0]['text']}\n"
     else:

@@ -149,7 +149,7 @@ def _write(out: Path, facts: dict[str, Any], dry_run: bool) -> None:
     if dry_run:
         return
     try:
-        out.write_text(flags.dumps(facts) + "\n", encoding="utf-8")
+        out.write_text(screen.dumps(facts) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"--out '{out}' cannot be written ({error.strerror}): name another"

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+if TYPE_CHECKING:
+    from moesaic.train.trainer import Progress as Watcher
+
 LINE_EVERY_S = 10.0
 """Pause between two lines where there is no terminal."""
-
-
-class Watcher(Protocol):
-    """What the trainer tells."""
-
-    def message(self, text: str) -> None:
-        """Say something."""
-
-    def start(self, total: int, done: int) -> None:
-        """Training begins with `done` of `total` steps behind it."""
-
-    def step(self, figures: Mapping[str, float]) -> None:
-        """One more step is done."""
-
-    def done(self) -> None:
-        """Training is over."""
 
 
 def watcher(console: Console, shown: bool) -> Watcher:

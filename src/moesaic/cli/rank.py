@@ -15,11 +15,15 @@ import traceback
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moesaic.base.errors import UserError
 from moesaic.cli import screen
 from moesaic.cli.progress import watcher
 from moesaic.train.jobfile import load_job
+
+if TYPE_CHECKING:
+    from moesaic.dist.world import World
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's agent wants a failure written."""
@@ -70,11 +74,8 @@ def default_out(job: Path) -> Path:
     return next((path for path in wanted if not path.exists()), wanted[-1])
 
 
-def _agree(world: object, job: Path) -> Path:
+def _agree(world: World, job: Path) -> Path:
     """The directory that rank 0 chooses, on every rank."""
-    from moesaic.dist.world import World
-
-    assert isinstance(world, World)
     if world.leads:
         world.store.set("run directory", str(default_out(job)))
     return Path(world.store.get("run directory").decode())

@@ -33,7 +33,12 @@ def show(renderable: RenderableType) -> None:
 
 def as_json(value: object) -> None:
     """JSON on stdout, and nothing else."""
-    print(json.dumps(value, indent=2, default=str))
+    print(dumps(value))
+
+
+def dumps(value: object) -> str:
+    """JSON as it is printed."""
+    return json.dumps(value, indent=2, default=str)
 
 
 def warn(text: str) -> None:
