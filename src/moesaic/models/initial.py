@@ -31,13 +31,13 @@ class InitialSource:
     def _values(self, piece: Piece) -> Tensor:
         trailing = math.prod(piece.shape[1:])
         whole_rows = piece.tensor.shape[1:] == torch.Size(piece.shape[1:])
-        first, rows = (piece.offset[0], piece.tensor.shape[0]) if whole_rows else (0, piece.shape[0])
+        first, rows = (
+            (piece.offset[0], piece.tensor.shape[0]) if whole_rows else (0, piece.shape[0])
+        )
         purpose = f"initial {piece.name}"
         values = normal(self._seed, purpose, first * trailing, (first + rows) * trailing)
         values = values.view(rows, *piece.shape[1:]) * self._deviation
         if whole_rows:
             return values
-        box = tuple(
-            slice(a, a + n) for a, n in zip(piece.offset, piece.tensor.shape, strict=True)
-        )
+        box = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.tensor.shape, strict=True))
         return values[box]
