@@ -1,0 +1,78 @@
+"""What a run writes beside its checkpoints, read back by the tools that people use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesaic.base.errors import ConfigError
+from moesaic.base.events import read_events
+from moesaic.base.records import read_records
+from moesaic.dist.world import World
+from moesaic.testing.jobs import tiny_job
+from moesaic.train.record import MlflowSink, RunRecord, WandbSink, open_sinks
+from moesaic.train.run import StepFacts
+
+
+def facts(step: int) -> StepFacts:
+    return StepFacts(
+        step=step, loss=5.0 - step, total_loss=5.5 - step, balance_loss=1.0, z_loss=2.0,
+        grad_norm=0.5, lr=1e-3, tokens=96, flips=0, dropped={0: 1, 1: 2},
+        counts={0: torch.tensor([3, 4]), 1: torch.tensor([7, 0])}, phases={"forward": 0.1},
+    )  # fmt: skip
+
+
+def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = tiny_job(log={"loads_every": 2})
+    record = RunRecord(tmp_path, job, World.solo())
+    for step in (1, 2, 3, 4):
+        figures = record.step(facts(step), 0.5)
+    record.validation(4, 1.25, 200, 0.1)
+    record.close()
+    assert (figures["tokens_per_s"], figures["dropped"]) == (192.0, 3)
+    events = list(read_events(tmp_path / "events" / "rank-0.jsonl"))
+    assert [e["loss"] for e in events if e["event"] == "step"] == [4.0, 3.0, 2.0, 1.0]
+    assert [e["phases"] for e in events if e["event"] == "rank_step"] == [{"forward": 0.1}] * 4
+    rows = [row for part in read_records(tmp_path / "loads") for row in part.to_pylist()]
+    assert [(r["step"], r["layer"], r["counts"], r["dropped"]) for r in rows] == [
+        (2, 0, [3, 4], 1), (2, 1, [7, 0], 2), (4, 0, [3, 4], 1), (4, 1, [7, 0], 2),
+    ]  # fmt: skip
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [s.value for s in board.Scalars("train/loss")] == [4.0, 3.0, 2.0, 1.0]
+    assert [(s.step, s.value) for s in board.Scalars("validation/loss")] == [(4, 1.25)]
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for extra in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, extra, None)
+        job = tiny_job(log={extra: "somewhere", "tensorboard": False})
+        with pytest.raises(ConfigError, match=rf"log\.{extra} = 'somewhere'.*moesaic\[{extra}\]"):
+            open_sinks(job.log, job, tmp_path)
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    sink = WandbSink("project", tiny_job(), "name")
+    sink.scalars(1, {"train/loss": 2.0})
+    sink.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the mlflow extra is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    sink = MlflowSink("experiment", "name")
+    sink.scalars(3, {"train/loss": 2.0})
+    sink.close()
+    runs = mlflow.search_runs(experiment_names=["experiment"], output_format="list")
+    assert runs[0].data.metrics["train/loss"] == 2.0
