@@ -1,10 +1,11 @@
 """How long an asynchronous save keeps training waiting, and which flipped bits are found.
 
 Two gloo ranks each hold MIB MiB of fp32 state, cut over both along the first dimension. In each
-round every contender saves once, in an order that turns; a save is over before the next begins. A
+round every contender saves once, in an order that turns; a save is over before the next begins.
+After the call each rank multiplies matrices, as a forward and backward pass would, and then asks
+whether it may change the state. Kept waiting is the time in the call and in that question. A
 save's figure is that of the slower rank, as training waits for both. Ratios are paired within a
-round. "first save" is that of a new saver, which also pays for the memory of the copy; a training
-run prepares that before its first step.
+round.
 
     python benchmarks/bench_checkpoint.py [--mib 256] [--rounds 15] [--dir build]
 """
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,8 +48,11 @@ from moesaic.dist.world import World
 NUM_RANKS = 2
 NUM_TENSORS = 16
 NUM_FLIPS = 300
+NUM_PRODUCTS = 60
 DCP = f"torch.distributed.checkpoint {torch.__version__}"
 Row = dict[str, Any]
+Waits = tuple[Callable[[], Any], Callable[[], Any]]
+"""Wait until the state may change; wait until the save is over."""
 
 
 def rows(mib: int = 256, rounds: int = 15, directory: Path | None = None) -> list[Row]:
@@ -80,14 +85,15 @@ def _rank(rank: int, port: int, place: Path, mib: int, rounds: int) -> None:
     height = mib * 2**20 // 4 // columns // NUM_TENSORS
     local = {f"w{i}": torch.randn(height, columns) for i in range(NUM_TENSORS)}
     contenders = _contenders(world, local, place)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[float]] = defaultdict(list)
     names = list(contenders)
     for number in range(rounds + 1):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             target = place / f"{name.replace(' ', '-')}-{number}"
-            seconds = _time(world, partial(contenders[name], target))
+            waited_s, step_s = _time(world, partial(contenders[name], target))
             if number:  # The first round warms up.
-                times[name].append(seconds)
+                times[name].append(waited_s)
+                times[f"step, {name}"].append(step_s)
             if world.leads:
                 shutil.rmtree(target, ignore_errors=True)
                 os.sync()
@@ -99,20 +105,27 @@ def _rank(rank: int, port: int, place: Path, mib: int, rounds: int) -> None:
     os._exit(0)  # DCP leaves executors behind that outlive a return.
 
 
-def _time(world: World, save: Callable[[], Callable[[], Any]]) -> float:
-    """Seconds that `save` keeps the slower rank; what it returns waits for its end."""
+def _time(world: World, save: Callable[[], Waits]) -> tuple[float, float]:
+    """Seconds that the slower rank is kept waiting by `save`, and that save and step take."""
+    matrix = torch.randn(512, 512)
     world.barrier()
     began = time.perf_counter()
-    finish = save()
-    blocked = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    settle, finish = save()
+    waited_s = time.perf_counter() - began
+    for _ in range(NUM_PRODUCTS):
+        torch.mm(matrix, matrix)
+    asked = time.perf_counter()
+    settle()
+    ended = time.perf_counter()
+    figures = torch.tensor([waited_s + ended - asked, ended - began], dtype=torch.float64)
     finish()
-    dist.all_reduce(blocked, dist.ReduceOp.MAX, group=world.everyone)
-    return blocked.item()
+    dist.all_reduce(figures, dist.ReduceOp.MAX, group=world.everyone)
+    return figures[0].item(), figures[1].item()
 
 
 def _contenders(
     world: World, local: dict[str, torch.Tensor], place: Path
-) -> dict[str, Callable[[Path], Callable[[], Any]]]:
+) -> dict[str, Callable[[Path], Waits]]:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     spread = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in local.items()}
     pieces = [
@@ -126,35 +139,41 @@ def _contenders(
     saver = Saver(place / "moesaic", world, keep=1)
     kept = DefaultStager(StagingOptions(False, False, False, False))
 
-    def ours(target: Path) -> Callable[[], Any]:
-        saver.save(State(pieces), int(target.name.rsplit("-", 1)[1]), {})
-        return saver.wait
+    def ours(target: Path, overlap: bool) -> Waits:
+        saver.save(State(pieces), int(target.name.rsplit("-", 1)[1]), {}, overlap)
+        return saver.settle, saver.wait
 
-    def ours_first(target: Path) -> Callable[[], Any]:
+    def ours_first(target: Path) -> Waits:
         fresh = Saver(target, world, keep=1)
         fresh.save(State(pieces), 1, {})
-        return fresh.wait
+        return fresh.settle, fresh.wait
 
-    def theirs(target: Path, **options: Any) -> Callable[[], Any]:
+    def theirs(target: Path, **options: Any) -> Waits:
         future: Any = dcp.async_save(spread, checkpoint_id=target, **options)
-        return lambda: future.result()
+        return _nothing, future.result
 
-    def raw(target: Path) -> Callable[[], Any]:
+    def raw(target: Path) -> Waits:
         target.mkdir(exist_ok=True)
         with (target / str(world.rank)).open("wb") as file:
             for tensor in local.values():
                 file.write(tensor.numpy().data)
             file.flush()
             os.fsync(file.fileno())
-        return lambda: None
+        return _nothing, _nothing
 
     return {
-        "moesaic": ours,
+        "moesaic": partial(ours, overlap=True),
+        "moesaic copying first": partial(ours, overlap=False),
         "moesaic first save": ours_first,
         "dcp.async_save": theirs,
         "dcp.async_save kept stager": partial(theirs, async_stager=kept),
         "raw write": raw,
+        "no save": lambda target: (_nothing, _nothing),
     }
+
+
+def _nothing() -> None:
+    """What there is to wait for where there is nothing."""
 
 
 def _time_rows(times: dict[str, list[float]], rounds: int) -> list[Row]:
@@ -167,6 +186,8 @@ def _time_rows(times: dict[str, list[float]], rounds: int) -> list[Row]:
         ("moesaic", "dcp.async_save", 0.25),
         ("moesaic", "dcp.async_save kept stager", 1.0),
         ("moesaic", "raw write", 1.0),
+        ("moesaic copying first", "dcp.async_save", None),
+        ("moesaic copying first", "dcp.async_save kept stager", 1.0),
         ("moesaic first save", "dcp.async_save", None),
     ]
     result = []
@@ -175,9 +196,18 @@ def _time_rows(times: dict[str, list[float]], rounds: int) -> list[Row]:
         low, high = _interval(ratios)
         result.append(
             _row(
-                f"blocking time of an asynchronous save, {own} / {peer}",
+                f"time an asynchronous save keeps training waiting, {own} / {peer}",
                 statistics.median(ratios), "x", "" if limit is None else f"<= {limit}",
                 None if limit is None else high <= limit, peers[peer], [low, high], rounds,
+            )
+        )  # fmt: skip
+    for own in ("moesaic", "moesaic copying first", "dcp.async_save", "dcp.async_save kept stager"):
+        steps, bare = times[f"step, {own}"], times["step, no save"]
+        added = [a - b for a, b in zip(steps, bare, strict=True)]
+        result.append(
+            _row(
+                f"time that waiting and a slower step add, {own}", statistics.median(added), "s",
+                "", None, "the same step without a save", list(_interval(added)), rounds,
             )
         )  # fmt: skip
     return result

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, committed, newest_intact
 from moesaic.dist.checkpoint.manifest import DTYPES
+from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece, State
 from moesaic.dist.world import World
 from moesaic.testing.states import Box, Division, blank, cut, rows, same_bits, whole, worlds
@@ -155,7 +156,8 @@ def test_the_newest_commits_stay_even_when_the_run_goes_back(tmp_path: Path) -> 
     assert newest.counters["step"] == 30
 
 
-def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_save_holds_the_moment_it_was_called(tmp_path: Path, overlap: bool) -> None:
     go_on = threading.Event()
 
     def phase(name: str) -> None:
@@ -164,8 +166,9 @@ def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
 
     saver = Saver(tmp_path, World.solo(), keep=1, phase=phase)
     state = solo_state(5)
-    saver.save(state, 5, {})
+    saver.save(state, 5, {}, overlap)
     wanted = [piece.tensor.clone() for piece in state.pieces]
+    saver.settle()
     state.counters["step"] = 99
     for piece in state.pieces:
         piece.tensor.zero_()
@@ -175,6 +178,67 @@ def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
     checkpoint.fill(state.pieces)
     assert all(torch.equal(p.tensor, w) for p, w in zip(state.pieces, wanted, strict=True))
     assert checkpoint.counters["step"] == 5
+
+
+def slow_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies begin when the event is set."""
+    go_on, real = threading.Event(), Staging.copy
+
+    def copy(self: Staging, pieces: list[Piece]) -> None:
+        assert go_on.wait(20)
+        real(self, pieces)
+
+    monkeypatch.setattr(Staging, "copy", copy)
+    return go_on
+
+
+def test_settling_waits_for_the_copy_and_for_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, write_on = slow_copy(monkeypatch), threading.Event()
+
+    def phase(name: str) -> None:
+        if name == "placed":
+            assert write_on.wait(20)
+
+    heard: dict[str, Any] = {}
+    saver = Saver(
+        tmp_path, World.solo(), 1, phase=phase,
+        on_event=lambda name, **fields: heard.update({name: fields}),
+    )  # fmt: skip
+    assert saver.settle() == 0
+    saver.save(solo_state(1), 1, {}, overlap=True)
+    settling = threading.Thread(target=saver.settle)
+    settling.start()
+    settling.join(0.1)
+    assert settling.is_alive()
+    go_on.set()
+    settling.join(20)
+    assert not settling.is_alive()
+    assert committed(tmp_path) == []
+    write_on.set()
+    saver.wait()
+    assert saver.settle() == 0
+    assert heard["checkpoint_done"]["blocking_s"] > heard["checkpoint"]["blocking_s"] + 0.1
+    Checkpoint.open(tmp_path / "step-00000001").verify()
+
+
+def test_a_state_that_changes_under_the_copy_is_never_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = slow_copy(monkeypatch)
+    saver = Saver(tmp_path, World.solo(), 1)
+    state = solo_state(1)
+    saver.save(state, 1, {}, overlap=True)
+    state.pieces[1].tensor.add_(1)
+    go_on.set()
+    with pytest.raises(AssertionError, match=r"first_moment/a was changed .* settle\(\)"):
+        saver.wait()
+    assert committed(tmp_path) == []
+    saver.settle()
+    saver.save(state, 2, {}, overlap=True)
+    saver.wait()
+    assert [path.name for path in committed(tmp_path)] == ["step-00000002"]
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
@@ -391,7 +455,13 @@ def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
         assert list(tmp_path.glob("*/*")) == []
 
 
-def test_a_rank_that_fails_in_its_copy_fails_the_save_of_all(tmp_path: Path) -> None:
+def save_and_wait(saver: Saver, state: State, overlap: bool) -> None:
+    saver.save(state, 1, {}, overlap)
+    saver.wait()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_that_fails_in_its_copy_fails_the_save_of_all(tmp_path: Path, overlap: bool) -> None:
     tensors = {"t": torch.randn(4, 2)}
     division = {"t": [(box, (i,)) for i, box in enumerate(rows((4, 2), 2))]}
 
@@ -406,9 +476,9 @@ def test_a_rank_that_fails_in_its_copy_fails_the_save_of_all(tmp_path: Path) -> 
             for world in everyone
         ]
         states = [State(cut(tensors, division, world.rank)) for world in everyone]
-        savers[1 - victim].save(states[1 - victim], 1, {})
+        savers[1 - victim].save(states[1 - victim], 1, {}, overlap)
         with pytest.raises(MemoryError):
-            savers[victim].save(states[victim], 1, {})
+            save_and_wait(savers[victim], states[victim], overlap)
         with pytest.raises(StoreError, match="no room for a copy"):
             savers[1 - victim].wait()
         assert list(tmp_path.glob("*/*")) == []

@@ -1,9 +1,10 @@
 """Saving: training waits for a copy in memory; a thread does the rest.
 
 A save has these phases. On every rank: copy this rank's share into a host buffer (training waits
-for this much); in a thread, write it, hash it, announce files, hashes and pieces. Then rank 0's
-thread, once all have announced: write the manifest, rename the commit record into place (from here
-on the checkpoint exists), tell all, remove checkpoints beyond `keep`.
+for this much or, where it asks for that, goes on until it would change the state); in a thread,
+write it, hash it, announce files, hashes and pieces. Then rank 0's thread, once all have
+announced: write the manifest, rename the commit record into place (from here on the checkpoint
+exists), tell all, remove checkpoints beyond `keep`.
 
 Who may delete: until a rank has announced, its files are its own, as nothing can be committed
 without them; after that, only rank 0's verdict that the save failed gives them up.
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,16 +28,16 @@ from moesaic.base import tensorfile
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint import directory as checkpoints
 from moesaic.dist.checkpoint.board import Board
+from moesaic.dist.checkpoint.commit import await_files, commit, discard, merge
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
     FileRecord,
     Manifest,
     TensorRecord,
-    commit_record,
 )
 from moesaic.dist.checkpoint.staging import Part, Share, Staging, live
-from moesaic.dist.state import State
+from moesaic.dist.state import Piece, State
 from moesaic.dist.world import World
 
 PHASES = (
@@ -44,9 +45,6 @@ PHASES = (
     "manifest_written", "commit_written", "committed", "told", "old_withdrawn", "old_removed",
 )  # fmt: skip
 """The names that a saver's `phase` is called with, in the order of one save on rank 0."""
-
-_SETTLE_S = 30.0
-"""How long a shared file system may take to show one rank the files of another."""
 
 
 class _Told(StoreError):
@@ -63,8 +61,10 @@ class _Save:
     counters: dict[str, int]
     facts: dict[str, Any]
     share: Share
-    state: State | None
-    """The live state, when the save is not asynchronous."""
+    state: State
+    """The live state; to be read only before `settle` has returned, or in a save that blocks."""
+    versions: list[int] | None
+    """What the pieces' versions were, where they are still to be copied."""
     began: float
 
 
@@ -104,6 +104,9 @@ class Saver:
         # A thread that stands by: starting one can cost the caller a turn of the interpreter lock.
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._waited_s = 0.0
         self._failure: BaseException | None = None
         self._num_saves = 0
         self._newest: Path | None = None
@@ -117,25 +120,49 @@ class Saver:
 
     def prepare(self, state: State) -> None:
         """Reserve the memory that saves of `state` copy into, so that the first one need not."""
+        self.wait()
         if self._asynchronous:
             self._staging.prepare(self._staging.lay_out(state.pieces))
 
-    def save(self, state: State, step: int, facts: Mapping[str, Any]) -> float:
+    def save(
+        self, state: State, step: int, facts: Mapping[str, Any], overlap: bool = False
+    ) -> float:
         """Begin a checkpoint of `state`; returns the seconds that the caller was kept waiting.
 
-        Waits for the save before this one and raises what failed in it. `facts` must be JSON.
+        Waits for the save before this one and raises what failed in it.
+
+        Args:
+            state: what to save, as it is now.
+            step: finished optimizer steps.
+            facts: what the run says of itself; must be JSON.
+            overlap: leave the copy to the thread; the caller calls `settle` before it changes
+                anything in `state`.
         """
         began = time.perf_counter()
         self.wait()
         self._num_saves += 1
-        save = self._begin(state, step, facts, began)
+        overlap = overlap and self._asynchronous
+        save = self._begin(state, step, facts, overlap, began)
         if not self._asynchronous:
             self._run(save)
             self.wait()
             return time.perf_counter() - began
+        self._waited_s = time.perf_counter() - began
         self._tell_begun(save)
+        if overlap:
+            self._copied.clear()
         self._under_way = self._thread.submit(self._run, save)
         return time.perf_counter() - began
+
+    def settle(self) -> float:
+        """Wait until the state may change; returns the seconds that took, 0 if it may already."""
+        if self._copied.is_set():
+            return 0.0
+        began = time.perf_counter()
+        self._copied.wait()
+        waited_s = time.perf_counter() - began
+        self._waited_s += waited_s
+        return waited_s
 
     def wait(self) -> None:
         """Wait until no save is under way; raise what failed since the last call."""
@@ -167,32 +194,58 @@ class Saver:
         else:
             self.abandon()
 
-    def _begin(self, state: State, step: int, facts: Mapping[str, Any], began: float) -> _Save:
-        """Copy this rank's share of `state`, unless the live one will do."""
-        try:
+    def _begin(
+        self, state: State, step: int, facts: Mapping[str, Any], overlap: bool, began: float
+    ) -> _Save:
+        with self._told_on_failure(self._num_saves):
             share = self._staging.lay_out(state.pieces)
             if self._asynchronous:
                 self._staging.reserve(share)
-                self._staging.copy(state.pieces)
-            self._phase("staged")
-            return _Save(
+            versions = [piece.tensor._version for piece in state.pieces] if overlap else None
+            save = _Save(
                 self._num_saves, step, checkpoints.vacant(self._directory, step),
                 dict(state.counters), json.loads(json.dumps(dict(facts), allow_nan=False)),
-                share, None if self._asynchronous else state, began,
+                share, state, versions, began,
             )  # fmt: skip
+            if not overlap:
+                if self._asynchronous:
+                    self._staging.copy(state.pieces)
+                self._phase("staged")
+        return save
+
+    @contextlib.contextmanager
+    def _told_on_failure(self, number: int) -> Iterator[None]:
+        """The others are on their way into this save: let them fail now, not at the deadline."""
+        try:
+            yield
         except BaseException as error:
-            # The others are on their way into this save: let them fail now, not at the deadline.
             key = "verdict" if self._world.leads else str(self._world.rank)
             message = {"error": f"rank {self._world.rank}: {error}", "given_up": True}
-            self._board.post(f"{self._num_saves}/{key}", message)
+            self._board.post(f"{number}/{key}", message)
             raise
 
+    def _copy_late(self, save: _Save) -> None:
+        """Copy the state while training goes on, as far as it leaves the state alone."""
+        if save.versions is None:
+            return
+        try:
+            with self._told_on_failure(save.number):
+                self._staging.copy(save.state.pieces)
+                for piece, version in zip(save.state.pieces, save.versions, strict=True):
+                    if piece.tensor._version != version:
+                        raise AssertionError(
+                            f"{piece.key} was changed while it was copied: call settle() first"
+                        )
+                self._phase("staged")
+        finally:
+            self._copied.set()
+
     def _tell_begun(self, save: _Save) -> None:
-        waited_s = time.perf_counter() - save.began
-        self._emit("checkpoint", step=save.step, path=str(save.path), blocking_s=waited_s)
+        self._emit("checkpoint", step=save.step, path=str(save.path), blocking_s=self._waited_s)
 
     def _run(self, save: _Save) -> None:
         try:
+            self._copy_late(save)
             if self._world.leads:
                 self._lead(save)
             else:
@@ -220,9 +273,9 @@ class Saver:
             self._phase("announced")
             manifest = self._gather(path, save, mine)
             self._phase("gathered")
-            self._commit(path, manifest)
+            commit(path, manifest, self._phase)
         except BaseException as error:
-            _discard(path, self._world.rank, COMMIT, checkpoints.PARTIAL_COMMIT, MANIFEST)
+            discard(path, self._world.rank, COMMIT, checkpoints.PARTIAL_COMMIT, MANIFEST)
             given_up = not (path / COMMIT).exists()
             text = str(self._explain(error, save))
             self._board.post(f"{save.number}/verdict", {"error": text, "given_up": given_up})
@@ -231,12 +284,14 @@ class Saver:
         self._board.post(f"{save.number}/verdict", {"path": path.name})
         self._phase("told")
         if not self._asynchronous:
+            self._waited_s = time.perf_counter() - save.began
             self._tell_begun(save)
         num_bytes = sum(file.num_bytes for file in manifest.files.values())
         seconds = time.perf_counter() - save.began
         self._emit(
-            "checkpoint_done", step=save.step, path=str(path), bytes=num_bytes, seconds=seconds
-        )
+            "checkpoint_done", step=save.step, path=str(path), bytes=num_bytes, seconds=seconds,
+            blocking_s=self._waited_s,
+        )  # fmt: skip
         self._retire()
 
     def _gather(self, path: Path, save: _Save, mine: dict[str, Any]) -> Manifest:
@@ -250,12 +305,12 @@ class Saver:
                 message = self._hear(f"{save.number}/{rank}", rank, left_s)
             files |= {name: FileRecord.model_validate(f) for name, f in message["files"].items()}
             for key, record in message["tensors"].items():
-                _merge(tensors, key, TensorRecord.model_validate_json(record), rank)
+                merge(tensors, key, TensorRecord.model_validate_json(record), rank)
         # Everybody has announced, so everybody is through with the save before this one.
         self._board.erase(f"{save.number - 1}/verdict")
         self._board.erase(f"{save.number}/place")
         if self._world.size > 1:
-            _settle(path, files)
+            await_files(path, files)
         manifest = Manifest(
             serial=checkpoints.next_serial(self._directory), step=save.step,
             counters=save.counters, facts=save.facts, tensors=tensors, files=files,
@@ -276,19 +331,6 @@ class Saver:
         if "error" in message:
             raise StoreError(f"rank {rank}: {message['error']}")
         return message
-
-    def _commit(self, path: Path, manifest: Manifest) -> None:
-        data = manifest.to_bytes()
-        _write_synced(path / MANIFEST, data)
-        self._phase("manifest_written")
-        partial = path / checkpoints.PARTIAL_COMMIT
-        _write_synced(partial, commit_record(manifest, data))
-        tensorfile.sync_directory(path)
-        tensorfile.sync_directory(path.parent)
-        self._phase("commit_written")
-        os.replace(partial, path / COMMIT)
-        tensorfile.sync_directory(path)
-        self._phase("committed")
 
     def _retire(self) -> None:
         """Remove the checkpoints beyond `keep`; what resists is told and left to the next save."""
@@ -313,7 +355,7 @@ class Saver:
         try:
             mine = self._write_share(path, save)
         except BaseException as error:
-            _discard(path, self._world.rank)
+            discard(path, self._world.rank)
             self._board.post(f"{save.number}/{self._world.rank}", {"error": str(error)})
             raise
         self._board.post(f"{save.number}/{self._world.rank}", mine)
@@ -321,7 +363,7 @@ class Saver:
         message = self._board.read([verdict], patience_s)[1]
         if "error" in message:
             if message["given_up"]:
-                _discard(path, self._world.rank)
+                discard(path, self._world.rank)
             raise _Told(message["error"])
         self._newest = path
         self._phase("told")
@@ -332,15 +374,15 @@ class Saver:
         """Write this rank's files; returns its announcement."""
         files: dict[str, Any] = {}
         for part in save.share.parts:
-            files[part.file] = self._write_part(path, part, save.state)
+            files[part.file] = self._write_part(path, part, save.state.pieces)
             self._phase("file_written")
         tensorfile.sync_directory(path)
         self._phase("share_written")
         tensors = {key: record.model_dump_json() for key, record in save.share.tensors.items()}
         return {"files": files, "tensors": tensors}
 
-    def _write_part(self, path: Path, part: Part, state: State | None) -> dict[str, Any]:
-        buffers = self._staging.staged(part) if state is None else live(part, state.pieces)
+    def _write_part(self, path: Path, part: Part, pieces: Sequence[Piece]) -> dict[str, Any]:
+        buffers = self._staging.staged(part) if self._asynchronous else live(part, pieces)
         file = path / part.file
         digest = tensorfile.write(file, part.entries, buffers)
         return {"bytes": file.stat().st_size, "sha256": digest}
@@ -358,51 +400,3 @@ class Saver:
 
 def _ignore(*_: object, **__: object) -> None:
     """What is called where nobody listens."""
-
-
-def _discard(path: Path, rank: int, *names: str) -> None:
-    """Remove `names`, then `rank`'s files, of a save that failed; rank 0 the directory if empty.
-
-    Failing here hides nothing: the failure of the save is being raised, and what stays is cleaned
-    away by the next save.
-    """
-    with contextlib.suppress(OSError):
-        for name in names:
-            (path / name).unlink(missing_ok=True)
-        for file in (*path.glob(f"rank-{rank}.*"), *path.glob(f"rank-{rank}-*")):
-            file.unlink(missing_ok=True)
-        if rank == 0:
-            path.rmdir()
-
-
-def _merge(tensors: dict[str, TensorRecord], key: str, record: TensorRecord, rank: int) -> None:
-    """Add one rank's pieces of a tensor to those of the ranks before it."""
-    known = tensors.setdefault(key, record)
-    if known is record:
-        return
-    if (known.dtype, known.shape) != (record.dtype, record.shape):
-        raise AssertionError(
-            f"{key} is {record.dtype} {list(record.shape)} on rank {rank} and "
-            f"{known.dtype} {list(known.shape)} on the ranks before it"
-        )
-    tensors[key] = known.model_copy(update={"pieces": known.pieces + record.pieces})
-
-
-def _settle(path: Path, files: Mapping[str, FileRecord]) -> None:
-    """Wait until this rank sees all that the others wrote, as their file system is shared."""
-    until = time.monotonic() + _SETTLE_S
-    for name, record in files.items():
-        file = path / name
-        while not (file.exists() and file.stat().st_size == record.num_bytes):
-            if time.monotonic() > until:
-                raise StoreError(
-                    f"'{file}' is not seen by rank 0: all ranks must share the directory"
-                )
-            time.sleep(0.05)
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
