@@ -23,7 +23,9 @@ HAS_MOESAIC := $(VENV)/has-moesaic
 HAS_TOOLS := $(VENV)/has-tools
 
 DEMO := build/demo
-PROMPT := The with statement
+# The demo's model knows samples of 128 bytes; what is longer than that is new to it.
+WRITE := --prompt "The with statement" --prompt "A list is" --prompt "If the operand" \
+  --set temperature=0.5 --set max_tokens=100
 # One thread a process: the rank pools of the tests are as many processes as there are cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CODE := src tests benchmarks examples docs
@@ -39,7 +41,7 @@ demo: $(HAS_MOESAIC)  ## train a small mixture of experts on two ranks, let it w
 	@mkdir -p $(DEMO) && rm -rf $(DEMO)/run
 	@$(BIN)/python examples/demo/make_text.py $(DEMO)
 	$(BIN)/moesaic train examples/demo/demo.toml --nproc 2 --out $(DEMO)/run
-	$(BIN)/moesaic generate $(DEMO)/run --prompt "$(PROMPT)"
+	$(BIN)/moesaic generate $(DEMO)/run $(WRITE)
 	@echo
 	@echo "The report of the run: $(CURDIR)/$(DEMO)/run/report.html"
 

@@ -56,7 +56,8 @@ def describe(device: torch.device) -> str:
     """The device as a person would name it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"cpu ({os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''} a rank)"
 
 
 def peak_bytes(device: torch.device) -> int:
