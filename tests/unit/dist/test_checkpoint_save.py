@@ -376,11 +376,11 @@ def test_a_full_disk_is_an_error_and_the_run_can_go_on(small_disk: Path) -> None
     assert failed[0]["step"] == 2
     assert "No space left" in failed[0]["error"]
     # What was half written is gone, so there is room again.
-    assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
+    assert {path.parent.name for path in small_disk.glob("*/*")} == {"step-00000001"}
     Checkpoint.open(small_disk / "step-00000001").verify()
     saver.save(solo_state(3), 3, {})
     saver.wait()
-    assert [path.name for path in committed(small_disk)] == ["step-00000003", "step-00000001"]
+    assert {path.name for path in small_disk.iterdir()} == {"step-00000003", "step-00000001"}
 
 
 def test_the_next_save_raises_what_failed_in_the_background(small_disk: Path) -> None:

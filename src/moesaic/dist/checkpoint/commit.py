@@ -43,18 +43,16 @@ def commit(path: Path, manifest: Manifest, phase: Callable[[str], None]) -> None
 
 
 def discard(path: Path, rank: int, *names: str) -> None:
-    """Remove `names`, then `rank`'s files, of a save that failed; rank 0 the directory if empty.
+    """Remove `names`, then `rank`'s files, of a save that failed.
 
-    Failing here hides nothing: the failure of the save is being raised, and what stays is cleaned
-    away by the next save.
+    The directory stays, as other ranks may still be writing there. Failing here hides nothing: the
+    failure of the save is being raised, and what stays is cleaned away by the next save.
     """
     with contextlib.suppress(OSError):
         for name in names:
             (path / name).unlink(missing_ok=True)
         for file in (*path.glob(f"rank-{rank}.*"), *path.glob(f"rank-{rank}-*")):
             file.unlink(missing_ok=True)
-        if rank == 0:
-            path.rmdir()
 
 
 def merge(tensors: dict[str, TensorRecord], key: str, record: TensorRecord, rank: int) -> None:

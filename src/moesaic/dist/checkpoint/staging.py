@@ -7,9 +7,7 @@ with the fewest bytes yet. The copy lives in one buffer that later saves use aga
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +85,8 @@ class Staging:
         total = max((part.start + part.num_bytes for part in share.parts), default=0)
         if self._buffer.numel() < total:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # Give the old one back first.
-            self._buffer = _allocate(total, self._device)
+            pinned = self._device.type != "cpu"
+            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
         names = {name: dtype for dtype, name in DTYPES.items()}
         for part in share.parts:
             start = part.start
@@ -110,16 +109,6 @@ class Staging:
         for entry in part.entries:
             yield whole[start : start + entry.num_bytes]
             start += entry.num_bytes
-
-
-def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    # Huge pages: a first copy into small ones spends most of its time on their faults.
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # A system may have none.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 @torch.no_grad()
