@@ -172,6 +172,8 @@ class _Session:
             record.out / "checkpoints", world, self.job.checkpoint.keep,
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
         )  # fmt: skip
+        run.hook = self._enter
+        self.run.hook = self._enter
         self.figures: dict[str, Any] = {}
 
     def go(self, origin: str | None) -> dict[str, Any]:
@@ -213,6 +215,11 @@ class _Session:
         self.record.close()
         self.run.close()
 
+    def _enter(self, phase: str) -> None:
+        """Before the optimizer changes the state, a save that still copies it must be through."""
+        if phase == "optimizer":
+            self.saver.settle()
+
     def _announce(self, origin: str | None) -> None:
         counts, train = count(self.job.model), self.job.train
         self.record.event(
@@ -228,6 +235,11 @@ class _Session:
         self.figures = {**self.figures, **self.record.step(facts, time.perf_counter() - began)}
         self.figures["step"] = facts.step
         self.progress.step(self.figures)
+
+    def _enter(self, phase: str) -> None:
+        """The copy of a save goes on beside forward and backward; the update waits for its end."""
+        if phase == "optimizer":
+            self.saver.settle()
 
     def _validate(self) -> None:
         if self.data.validation is None:
@@ -245,7 +257,7 @@ class _Session:
             "job": self.job.model_dump(mode="json"), "plan": self.run.plan.model_dump(),
             "data": self.data.digest,
         }  # fmt: skip
-        self.saver.save(self.run.state(), self.run.counters["step"], facts)
+        self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
 
 
 def deadline(job: Job) -> timedelta:
