@@ -173,7 +173,6 @@ class _Session:
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
         )  # fmt: skip
         run.hook = self._enter
-        self.run.hook = self._enter
         self.figures: dict[str, Any] = {}
 
     def go(self, origin: str | None) -> dict[str, Any]:
@@ -214,11 +213,6 @@ class _Session:
             self.run.recorder.close()
         self.record.close()
         self.run.close()
-
-    def _enter(self, phase: str) -> None:
-        """Before the optimizer changes the state, a save that still copies it must be through."""
-        if phase == "optimizer":
-            self.saver.settle()
 
     def _announce(self, origin: str | None) -> None:
         counts, train = count(self.job.model), self.job.train
