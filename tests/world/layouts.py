@@ -39,11 +39,11 @@ def run_layout(
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.recorder = RouteRecorder(Path(record), world.rank) if record else None
-    run.replay = RouteReplay(Path(replay)) if replay else None
+    run.replay = RouteReplay(Path(replay), job) if replay else None
     recorder, run.recorder = run.recorder, None
     run.gradients(samples)
     gradients = [
-        _plain(piece)
+        plain(piece)
         for item in run.holdings
         for piece in item.pieces("gradient", item.grad, world.rank)
     ]
@@ -62,13 +62,13 @@ def run_layout(
             }
         )  # fmt: skip
     if run.recorder:
-        run.recorder.close()
-    state = [_plain(piece) for piece in run.state().pieces]
+        run.recorder.flush()
+    state = [plain(piece) for piece in run.state().pieces]
     run.close()
     return facts, gradients, state
 
 
-def _plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
+def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
     return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
 
 
@@ -77,10 +77,12 @@ def outcome(ranks: Ranks, size: int, job: Job, steps: int, **files: str) -> Outc
     results = ranks.run(size, run_layout, job, steps, files.get("record"), files.get("replay"))
     for facts, _, _ in results[1:]:
         assert facts == results[0][0], "ranks disagree about what happened"
-    return Outcome(results[0][0], _whole([r[1] for r in results]), _whole([r[2] for r in results]))
+    return Outcome(
+        results[0][0], put_together([r[1] for r in results]), put_together([r[2] for r in results])
+    )
 
 
-def _whole(by_rank: list[list[Any]]) -> dict[str, Array]:
+def put_together(by_rank: list[list[Any]]) -> dict[str, Array]:
     whole: dict[str, Array] = {}
     seen: dict[str, Array] = {}
     for pieces in by_rank:
@@ -103,9 +105,14 @@ def weights(result: Outcome) -> dict[str, Array]:
 
 
 def worst_element(a: dict[str, Array], b: dict[str, Array]) -> float:
-    """Largest |a - b| / max(1, |b|) over all elements of all tensors."""
+    """Largest |a - b| / max(|b|, root mean square of b's tensor) over all elements."""
     assert a.keys() == b.keys()
-    return max(float((abs(a[k] - b[k]) / np.maximum(1.0, abs(b[k]))).max()) for k in a)
+    worst = 0.0
+    for key, expected in b.items():
+        scale = max(float(np.sqrt(np.mean(expected**2))), 1e-300)
+        apart = abs(a[key] - expected) / np.maximum(abs(expected), scale)
+        worst = max(worst, float(apart.max()))
+    return worst
 
 
 def worst_tensor(a: dict[str, Array], b: dict[str, Array]) -> float:

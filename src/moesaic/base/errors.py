@@ -19,6 +19,10 @@ class ConfigError(UserError, ValueError):
     """A job, flag or file of settings says something impossible."""
 
 
+class DivergedError(UserError):
+    """Training has left the numbers: the state was not changed by the step that shows it."""
+
+
 class DataError(UserError):
     """Training text, a tokenizer or a dataset directory cannot be used as asked."""
 

@@ -38,7 +38,8 @@ def sum_buckets_(
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        if bucket and (held >= bucket_bytes or bucket[0].dtype != tensor.dtype):
+        full = held + tensor.nbytes > bucket_bytes
+        if bucket and (full or bucket[0].dtype != tensor.dtype):
             _sum_bucket_(bucket, group)
             bucket, held = [], 0
         bucket.append(tensor)

@@ -34,7 +34,8 @@ class World:
     deadline: timedelta
     store: Store
     everyone: Group | None = None
-    _groups: list[Group] = field(default_factory=list)
+    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    """Groups made so far, by their ranks; the same on every rank but for membership."""
 
     @classmethod
     def solo(cls, device: torch.device | None = None) -> World:
@@ -97,7 +98,7 @@ class World:
         return self.rank == 0
 
     def partition(self, groups: Sequence[Sequence[int]]) -> Group | None:
-        """Create a group for each set of ranks and return this rank's own; None for a set of one.
+        """The group of this rank among sets of ranks, made on first use; None for a set of one.
 
         Every rank of the world must call this with the same sets, in the same order.
         """
@@ -108,10 +109,11 @@ class World:
             if len(ranks) == self.size:
                 mine = self.everyone
                 continue
-            group = dist.new_group(list(ranks), timeout=self.deadline)
+            key = tuple(ranks)
+            if key not in self._groups:
+                self._groups[key] = dist.new_group(list(ranks), timeout=self.deadline)
             if self.rank in ranks:
-                mine = group
-                self._groups.append(group)
+                mine = self._groups[key]
         return mine
 
     def barrier(self) -> None:

@@ -83,7 +83,8 @@ class Head(nn.Module):
         rows = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             targets = context.targets.flatten()
-            loss: Tensor = HeadLoss.apply(rows, self.weight, targets, context.loss_scale)
+            weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
+            loss: Tensor = HeadLoss.apply(rows, weight, targets, context.loss_scale)
         return loss
 
 

@@ -90,6 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # Nothing to attend to, yet gradients of this rank must exist (as zeros).
         return q + k[:, :, : q.shape[2]] * 0 + v[:, :, : q.shape[2]] * 0
     causal = mask is None and q.shape[2] > 1
+    assert not causal or q.shape[2] == k.shape[2], "several queries over a cache need a mask"
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
 

@@ -1,8 +1,8 @@
 """The expert bank: a layer's experts in one arena of equally strided slots, outside FSDP.
 
-Home slots own parameters; their gradient is one tensor of the arena's shape. `acquire` says which
-experts a computation is about to use and returns the slots that hold them; `release` ends that use.
-Everything that moves experts (copies, tiers, re-homing) happens between the two.
+Home slots own parameters; their gradient is one tensor of the arena's shape. `acquire` begins a
+layer's forward pass and returns the slots, `release` ends it. Every home expert is always in place,
+so neither has anything to do yet; backward reads the arena after `release`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Bank(nn.Module):
         return self.arena
 
     def release(self) -> None:
-        """The last acquired experts are no longer used."""
+        """Forward is through with the slots; backward may not be."""
 
     def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
         """(expert, gate | up | down, view) of all of `arena`, a tensor of the arena's shape."""

@@ -78,10 +78,10 @@ class Context:
         """Factor on the summed loss: one over the global number of targets."""
         self.cache: Cache | None = None
         self.replay: dict[int, Tensor] | None = None
-        """Recorded experts by layer, [tokens, choices]."""
+        """Recorded choices by layer, [tokens, choices], as in `choices`; empty: none."""
         self.keep_choices = False
         """Whether expert layers leave their choices in `choices`."""
         self.choices: dict[int, Tensor] = {}
-        """Experts chosen by layer, [tokens, choices]."""
+        """Experts chosen by layer, [tokens, choices]; -1 - e where e was chosen and given up."""
         self.layers: dict[int, LayerFacts] = {}
         """What each expert layer reports."""

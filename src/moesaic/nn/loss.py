@@ -42,7 +42,7 @@ class HeadLoss(torch.autograd.Function):
                 continue
             grad = log_p.exp_()
             grad.scatter_add_(1, target, torch.full_like(picked, -1.0)[:, None])
-            grad *= (present * scale)[:, None]
+            grad *= present.to(wide)[:, None] * scale
             grad = grad.to(x_TH.dtype)
             if grad_x is not None:
                 torch.mm(grad, operand, out=grad_x[start : start + _ROWS])
@@ -57,9 +57,9 @@ class HeadLoss(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         (grad,) = grads
         if grad_x is not None:
-            grad_x = grad_x * grad.to(grad_x.dtype)
+            grad_x = grad_x.mul_(grad.to(grad_x.dtype))
         if grad_weight is not None:
-            grad_weight = grad_weight * grad.to(grad_weight.dtype)
+            grad_weight = grad_weight.mul_(grad.to(grad_weight.dtype))
         return grad_x, grad_weight, None, None
 
 

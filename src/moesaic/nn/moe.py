@@ -24,7 +24,8 @@ class MoE(nn.Module):
         tokens_TH = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens_TH, context)
         counted = self.dispatcher.count(routing.experts_TK, training=context.training)
-        context.layers[self.router.layer] = self._facts(routing, counted)
+        # A layer that is recomputed in backward must not leave its second graph here.
+        context.layers.setdefault(self.router.layer, self._facts(routing, counted))
         sent = self.dispatcher.start(tokens_TH.to(compute_dtype(x)), counted)
         rows, slot_counts = self.dispatcher.finish(sent)
         arena = self.bank.acquire()

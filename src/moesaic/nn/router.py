@@ -66,18 +66,25 @@ class Router(nn.Module):
             scores_TE = scores_TE * self._noise(scores_TE, context)
         probabilities_TE = scores_TE.softmax(dim=-1)
         own_TK = self._choose(probabilities_TE, context)
-        experts_TK, flips = own_TK, 0
-        if context.replay is not None:
-            experts_TK = context.replay[self.layer]
-            kept = (experts_TK[:, :, None] == own_TK[:, None, :]).any(-1)
+        chosen_TK, given_up_TK, flips = own_TK, None, 0
+        if context.replay:
+            recorded_TK = context.replay[self.layer]
+            given_up_TK = recorded_TK < 0
+            chosen_TK = torch.where(given_up_TK, -1 - recorded_TK, recorded_TK)
+            kept = (chosen_TK[:, :, None] == own_TK[:, None, :]).any(-1)
             flips = int((~kept).sum())
-        if context.keep_choices:
-            context.choices[self.layer] = experts_TK
-        weights_TK = probabilities_TE.gather(1, experts_TK)
+        weights_TK = probabilities_TE.gather(1, chosen_TK)
         if self.renormalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        if self.kind == "gshard" and context.training:
-            experts_TK = self._give_up_second(experts_TK, weights_TK, context)
+        if given_up_TK is None and self.kind == "gshard" and context.training:
+            given_up_TK = self._give_up_second(weights_TK, context)
+        experts_TK = chosen_TK
+        if given_up_TK is not None:
+            experts_TK = chosen_TK.masked_fill(given_up_TK, NOBODY)
+        if context.keep_choices:
+            context.choices[self.layer] = torch.where(
+                experts_TK == NOBODY, -1 - chosen_TK, chosen_TK
+            )
         return Routing(experts_TK, weights_TK, probabilities_TE, scores_TE, flips)
 
     def _choose(self, probabilities_TE: Tensor, context: Context) -> Tensor:
@@ -96,12 +103,12 @@ class Router(nn.Module):
         )  # fmt: skip
         return (1.0 + self.noise * (2.0 * draws - 1.0)).to(scores_TE.dtype)
 
-    def _give_up_second(self, experts_TK: Tensor, weights_TK: Tensor, context: Context) -> Tensor:
-        sample, position = _places(experts_TK, context)
+    def _give_up_second(self, weights_TK: Tensor, context: Context) -> Tensor:
+        """Which choices are given up: a second one with the odds of 1 - 2 * its weight."""
+        sample, position = _places(weights_TK, context)
         draws = uniform(context.seed, f"second expert {self.layer}", context.step, sample, position)
         lost = 2.0 * weights_TK[:, 1].detach() <= draws
-        second = experts_TK[:, 1].masked_fill(lost, NOBODY)
-        return torch.stack((experts_TK[:, 0], second), dim=1)
+        return torch.stack((torch.zeros_like(lost), lost), dim=1)
 
 
 def _places(tokens: Tensor, context: Context) -> tuple[Tensor, Tensor]:

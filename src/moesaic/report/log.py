@@ -239,6 +239,7 @@ def _note_checkpoint(kept: dict[int, Checkpoint], event: Mapping[str, Any], step
             begun,
             state="done",
             num_bytes=number(event.get("bytes")),
+            blocking_s=number(event.get("blocking_s", begun.blocking_s)),
             seconds=number(event.get("seconds")),
         )
     elif kind == "checkpoint_failed":

@@ -9,7 +9,6 @@ call with its traceback; where one died or overstays, the pool starts afresh for
 from __future__ import annotations
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -38,10 +37,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(self._size):

@@ -73,12 +73,15 @@ def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
     embedding and head, so that a tied weight is one parameter.
     """
-    ranks = torch.arange(plan.ranks)
-    if plan.shard == plan.ranks:
-        mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=("shard",))
+    grid = torch.arange(plan.ranks).view(-1, plan.shard)
+    shard, replicate = world.partition(grid.tolist()), world.partition(grid.T.tolist())
+    assert shard is not None
+    if replicate is None:
+        mesh = DeviceMesh.from_group(shard, world.device.type, mesh_dim_names=("shard",))
     else:
-        grid = ranks.view(-1, plan.shard)
-        mesh = DeviceMesh(world.device.type, grid, mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh.from_group(
+            [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
+        )
     arenas = {bank.arena for _, bank in model.banks()}
     for module in (*model.layers, model):
         sharded = fully_shard(module, mesh=mesh, ignored_params=arenas)

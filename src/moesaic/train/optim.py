@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
@@ -54,14 +55,17 @@ class AdamW:
         if not values.numel():
             return
         first, second = self.moments[name]
-        scale = torch.tensor(1.0 / clip, device=values.device) if clip < 1.0 else None
+        if clip < 1.0:
+            grad.mul_(clip)
         adamw(
             [values], [grad], [first], [second], [],
             [torch.tensor(float(step - 1), device=values.device)],
-            fused=True, grad_scale=scale, amsgrad=False, maximize=False,
+            fused=True, amsgrad=False, maximize=False,
             beta1=self.config.betas[0], beta2=self.config.betas[1], eps=self.config.epsilon,
             lr=lr, weight_decay=self.config.weight_decay if decay else 0.0,
         )  # fmt: skip
+        # The fused kernel writes without counting; whoever copies state relies on the count.
+        increment_version((values, first, second))
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.base.errors import DataError
 from moesaic.base.records import RecordWriter
+from moesaic.facts.job import Job
 
 SCHEMA = pa.schema(
     [
@@ -33,7 +34,7 @@ class RouteRecorder:
     """Writes this rank's choices."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self._writer = RecordWriter(path / f"rank-{rank}", SCHEMA)
+        self._writer = RecordWriter(path.expanduser() / f"rank-{rank}", SCHEMA)
 
     def record(self, step: int, samples: Tensor, choices: Mapping[int, Tensor]) -> None:
         """Add one micro-batch's choices, by layer."""
@@ -48,41 +49,73 @@ class RouteRecorder:
                 for sample, row in zip(ids, flat, strict=True)
             )  # fmt: skip
 
-    def close(self) -> None:
-        """Write what is left."""
+    def flush(self) -> None:
+        """Write what is still in memory."""
         self._writer.flush()
+
+
+def refuse_recorded(path: Path) -> None:
+    """Raise if `path` holds a recording: two runs in one would mix."""
+    if path.expanduser().is_dir() and any(path.expanduser().rglob("part-*.parquet")):
+        raise DataError(
+            f"routing.record = '{path}' holds the recording of another run: name another place"
+        )
 
 
 class RouteReplay:
     """Reads choices back, a step at a time."""
 
-    def __init__(self, path: Path) -> None:
-        if not path.is_dir() or not any(path.rglob("part-*.parquet")):
-            raise DataError(
-                f"routing.replay = '{path}' holds no recorded routing: see routing.record"
-            )
-        self._path = path
-        self._dataset = ds.dataset(sorted(map(str, path.rglob("part-*.parquet"))), format="parquet")
+    def __init__(self, path: Path, job: Job) -> None:
+        self._path, self._job = path, job
+        parts = sorted(map(str, path.expanduser().rglob("part-*.parquet")))
+        if not parts:
+            raise DataError(f"{self._named} holds no recorded routing: see routing.record")
+        self._dataset = ds.dataset(parts, format="parquet")
+        if not self._dataset.schema.equals(SCHEMA):
+            raise DataError(f"{self._named} holds Parquet of another kind: see routing.record")
+
+    @property
+    def _named(self) -> str:
+        return f"routing.replay = '{self._path}'"
 
     def choices(self, step: int, samples: Tensor) -> dict[int, Tensor]:
-        """Experts by layer, [tokens, choices], for the samples of one micro-batch."""
+        """Choices by layer, [tokens, choices], for the samples of one micro-batch."""
         ids = samples.tolist()
         where = (ds.field("step") == step) & ds.field("sample").isin(pa.array(ids, pa.int64()))
         found: dict[int, dict[int, Tensor]] = {}
-        table = self._dataset.to_table(filter=where)
-        for row in table.to_pylist():
+        for row in self._dataset.to_table(filter=where).to_pylist():
             experts = torch.from_numpy(np.asarray(row["experts"], dtype=np.int64))
             layers = found.setdefault(row["layer"], {})
             layers[row["sample"]] = experts.view(-1, row["choices"])
-        if ids and not found:
-            raise DataError(f"routing.replay = '{self._path}' has no record of step {step}")
+        if not ids:
+            return {}
+        if not found:
+            raise DataError(f"{self._named} has no record of step {step}")
+        self._check(found)
         return {layer: self._in_order(rows, ids, step) for layer, rows in found.items()}
+
+    def _check(self, found: dict[int, dict[int, Tensor]]) -> None:
+        """Raise unless what was recorded fits the job's model."""
+        model, sequence = self._job.model, self._job.data.sequence
+        some = next(iter(found[max(found)].values()))
+        highest = max(int(torch.where(e < 0, -1 - e, e).max()) for e in found[max(found)].values())
+        for name, recorded, wanted in (
+            ("expert layers", sorted(found), list(range(model.layers))),
+            ("tokens a sample", some.shape[0], sequence),
+            ("experts a token", some.shape[1], model.top_k),
+            ("experts", max(highest + 1, model.experts), model.experts),
+        ):
+            if recorded != wanted:
+                raise DataError(
+                    f"{self._named} has {name} {recorded}, this job {wanted}: replay needs the "
+                    "model, seed, data and batch of the run that was recorded"
+                )
 
     def _in_order(self, rows: dict[int, Tensor], ids: list[int], step: int) -> Tensor:
         missing = [sample for sample in ids if sample not in rows]
         if missing:
             raise DataError(
-                f"routing.replay = '{self._path}' lacks sample {missing[0]} of step {step}: "
+                f"{self._named} lacks sample {missing[0]} of step {step}: "
                 "replay needs the seed, data and batch of the run that was recorded"
             )
         return torch.cat([rows[sample] for sample in ids])

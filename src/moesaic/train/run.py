@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moesaic.dist import device as devices
+from moesaic.base.errors import DivergedError
 from moesaic.dist.collectives import sum_, sum_buckets_
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece, State
 from moesaic.dist.world import Group, World
@@ -89,6 +89,12 @@ class Run:
             self._reduce()
         with phases("clip"):
             norm = self.gradient_norm()
+            if not math.isfinite(norm):
+                raise DivergedError(
+                    f"step {self.counters['step'] + 1}: the gradient's norm is {norm}, and nothing "
+                    "was updated: lower optimizer.lr (lengthen schedule.warmup) and go on from the "
+                    "newest checkpoint with --resume"
+                )
         with phases("optimizer"):
             lr = self._update(norm)
         self.counters["step"] += 1
@@ -123,14 +129,15 @@ class Run:
         losses = []
         for index, batch in enumerate(micro):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(index == len(micro) - 1)
+                # Every micro-batch leaves a shard of the gradient; copies add up at the last one.
+                self.model.set_requires_all_reduce(index == len(micro) - 1)
             with phases("forward"), self._precision():
                 context = lm.make_context(self.model, batch, self.job, self.counters["step"])
                 context.training = True
                 context.keep_choices = self.recorder is not None
                 if self.replay is not None:
                     choices = self.replay.choices(self.counters["step"], batch.samples)
-                    context.replay = choices or None
+                    context.replay = {n: c.to(self.world.device) for n, c in choices.items()}
                 result = lm.compute(self.model, batch, context, self.job, targets)
             with phases("backward"):
                 result.total.backward()
@@ -214,10 +221,6 @@ class Run:
             total += torch.tensor([float(losses.loss), lm.num_targets(batch)]).to(total)
         loss, targets = sum_(total, self.world.everyone).tolist()
         return loss / max(targets, 1.0), int(targets)
-
-    def memory_bytes(self) -> int:
-        """Memory that this rank holds now."""
-        return devices.held_bytes(self.world.device)
 
     def close(self) -> None:
         """Let go of the model; the world stays."""

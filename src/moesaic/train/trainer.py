@@ -27,7 +27,7 @@ from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
 from moesaic.train.jobfile import LoadedJob
 from moesaic.train.record import RunRecord, write_opening
-from moesaic.train.routes import RouteRecorder, RouteReplay
+from moesaic.train.routes import RouteRecorder, RouteReplay, refuse_recorded
 from moesaic.train.run import Run
 
 
@@ -77,7 +77,9 @@ def train(
     plan = lay_out(job.layout, job.model, world.size)
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
-    replay = RouteReplay(Path(job.routing.replay)) if job.routing.replay else None
+    replay = RouteReplay(Path(job.routing.replay), job) if job.routing.replay else None
+    if job.routing.record and resume is None:
+        refuse_recorded(Path(job.routing.record))
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
     run = assemble(job, plan, world, source, counters)
     run.replay = replay
@@ -194,6 +196,7 @@ class _Session:
         self._validate()
         self._save()
         self.saver.wait()
+        self.world.barrier()  # the rank that serves the store must not leave before the others
         self.progress.done()
         seconds = time.perf_counter() - began
         self.record.event(
@@ -210,7 +213,7 @@ class _Session:
         """Let go of everything; a save that is under way is abandoned if training failed."""
         self.saver.abandon()
         if self.run.recorder is not None:
-            self.run.recorder.close()
+            self.run.recorder.flush()
         self.record.close()
         self.run.close()
 
@@ -247,6 +250,8 @@ class _Session:
 
     def _save(self) -> None:
         self.record.flush()
+        if self.run.recorder is not None:
+            self.run.recorder.flush()
         facts = {
             "job": self.job.model_dump(mode="json"), "plan": self.run.plan.model_dump(),
             "data": self.data.digest,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -133,3 +136,22 @@ def test_clip_qkv_clamps() -> None:
     assert not torch.allclose(free(tokens, context), clipped(tokens, context))
     wide = build(small("tiny-olmoe", clip_qkv=1e6))
     assert torch.equal(free(tokens, context), wide(tokens, context))
+
+
+def test_a_recomputed_graph_is_let_go() -> None:
+    """Backward computes each layer a second time; what that leaves must not outlive it."""
+    model = build(small("tiny-mixtral"))
+    second: list[weakref.ref[torch.Tensor]] = []
+    for layer in model.decoder_layers():
+        layer.recompute = True
+        assert layer.moe is not None
+        layer.moe.router.register_forward_hook(
+            lambda _m, _i, routing: second.append(weakref.ref(routing.scores_TE))
+        )
+    context = Context(model.rotary(torch.arange(7)[None]))
+    loss = model(torch.arange(14).view(2, 7), context).square().mean()
+    first = len(second)
+    (loss + sum(f.balance + f.z for f in context.layers.values())).backward()
+    assert len(second) > first
+    gc.collect()
+    assert all(ref() is None for ref in second[first:])

@@ -68,8 +68,8 @@ class _Save:
     share: Share
     state: State
     """The live state; to be read only before `settle` has returned, or in a save that blocks."""
-    versions: list[int] | None
-    """What the pieces' versions were, where they are still to be copied."""
+    versions: list[int]
+    """What the pieces' versions were, if they are still to be copied."""
     began: float
 
 
@@ -106,11 +106,12 @@ class Saver:
         self._phase = phase or _ignore
         self._staging = Staging(world.rank, world.device, file_bytes)
         self._board = Board(world.store, world.rank)
-        # A thread that stands by: starting one can cost the caller a turn of the interpreter lock.
-        self._thread = ThreadPoolExecutor(1, "checkpoint", _stand_back)
+        # Threads that stand by: starting one can cost the caller a turn of the interpreter lock.
+        # Training may come to wait for the copy, so only the writer stands back behind training.
+        self._copier = ThreadPoolExecutor(1, "checkpoint-copy")
+        self._writer = ThreadPoolExecutor(1, "checkpoint-write", _stand_back)
+        self._copying: Future[None] | None = None
         self._under_way: Future[None] | None = None
-        self._copied = threading.Event()
-        self._copied.set()
         self._waited_s = 0.0
         self._failure: BaseException | None = None
         self._num_saves = 0
@@ -155,16 +156,17 @@ class Saver:
         self._waited_s = time.perf_counter() - began
         self._tell_begun(save)
         if overlap:
-            self._copied.clear()
-        self._under_way = self._thread.submit(self._run, save)
+            self._copying = self._copier.submit(self._copy_late, save)
+        self._under_way = self._writer.submit(self._run, save, self._copying)
         return time.perf_counter() - began
 
     def settle(self) -> float:
         """Wait until the state may change; returns the seconds that took, 0 if it may already."""
-        if self._copied.is_set():
+        copying, self._copying = self._copying, None
+        if copying is None:
             return 0.0
         began = time.perf_counter()
-        self._copied.wait()
+        futures.wait([copying])
         waited_s = time.perf_counter() - began
         self._waited_s += waited_s
         return waited_s
@@ -172,6 +174,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until no save is under way; raise what failed since the last call."""
         under_way, self._under_way = self._under_way, None
+        self._copying = None
         if under_way is not None:
             under_way.result()
         failure, self._failure = self._failure, None
@@ -206,7 +209,7 @@ class Saver:
             share = self._staging.lay_out(state.pieces)
             if self._asynchronous:
                 self._staging.reserve(share)
-            versions = [piece.tensor._version for piece in state.pieces] if overlap else None
+            versions = [piece.tensor._version for piece in state.pieces] if overlap else []
             save = _Save(
                 self._num_saves, step, checkpoints.vacant(self._directory, step),
                 dict(state.counters), json.loads(json.dumps(dict(facts), allow_nan=False)),
@@ -231,26 +234,22 @@ class Saver:
 
     def _copy_late(self, save: _Save) -> None:
         """Copy the state while training goes on, as far as it leaves the state alone."""
-        if save.versions is None:
-            return
-        try:
-            with self._told_on_failure(save.number):
-                self._staging.copy(save.state.pieces)
-                for piece, version in zip(save.state.pieces, save.versions, strict=True):
-                    if piece.tensor._version != version:
-                        raise AssertionError(
-                            f"{piece.key} was changed while it was copied: call settle() first"
-                        )
-                self._phase("staged")
-        finally:
-            self._copied.set()
+        with self._told_on_failure(save.number):
+            self._staging.copy(save.state.pieces)
+            for piece, version in zip(save.state.pieces, save.versions, strict=True):
+                if piece.tensor._version != version:
+                    raise AssertionError(
+                        f"{piece.key} was changed while it was copied: call settle() first"
+                    )
+            self._phase("staged")
 
     def _tell_begun(self, save: _Save) -> None:
         self._emit("checkpoint", step=save.step, path=str(save.path), blocking_s=self._waited_s)
 
-    def _run(self, save: _Save) -> None:
+    def _run(self, save: _Save, copying: Future[None] | None = None) -> None:
         try:
-            self._copy_late(save)
+            if copying is not None:
+                copying.result()
             if self._world.leads:
                 self._lead(save)
             else:

@@ -77,6 +77,11 @@ class Job(Section):
                 f"layout.ep = {ep} does not divide model.experts = {model.experts}: "
                 "choose a divisor of the number of experts"
             )
+        if model.top_k == 1 and model.renormalise:
+            raise ValueError(
+                "model.renormalise = true with model.top_k = 1 makes every weight 1, so that the "
+                "router learns nothing from the loss: set model.renormalise = false"
+            )
         needs = {"switch": 1, "gshard": 2}.get(router)
         if needs is None or model.top_k == needs:
             return

@@ -10,7 +10,7 @@ the batch; nothing loops over samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -39,11 +39,6 @@ class Batch:
     """int32 [B, S]: number of the document within the sample, from 0 upwards."""
     positions: Tensor
     """int64 [B, S]: place within the part of the document that the sample holds."""
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`."""
-        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
-        return Batch(**moved)
 
 
 class Samples(Protocol):
