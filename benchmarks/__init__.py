@@ -1,0 +1,1 @@
+"""What moesaic costs, measured: README.md has the protocol, results/ the figures."""

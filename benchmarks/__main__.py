@@ -1,0 +1,54 @@
+"""Run themes: `python -m benchmarks [THEME ...]` prints their tables and replaces their records."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from types import ModuleType
+
+from benchmarks import generate, measure
+
+THEMES = ("foundation",)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Take every figure of the themes named, or of all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("themes", nargs="*", metavar="THEME", help=f"of {', '.join(THEMES)}")
+    parser.add_argument("--rounds", type=int, default=31, help="rounds of every timed figure")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.themes) - set(THEMES))
+    if unknown:
+        parser.error(f"there is no theme '{unknown[0]}': take one of {', '.join(THEMES)}")
+    if measure.commit().endswith(measure.DIRTY):
+        print("The tree differs from its commit: the records will say so, and no page is made.")
+    for theme in options.themes or THEMES:
+        run(importlib.import_module(f"benchmarks.{theme}"), theme, options.rounds)
+    complaints = generate.generate()
+    print("\n".join(complaints) or "The result pages and the README's table are current.")
+    return 0
+
+
+def run(module: ModuleType, theme: str, rounds: int) -> None:
+    """Print a theme's rows as they come, and write its record when all are there."""
+    print(f"{theme}: {measure.hardware()}", flush=True)
+    rows = []
+    for row in module.rows(rounds):
+        rows.append(row)
+        print(line(row), flush=True)
+    print(f"written to {measure.write(theme, rows)}")
+
+
+def line(row: measure.Row) -> str:
+    """A row as a line of text."""
+    spread = ""
+    if row.interval:
+        spread = " [{}, {}]".format(*map(measure.figure, row.interval))
+    verdict = {True: "holds", False: "MISSED", None: ""}[row.holds]
+    words = f"  {row.name}: {measure.figure(row.value)} {row.unit}{spread}"
+    return f"{words}  {row.bar} {verdict}".rstrip() + f"\n      against {row.against}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Result pages and the README's table, from the records alone: `python -m benchmarks.generate`.
+
+A page is refused while its record comes from a dirty tree or from a commit that nobody knows:
+a figure that cannot be taken again is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.measure import DIRTY, RECORDS, UNKNOWN, Row, figure, is_known, read  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+HEAD = "| figure | value | 95% interval | bar | holds | against | rounds |"
+
+
+def generate() -> list[str]:
+    """Write every page and the README's table; what was refused, and why, one line each."""
+    themes, complaints = {}, []
+    for path in sorted(RECORDS.glob("*.json")):
+        rows = read(path)
+        reason = refusal(rows) or unknown(rows)
+        if reason:
+            complaints.append(f"benchmarks/records/{path.name} {reason}: no page is made of it")
+            continue
+        themes[path.stem] = rows
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{path.stem}.md").write_text(page(path.stem, rows))
+    if themes and not complaints and README.exists():
+        README.write_text(with_table(README.read_text(), table(themes)))
+    return complaints
+
+
+def refusal(rows: Sequence[Row]) -> str:
+    """Why no page may be made of these rows; empty if one may."""
+    for row in rows:
+        if row.commit.endswith(DIRTY):
+            return f"was taken from a tree that differs from commit {row.commit[:12]}"
+        if row.commit == UNKNOWN or len(row.commit) != 40:
+            return f"names no commit ('{row.commit}')"
+    return ""
+
+
+def unknown(rows: Sequence[Row]) -> str:
+    """Why their commits are not to be found here; empty if they are."""
+    for commit in sorted({row.commit for row in rows}):
+        if not is_known(commit):
+            return f"was taken from commit {commit[:12]}, which this repository does not have"
+    return ""
+
+
+def page(theme: str, rows: Sequence[Row]) -> str:
+    """A theme's result page: measured and simulated figures apart, and what to know of them."""
+    parts = [
+        f"# Results: {theme}",
+        f"Generated from `benchmarks/records/{theme}.json` by `python -m benchmarks.generate`; the "
+        "protocol is [benchmarks/README.md](../README.md).",
+    ]
+    for title, kind in (("Measured", False), ("Simulated", True)):
+        chosen = [row for row in rows if row.simulated == kind]
+        if chosen:
+            parts += [f"## {title}", _full_table(chosen)]
+    notes = RESULTS.parent / f"{theme}.md"
+    if notes.exists():
+        parts += ["## What bounds them", notes.read_text().strip()]
+    parts.append("## Where and how")
+    parts += [f"- {fact}" for fact in _facts(rows)]
+    return "\n\n".join(parts).replace("\n\n- ", "\n- ").replace("how\n- ", "how\n\n- ") + "\n"
+
+
+def _facts(rows: Sequence[Row]) -> list[str]:
+    """Machines, commits and commands, each said once."""
+    kinds = (("machine: ", "hardware"), ("commit: `", "commit"), ("command: `", "command"))
+    return [
+        f"{words}{value}{'`' if words.endswith('`') else ''}"
+        for words, key in kinds
+        for value in sorted({str(getattr(row, key)) for row in rows})
+    ]
+
+
+def _full_table(rows: Sequence[Row]) -> str:
+    lines = [HEAD, "| --- | ---: | --- | --- | --- | --- | ---: |"]
+    for row in rows:
+        cells = (
+            row.name, _value(row), _interval(row), row.bar or "-", verdict(row), row.against,
+            str(row.repeats),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table(themes: dict[str, list[Row]]) -> str:
+    """The README's table: every measured figure that has a bar."""
+    lines = ["| figure | value | bar | against |", "| --- | ---: | --- | --- |"]
+    for theme, rows in themes.items():
+        for row in rows:
+            if not row.bar or row.simulated:
+                continue
+            value = f"[{_value(row)}](benchmarks/results/{theme}.md)"
+            goal = f"{row.bar} ({verdict(row)})"
+            lines.append(f"| {row.name} | {value} | {goal} | {row.against} |")
+    return "\n".join(lines)
+
+
+def with_table(text: str, new: str) -> str:
+    """`text` with `new` between its markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(
+            f"README.md has no {BEGIN} ... {END}: put the markers where the table goes"
+        )
+    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+
+
+def verdict(row: Row) -> str:
+    """Whether a row holds, in a word."""
+    if not row.bar:
+        return "-"
+    return {True: "yes", False: "**missed**", None: "untried"}[row.holds]
+
+
+def _value(row: Row) -> str:
+    unit = "" if row.unit == "ratio" else f" {row.unit}"
+    return f"{figure(row.value)}{unit}"
+
+
+def _interval(row: Row) -> str:
+    return "{} to {}".format(*map(figure, row.interval)) if row.interval else "-"
+
+
+def main() -> int:
+    """Write what may be written; say what may not."""
+    complaints = generate()
+    print("\n".join(complaints) or "The result pages and the README's table are current.")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

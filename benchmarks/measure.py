@@ -1,0 +1,342 @@
+"""How a figure comes about: contenders timed in turn, paired ratios, intervals, facts, records.
+
+A figure is a ratio of paired times, its interval a bootstrap of their median, and it holds when the
+whole interval is inside the bar. Rounds in which other programs used the machine are taken again.
+README.md is the protocol that this file carries out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+GENERATED = ("benchmarks/records", "benchmarks/results", "README.md")
+"""What a measurement writes itself; changes there do not make the tree dirty."""
+
+UNKNOWN = "unknown"
+DIRTY = "-dirty"
+FOREIGN_SHARE = 0.04
+"""A round is disturbed when others used more than this share of the machine's time."""
+
+_BAR = re.compile(r"(>=|<=|==)\s*(\S+)")
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a record; the keys are the record's."""
+
+    name: str
+    value: float | None
+    """None where it could not be measured here."""
+    unit: str
+    bar: str
+    """The goal, as '>= 1.0', '<= 0.25' or '== 300'; empty where there is none."""
+    holds: bool | None
+    """Whether value and interval are inside the bar; None without bar or without value."""
+    against: str
+    """The peer and its version, or the limit."""
+    interval: tuple[float, float] | None
+    """95% of the value, by bootstrap; None for a count."""
+    repeats: int
+    simulated: bool
+    command: str
+    commit: str
+    hardware: str
+
+
+def row(
+    name: str,
+    value: float | None,
+    unit: str,
+    *,
+    bar: str,
+    against: str,
+    repeats: int,
+    interval: tuple[float, float] | None = None,
+    command: str = "",
+) -> Row:
+    """A measured figure, with the facts of here and now filled in.
+
+    Args:
+        name: what was measured.
+        value: the figure.
+        unit: its unit; `ratio` for a ratio.
+        bar: see `Row`.
+        against: see `Row`.
+        repeats: rounds.
+        interval: see `Row`.
+        command: how to take it again; empty: this process's own command line.
+    """
+    return Row(
+        name, value, unit, bar, holds(bar, value, interval), against, interval, repeats,
+        simulated=False, command=command or own_command(), commit=commit(), hardware=hardware(),
+    )  # fmt: skip
+
+
+def holds(
+    bar: str, value: float | None, interval: tuple[float, float] | None = None
+) -> bool | None:
+    """Whether the value and the whole of its interval are inside the bar."""
+    if not bar or value is None:
+        return None
+    match = _BAR.fullmatch(bar)
+    if match is None:
+        raise ValueError(f"bar = '{bar}': write '>= 1.0', '<= 0.25', '== 300', or nothing")
+    goal = float(match[2])
+    seen = (value, *(interval or ()))
+    compare = {">=": lambda v: v >= goal, "<=": lambda v: v <= goal, "==": lambda v: v == goal}
+    return all(compare[match[1]](v) for v in seen)
+
+
+def bootstrap(
+    values: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile-bootstrap interval of the median of `values`."""
+    sample = np.asarray(values, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(len(sample), size=(resamples, len(sample)))
+    medians = np.median(sample[draws], axis=1)
+    tail = 50.0 * (1.0 - confidence)
+    low, high = np.percentile(medians, (tail, 100.0 - tail))
+    return float(low), float(high)
+
+
+@dataclass
+class Times:
+    """Seconds of every contender, round by round."""
+
+    seconds: dict[str, list[float]]
+    disturbed: int = 0
+    """Rounds that were taken although others used the machine: patience had run out."""
+    retaken: int = 0
+    """Rounds that were thrown away and taken again."""
+    rounds: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rounds = min(map(len, self.seconds.values()))
+
+    def median(self, name: str) -> float:
+        """Median seconds of a contender."""
+        return float(np.median(self.seconds[name]))
+
+    def ratios(self, of: str, to: str) -> NDArray[np.float64]:
+        """Seconds of `of` over seconds of `to`, of the same round."""
+        ratios: NDArray[np.float64] = np.divide(self.seconds[of], self.seconds[to])
+        return ratios
+
+    def ratio(self, of: str, to: str) -> tuple[float, tuple[float, float]]:
+        """The median of the paired ratios, and its interval."""
+        ratios = self.ratios(of, to)
+        return float(np.median(ratios)), bootstrap(ratios)
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = 2,
+    patience: int | None = None,
+    root: int | None = None,
+) -> Times:
+    """Time all contenders in every round, in an order that turns round from one to the next.
+
+    Args:
+        contenders: what to time, by name.
+        rounds: rounds to keep.
+        warmup: calls of each before the first round.
+        patience: disturbed rounds that are taken again, over all; absent: twice `rounds`.
+        root: the process whose descendants are no others; absent: this one.
+    """
+    for call in contenders.values():
+        for _ in range(warmup):
+            call()
+    left = 2 * rounds if patience is None else patience
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    disturbed = retaken = taken = 0
+    while taken < rounds:
+        names = list(contenders) if (taken + retaken) % 2 == 0 else list(contenders)[::-1]
+        watch = Watch(root)
+        one = {name: _seconds(contenders[name]) for name in names}
+        noisy = watch.foreign_share() > FOREIGN_SHARE
+        if noisy and left > 0:
+            left -= 1
+            retaken += 1
+            wait_for_quiet(root)
+            continue
+        disturbed += noisy
+        taken += 1
+        for name, spent in one.items():
+            seconds[name].append(spent)
+    return Times(seconds, disturbed, retaken)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Watch:
+    """How much of the machine others have used since this was made (Linux; elsewhere: nothing).
+
+    Others are all processes but `root` (absent: this one) and what descends from it.
+    """
+
+    def __init__(self, root: int | None = None) -> None:
+        self._root = root or os.getpid()
+        self._began, self._others_s = time.perf_counter(), _others_s(self._root)
+
+    def foreign_share(self) -> float:
+        """Processor time of other programs, as a share of what the machine had."""
+        had = (time.perf_counter() - self._began) * (os.cpu_count() or 1)
+        return (_others_s(self._root) - self._others_s) / max(had, _TICK_S)
+
+
+def wait_for_quiet(root: int | None = None, *, limit_s: float = 120.0, look_s: float = 0.5) -> bool:
+    """Wait until others leave the machine alone; False if they did not within `limit_s`."""
+    end = time.perf_counter() + limit_s
+    while time.perf_counter() < end:
+        watch = Watch(root)
+        time.sleep(look_s)
+        if watch.foreign_share() < FOREIGN_SHARE:
+            return True
+    return False
+
+
+def _others_s(root: int) -> float:
+    """Processor seconds that all programs but `root` and its descendants have used so far."""
+    if not Path("/proc/stat").exists():
+        return 0.0
+    ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    busy = sum(ticks[:3]) + sum(ticks[5:8])
+    return (busy - sum(_own_ticks(root))) * _TICK_S
+
+
+def _own_ticks(root: int) -> list[int]:
+    """Processor ticks of `root` and of everything that descends from it."""
+    used: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        pid = int(entry.name)
+        parents[pid] = int(after_name[1])
+        used[pid] = sum(int(t) for t in after_name[11:15])
+    family = {root}
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in family} - family
+        family |= more
+        grown = bool(more)
+    return [used.get(pid, 0) for pid in family]
+
+
+def commit() -> str:
+    """The hash of the checkout, with `-dirty` behind it where files differ; or `unknown`."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--", ".", *(f":!{p}" for p in GENERATED))
+    except (OSError, subprocess.CalledProcessError):
+        return UNKNOWN
+    return head + (DIRTY if changes else "")
+
+
+def is_known(commit_hash: str) -> bool:
+    """Whether the repository has this commit."""
+    try:
+        _git("cat-file", "-e", f"{commit_hash}^{{commit}}")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def own_command() -> str:
+    """This process's command line, as a person would type it at the root of the repository."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is None:
+        return " ".join(["python", *sys.argv])
+    return " ".join(["python -m", module.name.removesuffix(".__main__"), *sys.argv[1:]])
+
+
+def hardware() -> str:
+    """The machine and the versions that decide speed, in words."""
+    facts = [f"{_processor()}, {os.cpu_count()} cores"]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts.append(f"{pages / 2**30:.0f} GiB")
+    facts.append(f"{platform.system()}, Python {platform.python_version()}")
+    facts.append(f"torch {metadata.version('torch')}")
+    return "; ".join(facts)
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor() or platform.machine()
+    text = path.read_text()
+    named = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in text.splitlines())
+    }
+    words = named.get("model name", platform.machine())
+    if "cpu family" in named:
+        words += f" (family {named['cpu family']}, model {named.get('model', '?')})"
+    widest = [flag for flag in ("avx2", "avx512f", "amx_tile") if flag in text]
+    return words + (f" {widest[-1]}" if widest else "")
+
+
+def write(theme: str, rows: Sequence[Row]) -> Path:
+    """Replace a theme's record."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    path = RECORDS / f"{theme}.json"
+    path.write_text(json.dumps([asdict(r) for r in rows], indent=2) + "\n")
+    return path
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a record; an error names what is wrong with it."""
+    names = {f.name for f in fields(Row)}
+    rows = []
+    for index, raw in enumerate(json.loads(path.read_text())):
+        if set(raw) != names:
+            odd = ", ".join(sorted(set(raw) ^ names))
+            raise ValueError(f"{path.name}, row {index}: these keys are missing or unknown: {odd}")
+        if raw["interval"] is not None:
+            low, high = raw["interval"]
+            raw["interval"] = (float(low), float(high))
+        rows.append(Row(**raw))
+    return rows
+
+
+def figure(value: float | None) -> str:
+    """A figure as a person reads it: three significant digits."""
+    if value is None:
+        return "-"
+    if value == 0 or (float(value).is_integer() and abs(value) < 1e6):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
