@@ -46,3 +46,13 @@ def test_schedules() -> None:
     assert [learning_rate(s, 4, 1.0, linear) for s in (1, 2, 4)] == pytest.approx([0.75, 0.5, 0.0])
     constant = ScheduleConfig(kind="constant", warmup=2)
     assert [learning_rate(s, 9, 1.0, constant) for s in (1, 2, 9)] == [0.5, 1.0, 1.0]
+
+
+def test_an_update_is_counted_by_the_tensors_it_changes() -> None:
+    """A save that copies while training goes on tells by these counts that it was overtaken."""
+    ours = AdamW(OptimizerConfig())
+    values = torch.randn(4, 4)
+    tensors = (values, *ours.attach("w", values))
+    before = [tensor._version for tensor in tensors]
+    ours.update("w", values, torch.randn(4, 4), 1, lr=0.1, clip=1.0, decay=True)
+    assert all(t._version > b for t, b in zip(tensors, before, strict=True))
