@@ -59,7 +59,7 @@ def save_until_killed(directory: Path, first_step: int, pipe: Connection) -> Non
     pipe.send(0)
     step = first_step
     while True:
-        saver.save(state_at(step, 0, 1), step, {})
+        saver.save(state_at(step, 0, 1), step, {}, overlap=step % 2 == 0)
         step += 1
 
 
