@@ -83,7 +83,8 @@ class Dispatcher:
         if self.capacity is None or not training:
             asked_KE = asked_RKE.sum(0)
             return Counted(experts_TK, asked_KE, asked_RKE.sum(1), tokens, 0)
-        limit = math.ceil(round(self.capacity * tokens * top_k / self.experts, 9))
+        share = round(self.capacity * tokens * top_k / self.experts, 9)
+        limit = math.ceil(min(share, tokens * top_k))
         kept_RKE = _within(asked_RKE, limit)
         kept_TK = _keep_first(experts_TK, kept_RKE[self.ranks.rank], self.experts)
         dropped = int(asked_RKE.sum() - kept_RKE.sum())

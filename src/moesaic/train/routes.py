@@ -83,7 +83,11 @@ class RouteReplay:
         ids = samples.tolist()
         where = (ds.field("step") == step) & ds.field("sample").isin(pa.array(ids, pa.int64()))
         found: dict[int, dict[int, Tensor]] = {}
-        for row in self._dataset.to_table(filter=where).to_pylist():
+        try:
+            table = self._dataset.to_table(filter=where)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{self._named} cannot be read ({error}): record again") from None
+        for row in table.to_pylist():
             experts = torch.from_numpy(np.asarray(row["experts"], dtype=np.int64))
             layers = found.setdefault(row["layer"], {})
             layers[row["sample"]] = experts.view(-1, row["choices"])

@@ -84,8 +84,14 @@ def train(
     run = assemble(job, plan, world, source, counters)
     run.replay = replay
     if world.leads:
-        write_opening(out, loaded.text, job, plan, world)
-        _keep_tokenizer(data, out)
+        try:
+            write_opening(out, loaded.text, job, plan, world)
+            _keep_tokenizer(data, out)
+        except OSError as error:
+            raise StoreError(
+                f"--out '{out}' cannot be written ({error.strerror}): make room there, or name "
+                "another directory"
+            ) from None
     world.barrier()
     if job.routing.record:
         run.recorder = RouteRecorder(Path(job.routing.record), world.rank)

@@ -211,3 +211,10 @@ def test_replay_takes_the_recorded_experts_and_counts_flips() -> None:
             assert replaying.layers[0].flips > 0
         else:
             assert replaying.layers[0].flips == flips
+
+
+def test_a_capacity_beyond_everything_drops_nothing() -> None:
+    layer = make(4, 2, capacity=1e300)
+    ctx = context()
+    layer(torch.randn(1, 6, HIDDEN).double(), ctx)
+    assert ctx.layers[0].dropped == 0
