@@ -146,7 +146,9 @@ def test_auto_takes_the_newest_and_says_what_changed(
     [
         ({"data": {"sequence": 24}}, "other samples"),
         ({"train": {"steps": 3}}, "has done 3 already"),
-        ({"model": {"ffn": 28}}, "moe.experts"),
+        ({"model": {"ffn": 28}}, "model.ffn = 24"),
+        ({"model": {"layers": 1}}, "model.layers = 2"),
+        ({"model": {"tied": True}}, "model.tied = False"),
     ],
 )
 def test_what_cannot_go_on_says_why(

@@ -149,6 +149,11 @@ def _compare(
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
     for key in sorted(now):
         if key in before and before[key] != now[key]:
+            if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
+                raise ConfigError(
+                    f"--resume: '{path}' is of a model with {key} = {before[key]}, the job has "
+                    f"{now[key]}: restore it, or start a new run"
+                )
             progress.message(f"changed since the checkpoint: {key} = {now[key]}, was {before[key]}")
 
 
