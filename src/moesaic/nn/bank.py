@@ -23,6 +23,8 @@ class Bank(nn.Module):
         self.experts = list(experts)
         self.hidden, self.ffn = hidden, ffn
         self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * ffn * hidden))
+        self.spare: list[Tensor] = []
+        """A gradient that is done with, whose memory the next one may take."""
 
     def acquire(self) -> Tensor:
         """The arena, with every home expert in its slot, to be used until `release`."""

@@ -8,12 +8,17 @@ is decided here, by device and dtype.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+_SHARE_BYTES = 2 << 20
+"""Between two products of a share of slots, on the CPU."""
 
 
 @torch.library.custom_op("moesaic::grouped_mm", mutates_args=())
@@ -85,40 +90,91 @@ def _grouped_outer_flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any,
 class GatedExperts(torch.autograd.Function):
     """down(silu(gate(x)) * up(x)) for rows sorted by slot, straight from and to one arena.
 
-    The gradient of the arena is written once, into a tensor of its shape; slots without rows get
-    zeros. gate and up are one product.
+    gate and up are one product. On the CPU a few slots are taken at a time, so that what stands
+    between two products never leaves the cache; each slot's products are the same either way.
+    The gradient of the arena is written once, into memory of `spare` if there is any: the pages of
+    new memory cost more than writing to them. Slots without rows get zeros.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, arena: Tensor, counts: Tensor, ffn: int) -> Tensor:
-        """Compute in the dtype of `rows`."""
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        arena: Tensor,
+        counts: Tensor,
+        ffn: int,
+        spare: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Compute in the dtype of `rows`; what is in `spare` has the shape of `arena`."""
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        inner = grouped_mm(rows, gate_up.to(rows.dtype), counts, True)
-        gate, up = inner.chunk(2, dim=1)
-        activated = F.silu(gate).mul_(up)
-        result: Tensor = grouped_mm(activated, down.to(rows.dtype), counts, True)
-        ctx.save_for_backward(rows, arena, counts, inner, activated)
-        ctx.ffn = ffn
-        return result
+        inners, results = [], []
+        for share in _shares(rows, counts, ffn):
+            inner = share.multiply(rows[share.rows], gate_up, transposed=True)
+            gate, up = inner.chunk(2, dim=1)
+            results.append(share.multiply(F.silu(gate).mul_(up), down, transposed=True))
+            inners.append(inner)
+        ctx.save_for_backward(rows, arena, counts, *inners)
+        ctx.ffn, ctx.spare = ffn, spare
+        return _join(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """Gradients of rows and arena."""
-        rows, arena, counts, inner, activated = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        gate_up, down = arena_views(arena, ctx.ffn, rows.shape[1])
-        grad_arena = torch.empty_like(arena)
-        grad_gate_up, grad_down = arena_views(grad_arena, ctx.ffn, rows.shape[1])
-        grouped_outer(grad, activated, counts, grad_down)
-        grad_activated = grouped_mm(grad, down.to(rows.dtype), counts, False)
-        gate, up = inner.chunk(2, dim=1)
-        grad_inner = torch.empty_like(inner)
-        torch.mul(grad_activated, F.silu(gate), out=grad_inner[:, ctx.ffn :])
-        grad_activated.mul_(up)
-        grad_inner[:, : ctx.ffn] = torch.ops.aten.silu_backward(grad_activated, gate)
-        grouped_outer(grad_inner, rows, counts, grad_gate_up)
-        grad_rows = grouped_mm(grad_inner, gate_up.to(rows.dtype), counts, False)
-        return grad_rows, grad_arena, None, None
+        rows, arena, counts, *inners = ctx.saved_tensors
+        ffn, grad = ctx.ffn, grads[0].contiguous()
+        grad_arena = ctx.spare.pop() if ctx.spare else torch.empty_like(arena)
+        gate_up, down = arena_views(arena, ffn, rows.shape[1])
+        grad_gate_up, grad_down = arena_views(grad_arena, ffn, rows.shape[1])
+        grad_rows = []
+        for share, inner in zip(_shares(rows, counts, ffn), inners, strict=True):
+            gate, up = inner.chunk(2, dim=1)
+            grad_activated = share.multiply(grad[share.rows], down, transposed=False)
+            activated = F.silu(gate)
+            grad_inner = torch.empty_like(inner)
+            torch.mul(grad_activated, activated, out=grad_inner[:, ffn:])
+            grad_inner[:, :ffn] = torch.ops.aten.silu_backward(grad_activated.mul_(up), gate)
+            activated.mul_(up)
+            grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
+            grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
+            grad_rows.append(share.multiply(grad_inner, gate_up, transposed=False))
+        return _join(grad_rows), grad_arena, None, None, None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Consecutive slots and their rows."""
+
+    slots: slice
+    rows: slice
+    counts: Tensor
+
+    def multiply(self, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+        """The share's `rows` times its slots of `weight`, in the dtype of `rows`."""
+        weight = weight[self.slots].to(rows.dtype)
+        product: Tensor = grouped_mm(rows, weight, self.counts, transposed)
+        return product
+
+
+def _shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
+    """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
+    limit = rows.shape[0]
+    if rows.device.type == "cpu":
+        limit = _SHARE_BYTES // (2 * ffn * rows.element_size())
+    cuts, first_row, row = [(0, 0)], 0, 0
+    for slot, count in enumerate(counts.tolist()):
+        if row > first_row and row + count - first_row > limit:
+            cuts.append((slot, row))
+            first_row = row
+        row += count
+    cuts.append((len(counts), row))
+    return [
+        Share(slice(slot, next_slot), slice(row, next_row), counts[slot:next_slot])
+        for (slot, row), (next_slot, next_row) in pairwise(cuts)
+    ]
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:

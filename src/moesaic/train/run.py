@@ -175,10 +175,13 @@ class Run:
         lr = learning_rate(step, train.steps, self.job.optimizer.lr, self.job.schedule)
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
         for item in self.holdings:
+            grad = item.grad
             self.optimizer.update(
-                item.name, item.local, item.grad, step, lr=lr, clip=clip, decay=item.decays
+                item.name, item.local, grad, step, lr=lr, clip=clip, decay=item.decays
             )
             item.parameter.grad = None
+            if item.bank is not None:
+                item.bank.spare[:] = [grad]
         return lr
 
     def _facts(

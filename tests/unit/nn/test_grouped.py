@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from moesaic.nn import grouped
 from moesaic.nn.bank import Bank
 from moesaic.nn.grouped import GatedExperts, arena_views, grouped_mm, grouped_outer
 
@@ -38,6 +41,38 @@ def test_strided_slots_equal_a_loop(counts: list[int], transposed: bool) -> None
     out = torch.full((3, 4, 4), 7.0)
     grouped_outer(rows, rows, torch.tensor(counts), out)
     torch.testing.assert_close(out, torch.stack([p.T @ p for p in rows.split(counts)]))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2, 9, 0, 1], [0, 0, 0, 0, 0, 4], [0] * 6])
+def test_shares_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rows of whole cache lines: elsewhere a kernel's last digit depends on the alignment it meets.
+    rows = torch.randn(sum(counts), 16, requires_grad=True)
+    arena = torch.randn(6, 3 * 16 * 16, requires_grad=True)
+    cotangent = torch.randn(sum(counts), 16)
+    results = []
+    for num_rows in (1, 4, 1000):
+        monkeypatch.setattr(grouped, "_SHARE_BYTES", num_rows * 2 * 16 * 4)
+        out = GatedExperts.apply(rows, arena, torch.tensor(counts), 16)
+        results.append((out, *torch.autograd.grad(out, (rows, arena), cotangent)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_gradient_takes_the_memory_of_a_spare_one() -> None:
+    rows = torch.randn(5, 4)
+    arena = torch.randn(3, 60, requires_grad=True)
+    counts = torch.tensor([3, 0, 2])
+    GatedExperts.apply(rows, arena, counts, 5).sum().backward()
+    fresh, arena.grad = arena.grad, None
+    spare = [torch.full_like(arena, math.nan).detach()]
+    memory = spare[0].data_ptr()
+    GatedExperts.apply(rows, arena, counts, 5, spare).sum().backward()
+    assert arena.grad.data_ptr() == memory
+    assert torch.equal(arena.grad, fresh)
+    assert not spare
+    # With nothing to spare, as in a second micro-batch, gradients add up as ever.
+    GatedExperts.apply(rows, arena, counts, 5, spare).sum().backward()
+    assert torch.equal(arena.grad, fresh + fresh)
 
 
 def test_torch_library_sees_well_formed_ops() -> None:
