@@ -150,7 +150,7 @@ def interleave(
     rounds: int,
     *,
     warmup: int = 2,
-    patience: int | None = None,
+    patience_s: float = 1200.0,
     root: int | None = None,
 ) -> Times:
     """Time all contenders in every round, in an order that turns round from one to the next.
@@ -159,13 +159,13 @@ def interleave(
         contenders: what to time, by name.
         rounds: rounds to keep.
         warmup: calls of each before the first round.
-        patience: disturbed rounds that are taken again, over all; absent: twice `rounds`.
+        patience_s: disturbed rounds are taken again for that long; later ones are kept.
         root: the process whose descendants are no others; absent: this one.
     """
     for call in contenders.values():
         for _ in range(warmup):
             call()
-    left = 2 * rounds if patience is None else patience
+    patient_until = time.perf_counter() + patience_s
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     disturbed = retaken = taken = 0
     while taken < rounds:
@@ -173,10 +173,10 @@ def interleave(
         watch = Watch(root)
         one = {name: _seconds(contenders[name]) for name in names}
         noisy = watch.foreign_share() > FOREIGN_SHARE
-        if noisy and left > 0:
-            left -= 1
+        left_s = patient_until - time.perf_counter()
+        if noisy and left_s > 0:
             retaken += 1
-            wait_for_quiet(root)
+            wait_for_quiet(root, limit_s=left_s)
             continue
         disturbed += noisy
         taken += 1
