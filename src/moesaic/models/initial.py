@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.nn.randomness import normal
+
+_ELEMENTS = 1 << 22
 
 
 class InitialSource:
@@ -26,18 +25,17 @@ class InitialSource:
             elif len(piece.shape) == 1:
                 piece.tensor.fill_(1.0)
             else:
-                piece.tensor.copy_(self._values(piece))
+                self._draw(piece)
 
-    def _values(self, piece: Piece) -> Tensor:
-        trailing = math.prod(piece.shape[1:])
-        whole_rows = piece.tensor.shape[1:] == torch.Size(piece.shape[1:])
-        first, rows = (
-            (piece.offset[0], piece.tensor.shape[0]) if whole_rows else (0, piece.shape[0])
-        )
-        purpose = f"initial {piece.name}"
-        values = normal(self._seed, purpose, first * trailing, (first + rows) * trailing)
-        values = values.view(rows, *piece.shape[1:]) * self._deviation
-        if whole_rows:
-            return values
-        box = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.tensor.shape, strict=True))
-        return values[box]
+    def _draw(self, piece: Piece) -> None:
+        """A few rows at a time: the numbers are made in fp64, whatever they end in."""
+        row = math.prod(piece.shape[1:])
+        rows_at_once = max(1, _ELEMENTS // row)
+        box = [slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True)]
+        first = box[0].start
+        for rows in piece.tensor.split(rows_at_once):
+            last = first + len(rows)
+            values = normal(self._seed, f"initial {piece.name}", first * row, last * row)
+            values = values.view(-1, *piece.shape[1:]).mul_(self._deviation)
+            rows.copy_(values[(slice(None), *box[1:])])
+            first = last
