@@ -8,25 +8,25 @@ when whole; a lock keeps two writers of one machine apart.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import DataError, StoreError
+from moesaic.base.lock import locked
 from moesaic.base.tensorfile import sync_directory
+from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.text import TextSource, fingerprint, read_text
-from moesaic.train.data.tokenizer import Tokenizer
 
 FORMAT = 1
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
@@ -59,13 +59,21 @@ def open_corpus(
     source: TextSource, tokenizer: Tokenizer, cache: Path, beat: Beat = lambda *_: None
 ) -> Corpus:
     """The tokens of `source`: from the cache, or made and left there."""
-    name = _name(source, tokenizer)
+
+    def wait(_holder: str) -> None:
+        beat(0, 0)
+        time.sleep(_POLL_S)
+
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{name}{_LOCK}", beat):
-            if not (cache / name).is_dir():
-                _build(source, tokenizer, cache, name, beat)
+        name = _name(source, tokenizer)
+        if not (cache / name).is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            with locked(cache / f"{name}{_LOCK}", wait):
+                if not (cache / name).is_dir():
+                    _build(source, tokenizer, cache, name, beat)
         return _open(cache / name)
+    except DataError as error:
+        raise DataError(f"{source.key} = '{source.path}': {error}") from None
     except OSError as error:
         raise DataError(
             f"data.cache = '{cache}' cannot be used ({error}): make room there, or set data.cache "
@@ -76,20 +84,6 @@ def open_corpus(
 def _name(source: TextSource, tokenizer: Tokenizer) -> str:
     lines = [f"format {FORMAT}", tokenizer.digest, *fingerprint(source)]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-@contextmanager
-def _lock(path: Path, beat: Beat) -> Iterator[None]:
-    """Alone among the processes of this machine; a killed holder lets go of it."""
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                beat(0, 0)
-                time.sleep(_POLL_S)
-        yield
 
 
 def _build(source: TextSource, tokenizer: Tokenizer, cache: Path, name: str, beat: Beat) -> None:
@@ -107,8 +101,8 @@ def _build(source: TextSource, tokenizer: Tokenizer, cache: Path, name: str, bea
         }
         if not facts["documents"]:
             raise DataError(
-                f"'{source.path}' has no text: every document in it ({len(source.files)} files) is "
-                "empty; give others"
+                f"there is no text, every document of {len(source.files)} files is empty: give "
+                "others"
             )
         with (partial / "corpus.json").open("w", encoding="utf-8") as file:
             json.dump(facts, file, indent=2)
@@ -124,9 +118,16 @@ def _build(source: TextSource, tokenizer: Tokenizer, cache: Path, name: str, bea
 def _sweep(cache: Path) -> None:
     """Remove what killed writers of other corpora left: partial ones whose lock is free."""
     for partial in cache.glob(f"*{_PARTIAL}"):
-        with partial.with_suffix(_LOCK).open("a") as file, suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(_AtWork), locked(partial.with_suffix(_LOCK), _leave):
             shutil.rmtree(partial, ignore_errors=True)
+
+
+class _AtWork(Exception):
+    """The writer of a partial corpus lives."""
+
+
+def _leave(_holder: str) -> NoReturn:
+    raise _AtWork
 
 
 def _write(
