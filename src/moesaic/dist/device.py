@@ -27,6 +27,11 @@ def resolve(name: str, local_rank: int = 0, key: str = "train.device") -> torch.
         return device
     if device.type != "cuda":
         raise ConfigError(f"{key} = '{name}' is not supported: use auto, cpu or cuda")
+    if device.index is not None and local_rank > 0:
+        raise ConfigError(
+            f"{key} = '{name}' names one GPU for {local_rank + 1} or more ranks: set it to 'cuda', "
+            "and every rank takes its own"
+        )
     if not has_gpu:
         raise ConfigError(
             f"{key} = '{name}' is not there: this machine has no CUDA GPU that torch "

@@ -17,6 +17,11 @@ PARAMETER = "parameter"
 FIRST_MOMENT = "first_moment"
 SECOND_MOMENT = "second_moment"
 
+PRECISIONS = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
+"""torch's types by the names that users write."""
+
 
 @dataclass(frozen=True)
 class Piece:

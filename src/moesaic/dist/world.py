@@ -121,6 +121,14 @@ class World:
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
 
+    def from_leader(self, value: str) -> str:
+        """The `value` of rank 0, on every rank."""
+        if self.everyone is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.everyone)
+        return box[0]
+
     def leave(self) -> None:
         """End this generation in this process."""
         if self.everyone is not None:

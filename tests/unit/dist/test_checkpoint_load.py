@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, committed, newest_intact
+from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, committed, newest_intact
 from moesaic.dist.checkpoint.manifest import Manifest, commit_record
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.testing.states import blank, cut, rows, same_bits, whole, worlds
@@ -152,10 +152,49 @@ def test_an_empty_or_absent_directory_has_none(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "absent" / "step-00000001")
 
 
-def test_a_damaged_commit_record_goes_to_the_end_of_the_list(tmp_path: Path) -> None:
+DAMAGED_RECORDS = [b"", b"\xff", b'{"serial": Infinity}', b"[" * 100_000, b'{"serial": -3}']
+
+
+@pytest.mark.parametrize("record", DAMAGED_RECORDS, ids=["empty", "ff", "inf", "deep", "negative"])
+def test_a_damaged_commit_record_is_never_passed_over_in_silence(
+    tmp_path: Path, record: bytes
+) -> None:
+    save(tmp_path, 1, 2, 3)
+    for step in (1, 3):
+        (tmp_path / f"step-{step:08d}" / "COMMIT").write_bytes(record)
+    names = ["step-00000002", "step-00000003", "step-00000001"]
+    assert sorted(path.name for path in committed(tmp_path)) == sorted(names)
+    assert committed(tmp_path)[0].name == names[0], "those without a known order go away first"
+    order = [path.name for path in candidates(tmp_path)]
+    assert order == ["step-00000003", "step-00000002", "step-00000001"]
+    with pytest.raises(StoreError, match=r"00003' is damaged: 'COMMIT' .* the newest .*00002'"):
+        Checkpoint.open(candidates(tmp_path)[0])
+    told: list[str] = []
+    found = newest_intact(tmp_path, told.append)
+    assert found is not None
+    assert found.step == 2
+    assert len(told) == 1
+    assert "step-00000003' is damaged: 'COMMIT'" in told[0]
+
+
+def test_a_directory_in_place_of_a_commit_record(tmp_path: Path) -> None:
     path = save(tmp_path, 1, 2)
-    (path / "COMMIT").write_bytes(b"\xff")
-    assert [found.name for found in committed(tmp_path)] == ["step-00000001", "step-00000002"]
+    (path / "COMMIT").unlink()
+    (path / "COMMIT").mkdir()
+    assert candidates(tmp_path)[0] == path
+    with pytest.raises(StoreError, match=r"COMMIT' cannot be read .*; the newest .*00001'"):
+        Checkpoint.open(path)
+
+
+def test_sizes_tell_what_is_gone_without_reading(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    Checkpoint.open(path).check_sizes()
+    file = path / "rank-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    Checkpoint.open(path).check_sizes()
+    file.unlink()
+    with pytest.raises(StoreError, match=r"damaged: 'rank-1\.safetensors' is missing"):
+        Checkpoint.open(path).check_sizes()
 
 
 def point_out(raw: dict[str, Any]) -> None:

@@ -26,6 +26,21 @@ def committed(directory: Path) -> list[Path]:
     return [path for _, path in reversed(_by_serial(directory))]
 
 
+def candidates(directory: Path) -> list[Path]:
+    """The committed checkpoints, the one to go on from first.
+
+    Nobody can tell when one with a damaged record was committed: it goes before those of earlier
+    steps, so that whoever opens it in good faith hears of the damage.
+    """
+    rows = _by_serial(directory)
+    result = [row for row in reversed(rows) if row[0][0]]
+    for row in rows:
+        if not row[0][0]:
+            place = next((n for n, one in enumerate(result) if one[0][1] < row[0][1]), len(result))
+            result.insert(place, row)
+    return [path for _, path in result]
+
+
 def next_serial(directory: Path) -> int:
     """The serial number of the next commit in `directory`."""
     return max((serial for (serial, _, _), _ in _by_serial(directory)), default=0) + 1
@@ -86,6 +101,6 @@ def _by_serial(directory: Path) -> list[tuple[tuple[int, int, int], Path]]:
 
 def _read_serial(commit: Path) -> int:
     try:
-        return int(json.loads(commit.read_bytes())["serial"])
-    except (ValueError, KeyError, TypeError):
+        return max(int(json.loads(commit.read_bytes())["serial"]), 0)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0  # A damaged record: opening it says so; here it only goes to the end of the list.

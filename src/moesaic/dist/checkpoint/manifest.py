@@ -117,7 +117,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """The manifest that `data` holds; StoreError says what is wrong with it."""
     try:
         raw = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"'{MANIFEST}' is not JSON ({error})") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise StoreError(f"'{MANIFEST}' does not describe a moesaic checkpoint")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moesaic.base import tensorfile
 from moesaic.base.errors import StoreError
 from moesaic.base.tensorfile import Entry
-from moesaic.dist.checkpoint.directory import committed
+from moesaic.dist.checkpoint.directory import candidates
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     DTYPES,
@@ -94,6 +94,14 @@ class Checkpoint:
         """Read and hash every file; StoreError names those that are not what was written."""
         self._raise_damage(self._find_damage(self._manifest.files))
 
+    def check_sizes(self) -> None:
+        """See that every file is there and as long as it was; StoreError names those that are not.
+
+        Quick, and no proof: only `verify` reads what is in them.
+        """
+        found = (self._find_flaw(name) for name in self._manifest.files)
+        self._raise_damage([flaw for flaw in found if flaw])
+
     def verify_shared(self, world: World) -> None:
         """As `verify`, the files shared out over the ranks; all of them raise the same error."""
         if world.everyone is None:
@@ -151,22 +159,27 @@ class Checkpoint:
         """What is wrong with the files `names`; those that are right are noted as such."""
         damage = []
         for name in names:
-            record, file = self._manifest.files[name], self.path / name
-            try:
-                size = file.stat().st_size
-                if size != record.num_bytes:
-                    damage.append(
-                        f"'{name}' has {size} bytes where {record.num_bytes} were written"
-                    )
-                elif tensorfile.sha256(file) != record.sha256:
-                    damage.append(f"'{name}' is not what was written: its SHA-256 differs")
-                else:
-                    self._verified.add(name)
-            except FileNotFoundError:
-                damage.append(f"'{name}' is missing")
-            except OSError as error:
-                damage.append(f"'{name}' cannot be read ({error})")
+            flaw = self._find_flaw(name, read=True)
+            if flaw:
+                damage.append(flaw)
+            else:
+                self._verified.add(name)
         return damage
+
+    def _find_flaw(self, name: str, read: bool = False) -> str:
+        """What is wrong with one file, its contents included if `read`; empty if nothing is."""
+        record, file = self._manifest.files[name], self.path / name
+        try:
+            size = file.stat().st_size
+            if size != record.num_bytes:
+                return f"'{name}' has {size} bytes where {record.num_bytes} were written"
+            if read and tensorfile.sha256(file) != record.sha256:
+                return f"'{name}' is not what was written: its SHA-256 differs"
+        except FileNotFoundError:
+            return f"'{name}' is missing"
+        except OSError as error:
+            return f"'{name}' cannot be read ({error})"
+        return ""
 
     def _raise_damage(self, damage: Sequence[str], advice: str | None = None) -> None:
         if damage:
@@ -189,21 +202,31 @@ class Checkpoint:
             copy.target.copy_(values[copy.source])
 
 
-def newest_intact(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint in `directory` of which every byte is as it was written."""
-    return _newest_intact(directory, besides=None)
+def newest_intact(
+    directory: Path, tell: Callable[[str], None] = lambda _: None
+) -> Checkpoint | None:
+    """The newest checkpoint in `directory` of which every byte is as it was written.
+
+    `tell` hears of each newer one that is passed over, and why.
+    """
+    return _newest_intact(directory, None, tell)
 
 
-def _newest_intact(directory: Path, besides: Path | None) -> Checkpoint | None:
-    for path in committed(directory):
+def _newest_intact(
+    directory: Path, besides: Path | None, tell: Callable[[str], None] = lambda _: None
+) -> Checkpoint | None:
+    for path in candidates(directory):
         if besides is not None and path.name == besides.name:
             continue
         try:
             checkpoint = _open(path, cast=False)
-        except StoreError:
-            continue  # Damaged: the search goes on to an older one.
-        if not checkpoint._find_damage(checkpoint._manifest.files):
+        except StoreError as error:
+            tell(f"passed over: {error}")
+            continue
+        damage = checkpoint._find_damage(checkpoint._manifest.files)
+        if not damage:
             return checkpoint
+        tell(f"passed over: checkpoint '{path}' is damaged: {', '.join(damage)}")
     return None
 
 
@@ -214,7 +237,7 @@ def _open(path: Path, cast: bool) -> Checkpoint:
     data = _read(path / MANIFEST, f"checkpoint '{path}' is damaged: '{MANIFEST}' is missing")
     try:
         promised = json.loads(record)["manifest_sha256"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' cannot be read") from None
     if promised != hashlib.sha256(data).hexdigest():
         raise StoreError(

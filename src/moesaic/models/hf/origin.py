@@ -63,12 +63,19 @@ def open_origin(path: Path) -> Origin:
         return _from_checkpoint(Checkpoint.open(path))
     for directory in (path / "checkpoints", path):
         if directory.is_dir() and any(directory.glob("step-*")):
-            checkpoint = newest_intact(directory)
+            passed_over: list[str] = []
+            checkpoint = newest_intact(directory, passed_over.append)
             if checkpoint is None:
+                reasons = "; ".join(passed_over)
                 raise StoreError(
                     f"'{directory}' holds no intact checkpoint: restore one from a copy"
+                    + (f" ({reasons})" if reasons else "")
                 )
-            return _from_checkpoint(checkpoint)
+            origin = _from_checkpoint(checkpoint)
+            if passed_over:
+                used = f"what follows is of step {checkpoint.step}, '{checkpoint.path}'"
+                origin.warnings[:0] = [*passed_over, used]
+            return origin
     what = "is not there" if not path.exists() else "is none of these"
     raise ConfigError(
         f"'{path}' {what}: give a Hugging Face model directory, a checkpoint or a run directory"
