@@ -38,8 +38,8 @@ def run_layout(
     plan = lay_out(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.recorder = RouteRecorder(Path(record), world.rank) if record else None
-    run.replay = RouteReplay(Path(replay), job) if replay else None
+    run.recorder = RouteRecorder(Path(record), world.rank, "samples") if record else None
+    run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
     recorder, run.recorder = run.recorder, None
     run.gradients(samples)
     gradients = [

@@ -6,12 +6,14 @@ own samples, as Parquet, under one directory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -29,12 +31,16 @@ SCHEMA = pa.schema(
     ]
 )
 
+_DIGEST = b"moesaic.samples"
+"""Where a part says what samples its indices stand for."""
+
 
 class RouteRecorder:
-    """Writes this rank's choices."""
+    """Writes this rank's choices, marked with the `digest` of the text they were made over."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._writer = RecordWriter(path.expanduser() / f"rank-{rank}", SCHEMA)
+    def __init__(self, path: Path, rank: int, digest: str) -> None:
+        schema = SCHEMA.with_metadata({_DIGEST: digest})
+        self._writer = RecordWriter(path.expanduser() / f"rank-{rank}", schema)
 
     def record(self, step: int, samples: Tensor, choices: Mapping[int, Tensor]) -> None:
         """Add one micro-batch's choices, by layer."""
@@ -63,16 +69,55 @@ def refuse_recorded(path: Path) -> None:
 
 
 class RouteReplay:
-    """Reads choices back, a step at a time."""
+    """Reads choices back, a step at a time.
 
-    def __init__(self, path: Path, job: Job) -> None:
+    Args:
+        path: what `routing.record` named.
+        job: the job that replays.
+        digest: of the text it trains on.
+    """
+
+    def __init__(self, path: Path, job: Job, digest: str) -> None:
         self._path, self._job = path, job
         parts = sorted(map(str, path.expanduser().rglob("part-*.parquet")))
         if not parts:
             raise DataError(f"{self._named} holds no recorded routing: see routing.record")
+        self._steps: set[int] = set()
+        for part in parts:
+            self._look_at(part, digest)
         self._dataset = ds.dataset(parts, format="parquet")
-        if not self._dataset.schema.equals(SCHEMA):
-            raise DataError(f"{self._named} holds Parquet of another kind: see routing.record")
+
+    def _look_at(self, part: str, digest: str) -> None:
+        """Note the steps of one part; raise if it is of other samples, or of another kind."""
+        with self._readable(), pq.ParquetFile(part) as parquet:
+            schema = parquet.schema_arrow
+            if not schema.equals(SCHEMA):
+                raise DataError(f"{self._named} holds Parquet of another kind: see routing.record")
+            recorded = (schema.metadata or {}).get(_DIGEST, b"").decode(errors="replace")
+            if recorded != digest:
+                raise DataError(
+                    f"{self._named} was recorded over other samples (text, tokenizer, seed, "
+                    "sequence or packing differ): restore them, or record again"
+                )
+            self._steps.update(parquet.read(["step"]).column(0).unique().to_pylist())
+
+    def check_steps(self, first: int) -> None:
+        """Raise unless every step of the job from `first` on (0: all of them) was recorded."""
+        wanted = range(first, self._job.train.steps)
+        lacking = next((step for step in wanted if step not in self._steps), None)
+        if lacking is not None:
+            remedy = f", or set train.steps = {lacking}" if lacking > first else ""
+            raise DataError(
+                f"{self._named} holds no routing of step {lacking + 1}, but train.steps = "
+                f"{self._job.train.steps}: record as many steps{remedy}"
+            )
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self._named} cannot be read ({error}): record again") from None
 
     @property
     def _named(self) -> str:
@@ -83,10 +128,8 @@ class RouteReplay:
         ids = samples.tolist()
         where = (ds.field("step") == step) & ds.field("sample").isin(pa.array(ids, pa.int64()))
         found: dict[int, dict[int, Tensor]] = {}
-        try:
+        with self._readable():
             table = self._dataset.to_table(filter=where)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{self._named} cannot be read ({error}): record again") from None
         for row in table.to_pylist():
             experts = torch.from_numpy(np.asarray(row["experts"], dtype=np.int64))
             layers = found.setdefault(row["layer"], {})

@@ -1,0 +1,91 @@
+"""Recorded routing belongs to the samples it was made over, and to the steps it was made in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moesaic.base.errors import DataError
+from moesaic.dist.world import World
+from moesaic.testing.jobs import tiny_job
+from moesaic.testing.watch import Silent
+from moesaic.train.jobfile import LoadedJob
+from moesaic.train.trainer import train
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n} " * 9}) + "\n" for n in range(40)))
+    return path
+
+
+def losses(text: Path, out: str, resume: str | None = None, **tables: Any) -> list[float]:
+    """The losses of a run beside `text`."""
+    common: dict[str, dict[str, Any]] = {
+        "model": {"vocab": 260},
+        "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
+        "train": {"steps": 4, "batch": 4, "micro_batches": 2},
+        "checkpoint": {"every": 2}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    seed = tables.pop("seed", 7)
+    for table, keys in tables.items():
+        common[table] = {**common.get(table, {}), **keys}
+    job = tiny_job(**common).model_copy(update={"seed": seed})
+    watch = Silent()
+    train(LoadedJob(job, "", []), text.parent / out, resume, World.solo(), watch)
+    return [figures["loss"] for figures in watch.figures]
+
+
+def test_a_replay_repeats_the_run_and_goes_on_from_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    record, replay = {"record": str(tmp_path / "routes")}, {"replay": str(tmp_path / "routes")}
+    first = losses(text, "first", routing=record)
+    assert losses(text, "second", routing=replay) == first
+    middle = str(tmp_path / "second" / "checkpoints" / "step-00000002")
+    assert losses(text, "third", middle, routing=replay) == first[2:]
+
+
+def test_other_samples_are_refused_before_anything_is_written(text: Path, tmp_path: Path) -> None:
+    losses(text, "first", routing={"record": str(tmp_path / "routes")})
+    replay = {"replay": str(tmp_path / "routes")}
+    with pytest.raises(DataError, match=r"routing\.replay = .* recorded over other samples"):
+        losses(text, "second", routing=replay, seed=8)
+    with text.open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    with pytest.raises(DataError, match="recorded over other samples"):
+        losses(text, "second", routing=replay)
+    assert not (tmp_path / "second").exists()
+
+
+def test_steps_that_were_not_recorded_are_refused_at_the_start(text: Path, tmp_path: Path) -> None:
+    losses(text, "first", routing={"record": str(tmp_path / "routes")})
+    replay = {"replay": str(tmp_path / "routes")}
+    with pytest.raises(DataError, match=r"no routing of step 5, but train\.steps = 6: .* = 4$"):
+        losses(text, "second", routing=replay, train={"steps": 6})
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_recording_of_another_kind_is_refused(text: Path, tmp_path: Path) -> None:
+    place = tmp_path / "routes"
+    place.mkdir()
+    replay = {"replay": str(place)}
+    with pytest.raises(DataError, match="holds no recorded routing"):
+        losses(text, "run", routing=replay)
+    pq.write_table(pa.table({"step": [1]}), place / "part-000000.parquet")
+    with pytest.raises(DataError, match="holds Parquet of another kind"):
+        losses(text, "run", routing=replay)
+    (place / "part-000000.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(DataError, match="cannot be read"):
+        losses(text, "run", routing=replay)
+
+
+def test_two_runs_do_not_mix_their_recordings(text: Path, tmp_path: Path) -> None:
+    record = {"record": str(tmp_path / "routes")}
+    losses(text, "first", routing=record)
+    with pytest.raises(DataError, match="holds the recording of another run"):
+        losses(text, "second", routing=record)
