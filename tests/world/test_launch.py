@@ -40,7 +40,11 @@ device = "cpu"
 tensorboard = false
 """
 
-ENDLESS = ["--set", "train.steps=1000000", "--set", "checkpoint.every=2", "--out", "run"]
+ENDLESS = ["--set", "train.steps=1000000", "--set", "checkpoint.every=2", "--out", "my run"]
+GO_ON = (
+    "; to go on: moesaic train job.toml --nproc 2 --set train.steps=1000000 "
+    "--set checkpoint.every=2 --out 'my run' --resume\n"
+)
 
 
 @pytest.fixture
@@ -50,9 +54,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(place: Path, *flags: str, module: str = "moesaic") -> subprocess.Popen[str]:
+def start(
+    place: Path, *flags: str, module: str = "moesaic", file_limit: int | None = None
+) -> subprocess.Popen[str]:
+    limit = ["prlimit", f"--fsize={file_limit}"] if file_limit else []
     return subprocess.Popen(
-        [sys.executable, "-m", *module.split(), "train", "job.toml", *flags],
+        [*limit, sys.executable, "-m", *module.split(), "train", "job.toml", *flags],
         cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -117,32 +124,69 @@ def test_ranks_end_with_their_parent(
     number: signal.Signals, status: int, words: str | None, place: Path
 ) -> None:
     process = start(place, "--nproc", "2", *ENDLESS)
-    wait_for(lambda: any(place.glob("run/checkpoints/*/COMMIT")), process)
+    wait_for(lambda: any(place.glob("my run/checkpoints/*/COMMIT")), process)
     ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == status
     if words is not None:
-        assert err == f"{words}; to go on: moesaic train job.toml --out run --resume\n"
+        assert err == f"{words}{GO_ON}"
+    else:
+        assert err == ""
     end = time.monotonic() + 20
     while not all(gone(pid) for pid in ranks):
         assert time.monotonic() < end, "a rank outlived its parent"
         time.sleep(0.05)
 
 
-def test_a_rank_that_is_killed_ends_the_run(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL, often for want of memory"),
+        (signal.SIGTERM, "rank 1 was ended by SIGTERM"),
+    ],
+)
+def test_a_rank_that_is_killed_ends_the_run(
+    number: signal.Signals, words: str, place: Path
+) -> None:
     process = start(place, "--nproc", "2", *ENDLESS)
-    wait_for(lambda: any(place.glob("run/checkpoints/*/COMMIT")), process)
+    wait_for(lambda: any(place.glob("my run/checkpoints/*/COMMIT")), process)
     ranks = ranks_of(process.pid)
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks[1], number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert err == (
-        "error: rank 1 was ended by SIGKILL, often for want of memory; "
-        "to go on: moesaic train job.toml --out run --resume\n"
-    )
+    assert process.returncode == 75, err
+    assert err == f"error: {words}{GO_ON}"
     assert all(gone(pid) for pid in ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_in_the_middle_of_a_run_is_one_sentence(ranks: int, place: Path) -> None:
+    endless = ["--set", "train.steps=1000000", "--set", "layout.ep=1", "--out", "run"]
+    process = start(place, "--nproc", str(ranks), *endless, file_limit=1 << 16)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 2, err
+    assert err.startswith("error: 'run/events/rank-")
+    assert "cannot be written (File too large): make room there" in err
+    assert err.count("\n") == 1
+
+
+def test_a_second_process_is_kept_out_of_a_run(place: Path) -> None:
+    first = start(place, "--nproc", "2", *ENDLESS)
+    try:
+        wait_for(lambda: any(place.glob("my run/checkpoints/*/COMMIT")), first)
+        second = start(place, "--nproc", "2", *ENDLESS, "--resume")
+        _, err = second.communicate(timeout=60)
+        assert second.returncode == 2, err
+        (pid,) = [pid for pid in ranks_of(first.pid) if f"process {pid} on " in err]
+        assert pid
+        assert err.startswith("error: --out 'my run' is in use by process ")
+        assert err.endswith(": wait for its end, or name another directory\n")
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=60)
+    assert not (place / "my run" / "LOCK").exists()
 
 
 def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:

@@ -25,7 +25,7 @@ class Section(BaseModel):
     """A frozen group of settings: unknown keys are errors, values keep their kind."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, str_min_length=1,
         use_attribute_docstrings=True, populate_by_name=True,
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a TOML file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"there is no file '{path}': give the path of a TOML file") from None
     except IsADirectoryError:
@@ -88,6 +88,8 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         remedy = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
         raise ConfigError(f"{origin}: not valid TOML: {_lower(str(error))}{remedy}") from None
+    except (ValueError, RecursionError) as error:  # A number of thousands of digits, say.
+        raise ConfigError(f"{origin}: not readable as TOML ({error}): simplify it") from None
 
 
 def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text.strip()
     return table["value"] if len(table) == 1 else text
 
@@ -242,6 +244,8 @@ def _wrong(field: FieldInfo, place: str, inside: bool, value: object, out_of_ran
         return f"{shown} is not known: {keys.choose(value, words, expected)}"
     if isinstance(value, list) and out_of_range:
         return f"{shown} is {len(value)} long: give {expected}"
+    if value == "":
+        return f"{shown} is empty: give {expected}"
     if out_of_range:
         return f"{shown} is out of range: give {expected}"
     return f"{shown} is {_kind(value)}: give {expected}"

@@ -13,20 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moesaic.base.errors import unwritable
+
 
 class EventLog:
     """Appends events to one file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append one event, from any thread; `fields` must be JSON."""
         line = json.dumps({"time": time.time(), "event": event, **fields}) + "\n"
-        with self._lock:
-            self._file.write(line)
+        try:
+            with self._lock:
+                self._file.write(line)
+        except OSError as error:
+            raise unwritable(f"'{self._path}'", error) from None
 
     def close(self) -> None:
         """Close the file."""
@@ -39,7 +45,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and "event" in record:
                 yield record

@@ -7,14 +7,14 @@ under another name and renamed when complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesaic.base.errors import StoreError
+from moesaic.base.errors import StoreError, unwritable
 
 
 class RecordWriter:
@@ -24,7 +24,7 @@ class RecordWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._schema, self._limit = directory, schema, rows_per_part
         self._rows: list[Mapping[str, Any]] = []
-        parts = [int(path.stem.split("-")[1]) for path in directory.glob("part-*.parquet")]
+        parts = [int(path.stem.split("-")[1]) for path in list_parts(directory)]
         self._next = max(parts, default=-1) + 1
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -40,15 +40,31 @@ class RecordWriter:
         table = pa.Table.from_pylist([dict(row) for row in self._rows], schema=self._schema)
         target = self._directory / f"part-{self._next:06d}.parquet"
         partial = target.with_suffix(".partial")
-        pq.write_table(table, partial)
-        os.replace(partial, target)
+        try:
+            pq.write_table(table, partial)
+            os.replace(partial, target)
+        except OSError as error:
+            raise unwritable(f"'{target}'", error) from None
         self._rows, self._next = [], self._next + 1
 
 
-def read_records(directory: Path) -> Iterator[pa.Table]:
+def list_parts(directory: Path) -> list[Path]:
     """The parts of a directory, oldest first."""
-    for path in sorted(directory.glob("part-*.parquet")):
+    return [
+        path
+        for path in sorted(directory.glob("part-*.parquet"))
+        if path.is_file() and path.stem.removeprefix("part-").isdecimal()
+    ]
+
+
+def read_records(directory: Path, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
+    """The parts of a directory, oldest first; each must have `columns`."""
+    for path in list_parts(directory):
         try:
-            yield pq.read_table(path)
-        except (pa.ArrowInvalid, OSError) as error:
+            table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
             raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None
+        lacking = [name for name in columns if name not in table.column_names]
+        if lacking:
+            raise StoreError(f"'{path}' has no column '{lacking[0]}': remove it, it is of others")
+        yield table

@@ -11,14 +11,14 @@ import typer
 from rich.text import Text
 
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError, UserError
+from moesaic.base.errors import ConfigError, UserError, unwritable
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.serve.config import GenerateConfig
 
 if TYPE_CHECKING:
     from moesaic.models.hf.origin import Origin
-    from moesaic.train.data import Tokenizer
+    from moesaic.models.tokenizer import Tokenizer
 
 Model = Annotated[
     Path | None,
@@ -91,11 +91,11 @@ def _read_prompts(given: Sequence[str] | None) -> list[str]:
 
 
 def _tokenizer(origin: Origin, config: GenerateConfig) -> Tokenizer:
-    from moesaic.train.data import check_vocabulary, open_tokenizer
+    from moesaic.models.tokenizer import open_tokenizer
 
     data = (origin.facts.get("job") or {}).get("data") or {}
     if config.tokenizer is not None:
-        tokenizer = open_tokenizer(config.tokenizer)
+        tokenizer = open_tokenizer(config.tokenizer, key="tokenizer")
     elif data.get("tokenizer") == "bytes":
         tokenizer = open_tokenizer("bytes")
     else:
@@ -105,7 +105,12 @@ def _tokenizer(origin: Origin, config: GenerateConfig) -> Tokenizer:
                 f"'{origin.path}' has no tokenizer.json: name one with --set tokenizer=PATH"
             )
         tokenizer = open_tokenizer(str(homes[0]), data.get("end_token"))
-    check_vocabulary(origin.model.vocab, tokenizer)
+    if tokenizer.size > origin.model.vocab:
+        raise ConfigError(
+            f"the model has a vocabulary of {origin.model.vocab}, and the tokenizer "
+            f"'{tokenizer.name}' has {tokenizer.size} ids: --set tokenizer=PATH of the one that "
+            "the model was trained with"
+        )
     return tokenizer
 
 
@@ -191,9 +196,7 @@ def _give(results: list[dict[str, Any]], out: Path | None, as_json: bool) -> Non
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"--out '{out}' cannot be written ({error.strerror}): name another"
-        ) from None
+        raise unwritable(f"--out '{out}'", error) from None
 
 
 def _tell(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moesaic.base.config import Section, parse
-from moesaic.base.errors import ConfigError, StoreError, UserError
+from moesaic.base.errors import ConfigError, StoreError, unwritable
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.facts.job import ModelConfig
@@ -93,8 +93,7 @@ def _look_at_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.dist.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(path)
-    if verify:
-        checkpoint.verify()
+    checkpoint.verify() if verify else checkpoint.check_sizes()
     facts, tensors = checkpoint.facts, checkpoint.tensors
     raw = (facts.get("job") or facts).get("model")
     model = parse(ModelConfig, raw, f"checkpoint '{path}'") if isinstance(raw, dict) else None
@@ -112,9 +111,13 @@ def _look_at_run(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.dist.checkpoint import committed
     from moesaic.report import RunFacts, summary
 
-    head = summary(RunFacts.read(path))
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
+    head: dict[str, Any] = {}
+    try:
+        head = summary(RunFacts.read(path))
+    except StoreError as error:
+        damaged.append(str(error))
     for place in committed(path / "checkpoints"):
         try:
             found = _look_at_checkpoint(place, verify)
@@ -122,11 +125,12 @@ def _look_at_run(path: Path, verify: bool) -> dict[str, Any]:
             damaged.append(str(error))
             continue
         rows.append({key: found[key] for key in ("step", "path", "bytes", "verified")})
-    names = ("status", "step", "planned_steps", "loss", "validation_loss", "ranks", "device")
+    names = (
+        "status", "step", "planned_steps", "loss", "validation_loss", "ranks", "device",
+        "parameters_total", "parameters_active",
+    )  # fmt: skip
     return {
-        "kind": "run", "path": str(path), **{name: head[name] for name in names},
-        "parameters_total": head["parameters_total"],
-        "parameters_active": head["parameters_active"],
+        "kind": "run", "path": str(path), **{name: head.get(name) for name in names},
         "checkpoints": rows, "damaged": damaged,
     }  # fmt: skip
 
@@ -151,9 +155,7 @@ def _write(out: Path, facts: dict[str, Any], dry_run: bool) -> None:
     try:
         out.write_text(screen.dumps(facts) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"--out '{out}' cannot be written ({error.strerror}): name another"
-        ) from None
+        raise unwritable(f"--out '{out}'", error) from None
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -172,7 +174,7 @@ def _print_row(name: str, value: Any) -> None:
     elif name == "checkpoints":
         screen.say(label.rstrip())
         for row in value:
-            state = "whole, hashes checked" if row["verified"] else "whole by its record"
+            state = "whole, hashes checked" if row["verified"] else "whole by its sizes"
             screen.say(f"    step {row['step']:<8} {screen.size(row['bytes']):>10}  {state}")
     elif name == "files":
         screen.say(f"{label}{len(value)}, {screen.size(sum(value.values()))}")

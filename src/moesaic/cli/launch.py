@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -17,6 +18,13 @@ from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli.rank import Part, encode
 
 RELAUNCH, INTERRUPTED = 75, 130
+
+_LOST_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection was likely closed|failed to recv"
+    r"|remote process exited|connection refused",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the store say on a rank whose peer is gone."""
 
 
 class RankFailed(MoesaicError):
@@ -77,21 +85,34 @@ def _cause(logs: Path, failures: dict[int, Any]) -> MoesaicError:
     for record in records:
         if record["kind"] == "user":
             return UserError(record["text"])
+    cut = _cut_off(failures)
+    if cut is not None:
+        return cut
+    bug = next((record for record in records if not _LOST_PEER.search(record["text"])), None)
+    if bug is not None:
+        return RankFailed(bug["text"])
+    heard = {record["rank"] for record in records}
+    for rank, failure in failures.items():
+        if failure.exitcode != -signal.SIGTERM and str(rank) not in heard:
+            status = failure.exitcode
+            return RankFailed(f"rank {rank} ended with exit status {status} and said nothing")
+    # In the order of their ends: the agent ends the others only after the first.
+    for rank, failure in failures.items():
+        if failure.exitcode == -signal.SIGTERM:
+            return CutOff(f"rank {rank} was ended by SIGTERM")
+    return RankFailed(records[0]["text"])
+
+
+def _cut_off(failures: dict[int, Any]) -> CutOff | None:
+    """The signal that ended a rank, unless it is the one by which the agent ends the others."""
     for rank, failure in sorted(failures.items()):
-        # The agent itself ends the others by SIGTERM.
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failure.exitcode).name
             hint = ", often for want of memory" if name == "SIGKILL" else ""
             return CutOff(f"rank {rank} was ended by {name}{hint}")
     if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
         return CutOff("interrupted", INTERRUPTED)
-    for record in records:
-        return RankFailed(record["text"])
-    silent = sorted(failures.items(), key=lambda item: item[1].exitcode == -signal.SIGTERM)
-    rank, failure = silent[0]
-    if failure.exitcode == -signal.SIGTERM:
-        return CutOff(f"rank {rank} was ended by SIGTERM")
-    return RankFailed(f"rank {rank} ended with exit status {failure.exitcode} and said nothing")
+    return None
 
 
 def _read_records(logs: Path) -> Iterator[dict[str, Any]]:
@@ -101,4 +122,4 @@ def _read_records(logs: Path) -> Iterator[dict[str, Any]]:
         except ValueError:
             continue  # Its writer was killed over it.
         if "kind" in record:
-            yield record
+            yield {**record, "rank": path.parent.name}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from moesaic import __version__
-from moesaic.base.errors import UserError
+from moesaic.base.errors import UserError, as_user_error
 from moesaic.cli import screen
 from moesaic.cli.convert import convert
 from moesaic.cli.generate import generate
@@ -28,8 +29,10 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status. A bug of ours leaves as the exception it is."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    screen.write_anything()
     try:
         status = application()(args=spell_out(given), prog_name="moesaic", standalone_mode=False)
+        screen.flush()
     except UserError as error:
         screen.fail(f"{speaker()}{error}")
         return USER_ERROR
@@ -41,6 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.status
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
+    except (OSError, MemoryError, RuntimeError) as error:
+        mistake = as_user_error(error)
+        if mistake is None:
+            raise
+        with suppress(OSError):
+            screen.flush()
+        screen.fail(f"{speaker()}{mistake}")
+        return USER_ERROR
     if status == INTERRUPTED:
         screen.err().print("interrupted")
     return int(status or 0)
@@ -77,6 +88,8 @@ def spell_out(arguments: Sequence[str]) -> list[str]:
     """`--resume` without a value as `--resume auto`."""
     result: list[str] = []
     for place, argument in enumerate(arguments):
+        if argument in ("--out=", "") and (argument or (place and arguments[place - 1] == "--out")):
+            raise UserError("--out '' is empty: give a path")
         result.append(argument)
         following = arguments[place + 1] if place + 1 < len(arguments) else "-"
         if argument == "--resume" and (following.startswith("-") or following.endswith(".toml")):

@@ -6,8 +6,10 @@ the parent, which reads them all, tells the user once. It ends when its parent d
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -15,18 +17,15 @@ import traceback
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moesaic.base.errors import UserError
+from moesaic.base.errors import UserError, as_user_error
 from moesaic.cli import screen
 from moesaic.cli.progress import watcher
 from moesaic.train.jobfile import load_job
 
-if TYPE_CHECKING:
-    from moesaic.dist.world import World
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's agent wants a failure written."""
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def take_part(part: Part) -> tuple[Path, bool]:
     loaded = load_job(Path(part.job), part.sets)
     world = World.from_launcher(loaded.job.train.device, deadline(loaded.job))
     try:
-        out = Path(part.out) if part.out is not None else _agree(world, Path(part.job))
+        out = Path(world.from_leader(part.out or str(default_out(Path(part.job)))))
         console = screen.err() if part.as_json else screen.out()
         watched = watcher(console, world.leads)
         try:
@@ -74,13 +73,6 @@ def default_out(job: Path) -> Path:
     return next((path for path in wanted if not path.exists()), wanted[-1])
 
 
-def _agree(world: World, job: Path) -> Path:
-    """The directory that rank 0 chooses, on every rank."""
-    if world.leads:
-        world.store.set("run directory", str(default_out(job)))
-    return Path(world.store.get("run directory").decode())
-
-
 def main() -> int:
     """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
     part = Part(**json.loads(sys.argv[1]))
@@ -92,9 +84,10 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except Exception:  # noqa: BLE001 - the boundary: the parent prints it
-        _record(traceback.format_exc(), "bug")
-        return 1
+    except Exception as error:  # noqa: BLE001 - the boundary: the parent prints it
+        mistake = as_user_error(error)
+        _record(str(mistake) if mistake else traceback.format_exc(), "user" if mistake else "bug")
+        return 2 if mistake else 1
     return 0
 
 
@@ -108,8 +101,15 @@ def _record(text: str, kind: str) -> None:
     Path(os.environ[ERROR_FILE]).write_text(json.dumps(record), encoding="utf-8")
 
 
-def _follow(parent: int) -> None:
+def _end_with_parent() -> None:
     """End this process when its parent is gone, however that ended."""
+    parent = os.getppid()
+    if sys.platform == "linux":  # At once: before a lost connection has much to say.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -121,5 +121,5 @@ def encode(part: Part) -> str:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    _end_with_parent()
     sys.exit(main())

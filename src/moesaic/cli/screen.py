@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -16,6 +19,24 @@ def out() -> Console:
 def err() -> Console:
     """The console of stderr."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+def write_anything() -> None:
+    """Let a terminal or pipe that knows few letters have a mark in place of the others."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def flush() -> None:
+    """Write what is left for stdout; what it refuses is dropped, or the end would fail again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        raise
 
 
 def say(text: str) -> None:

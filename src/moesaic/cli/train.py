@@ -7,6 +7,7 @@ rank starts or anything is written.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from moesaic.cli.rank import Part, default_out, take_part
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Memory, count, memory
-from moesaic.train.jobfile import LoadedJob, check_inputs, load_job
+from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, refuse_run
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
@@ -70,10 +71,11 @@ def train(
         for warning in loaded.warnings:
             screen.warn(warning)
     if dry_run:
+        _check_weights(loaded.job)
         _tell(path, loaded, plan, as_json)
         return 0
     _check_machine(loaded.job, 1 if _launched() else ranks)
-    return _run(part, path, 1 if _launched() else ranks)
+    return _run(part, 1 if _launched() else ranks)
 
 
 def _launched() -> bool:
@@ -104,7 +106,7 @@ def _find_place(job: Path, out: Path | None, resume: str | None) -> tuple[Path |
     """The run's directory and the checkpoint to go on from, both as the engine takes them."""
     if resume is None:
         if out is not None and _leads():
-            _refuse_occupied(out)
+            refuse_run(out)
         return (out or (None if _launched() else default_out(job))), None
     if resume == "auto":
         if out is None:
@@ -133,7 +135,7 @@ def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
             raise UserError(f"--resume '{path}' belongs to no run: say with --out where to go on")
         return holder, str(path)
     if holder is None or out.resolve() != holder.resolve():
-        _refuse_occupied(out)
+        refuse_run(out)
     return out, str(path)
 
 
@@ -141,26 +143,24 @@ def _holds_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/COMMIT"))
 
 
-def _refuse_occupied(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out '{out}' is a file: give a directory for the run")
-    if (out / "job.json").exists() or (out / "checkpoints").exists():
-        raise UserError(
-            f"--out '{out}' already holds a run: add --resume to go on with it, or give another "
-            "directory"
-        )
+def _check_weights(job: Job) -> None:
+    """Hold the headers of the weights that the job starts from against its model."""
+    if job.source is not None:
+        from moesaic.models.hf.reader import HFSource
+
+        HFSource(Path(job.source), job.model).close()
 
 
 def _check_machine(job: Job, ranks: int) -> None:
     """What needs torch or a look into the data: still nothing is written."""
     from moesaic.dist import device
-    from moesaic.train.data import check_data
+    from moesaic.train.data import check_text
 
     device.resolve(job.train.device, ranks - 1)
-    check_data(job.data, job.model.vocab)
+    check_text(job.data)
 
 
-def _run(part: Part, job: Path, ranks: int) -> int:
+def _run(part: Part, ranks: int) -> int:
     out = Path(part.out) if part.out else None
     try:
         if ranks > 1:
@@ -175,9 +175,9 @@ def _run(part: Part, job: Path, ranks: int) -> int:
         screen.fail("a rank failed, which is a bug of moesaic: its traceback stands above")
         return 1
     except KeyboardInterrupt:
-        raise CutOff(f"interrupted{_how_to_go_on(out, job)}", INTERRUPTED) from None
+        raise CutOff(f"interrupted{_how_to_go_on(part, ranks)}", INTERRUPTED) from None
     except CutOff as error:
-        raise CutOff(f"{error}{_how_to_go_on(out, job)}", error.status) from None
+        raise CutOff(f"{error}{_how_to_go_on(part, ranks)}", error.status) from None
     assert out is not None
     _close(out, part.as_json)
     return 0
@@ -197,10 +197,17 @@ def _tidy_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _how_to_go_on(out: Path | None, job: Path) -> str:
-    if out is None or not _holds_checkpoint(out):
+def _how_to_go_on(part: Part, ranks: int) -> str:
+    """The command that goes on from the newest checkpoint, if there is one."""
+    if part.out is None or not _holds_checkpoint(Path(part.out)):
         return ""
-    return f"; to go on: moesaic train {job} --out {out} --resume"
+    if _launched():
+        return f"; to go on: the same command with {shlex.join(('--out', part.out))} --resume"
+    words = ["moesaic", "train", part.job]
+    words += ["--nproc", str(ranks)] if ranks > 1 else []
+    words += [word for item in part.sets for word in ("--set", item)]
+    words += ["--json"] if part.as_json else []
+    return f"; to go on: {shlex.join([*words, '--out', part.out, '--resume'])}"
 
 
 def _close(out: Path, as_json: bool) -> None:
@@ -214,7 +221,7 @@ def _close(out: Path, as_json: bool) -> None:
         screen.as_json({**facts, "report": str(page)})
         return
     screen.say(_headline(facts))
-    prompt = f'moesaic generate {out} --prompt "..."'
+    prompt = f'moesaic generate {shlex.quote(str(out))} --prompt "..."'
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.say(f"  {name:<11} {value}")

@@ -147,7 +147,7 @@ def _read_json(run_dir: Path, name: str) -> dict[str, Any]:
             f"'{run_dir}' has no {name}, which every run writes before its first step: "
             "restore the file, or report another run"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"'{path}' is not readable JSON ({error}): restore the file") from None
     if not isinstance(value, dict):
         raise StoreError(f"'{path}' holds no JSON object: restore the file")
@@ -158,7 +158,7 @@ def _read_ranks(directory: Path, log: Log) -> list[RankSteps]:
     paths = {
         int(path.stem[5:]): path
         for path in directory.glob("rank-*.jsonl")
-        if path.stem[5:].isdecimal()
+        if path.stem[5:].isdecimal() and path.is_file()
     }
     tables = ((rank, read_rank(paths[rank], log.parts)) for rank in sorted(paths))
     return [

@@ -19,6 +19,7 @@ from moesaic.base.records import read_records
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+COLUMNS = ("step", "layer", "counts")
 MAX_COLUMNS = 400
 """Columns of the heat map over steps."""
 MAX_CELLS = 400_000
@@ -71,7 +72,7 @@ def over_mean(counts: Floats) -> Floats:
 
 def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) -> Loads | None:
     """The loads of `directory` up to `last_step`; None if there are none."""
-    keys = [_keys(table) for table in read_records(directory)]
+    keys = [_keys(table) for table in read_records(directory, COLUMNS)]
     if not keys:
         return None
     step, layer = (np.concatenate(column) for column in zip(*keys, strict=True))
@@ -82,7 +83,7 @@ def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) 
     draft: Loads | None = None
     start = 0
     # A run that is still going on may have added parts since the keys were read: zip leaves them.
-    for (part_step, part_layer), table in zip(keys, read_records(directory), strict=False):
+    for (part_step, part_layer), table in zip(keys, read_records(directory, COLUMNS), strict=False):
         chosen = winners[start : start + len(part_step)]
         start += len(part_step)
         if chosen.any():

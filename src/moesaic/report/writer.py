@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from moesaic.base.errors import StoreError
+from moesaic.base.errors import StoreError, unwritable
 from moesaic.report import comparison, page
 from moesaic.report.facts import RunFacts
 
@@ -23,7 +23,4 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        raise StoreError(
-            f"the report cannot be written to '{out}' ({error.strerror}): "
-            "name a file elsewhere (--out)"
-        ) from None
+        raise unwritable(f"the report '{out}'", error) from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, StoreError
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import Context
 from moesaic.nn.randomness import uniform
@@ -68,6 +68,12 @@ def generate(
     going = [True] * len(prompts)
     for turn in range(max_tokens):
         logits = _advance(model, tokens, cache, padding)
+        if not bool(logits.isfinite().all()):
+            raise StoreError(
+                f"token {turn + 1} cannot be chosen, as the model's scores are not finite: its "
+                "weights are damaged or its training diverged; use an earlier checkpoint, or "
+                "precision = fp32 if the weights are sound"
+            )
         chosen = choose(logits, sampling, longest + turn - padding)
         for row, token in enumerate(chosen.tolist()):
             if not going[row]:

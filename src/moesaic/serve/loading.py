@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from moesaic.dist.state import PRECISIONS
 from moesaic.models.hf.origin import Origin
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @torch.no_grad()

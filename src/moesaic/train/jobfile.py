@@ -15,16 +15,13 @@ from typing import Any
 
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse, parse_toml, read_text
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
 from moesaic.models.hf.config import CONFIG_NAME, read_config, to_huggingface
 
 INERT = frozenset({"max_positions", "init_std"})
 """Keys of [model] that may stand beside `from`: they change nothing of what the weights mean."""
-
-BYTES_VOCABULARY = 257
-"""Ids of the tokenizer `bytes`."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,25 @@ def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[st
 
 
 def _export_warnings(job: Job) -> list[str]:
+    model = job.model
+    if job.routing.router == "gshard":  # It renormalises, whatever the model says.
+        model = model.model_copy(update={"renormalise": True})
     try:
-        to_huggingface(job.model, "float32")
+        to_huggingface(model, "float32")
     except ConfigError as error:
         return [f"this model cannot be exported to a Hugging Face directory: {error}"]
     return []
+
+
+def refuse_run(out: Path) -> None:
+    """Raise if a new run cannot have the directory `out`, as something is there already."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out '{out}' is a file: give a directory for the run")
+    if (out / "job.json").exists() or (out / "checkpoints").exists():
+        raise UserError(
+            f"--out '{out}' already holds a run: add --resume to go on with it, or give another "
+            "directory"
+        )
 
 
 def check_inputs(job: Job, origin: str) -> None:
@@ -126,19 +137,9 @@ def _check_text(value: str, key: str, origin: str) -> None:
 
 
 def _check_tokenizer(job: Job, origin: str) -> None:
-    name = job.data.tokenizer
-    if name == "bytes":
-        if job.model.vocab < BYTES_VOCABULARY:
-            shown = f"{origin}: model.vocab = {job.model.vocab}"
-            raise ConfigError(
-                f"{shown} is less than the {BYTES_VOCABULARY} ids "
-                f'of data.tokenizer = "bytes": set model.vocab to {BYTES_VOCABULARY} or more'
-            )
-        return
-    path = Path(name).expanduser()
-    if not (path.is_file() or (path / "tokenizer.json").is_file()):
-        problem = "holds no tokenizer.json" if path.is_dir() else "does not exist"
-        raise ConfigError(
-            f"{origin}: data.tokenizer = {keys.show(name)} {problem}: "
-            'give "bytes", a tokenizer.json, or the directory that holds one'
-        )
+    from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
+
+    try:
+        check_vocabulary(job.model.vocab, open_tokenizer(job.data.tokenizer, job.data.end_token))
+    except UserError as error:
+        raise ConfigError(f"{origin}: {error}") from None

@@ -92,8 +92,7 @@ class Run:
             if not math.isfinite(norm):
                 raise DivergedError(
                     f"step {self.counters['step'] + 1}: the gradient's norm is {norm}, and nothing "
-                    "was updated: lower optimizer.lr (lengthen schedule.warmup) and go on from the "
-                    "newest checkpoint with --resume"
+                    "was updated"
                 )
         with phases("optimizer"):
             lr = self._update(norm)
@@ -221,7 +220,7 @@ class Run:
             with self._precision():
                 context = lm.make_context(self.model, batch, self.job, 0)
                 losses = lm.compute(self.model, batch, context, self.job, 1)
-            total += torch.tensor([float(losses.loss), lm.num_targets(batch)]).to(total)
+            total += torch.stack((losses.loss.double(), total.new_tensor(lm.num_targets(batch))))
         loss, targets = sum_(total, self.world.everyone).tolist()
         return loss / max(targets, 1.0), int(targets)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from moesaic.base.errors import ConfigError, StoreError
+from moesaic.base.errors import ConfigError, DivergedError, StoreError, unwritable
+from moesaic.base.lock import locked
 from moesaic.dist import device as devices
-from moesaic.dist.checkpoint import Checkpoint, Saver, committed
+from moesaic.dist.checkpoint import Checkpoint, Saver, candidates
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -25,7 +27,7 @@ from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
-from moesaic.train.jobfile import LoadedJob
+from moesaic.train.jobfile import LoadedJob, refuse_run
 from moesaic.train.record import RunRecord, write_opening
 from moesaic.train.routes import RouteRecorder, RouteReplay, refuse_recorded
 from moesaic.train.run import Run
@@ -77,30 +79,67 @@ def train(
     plan = lay_out(job.layout, job.model, world.size)
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
-    replay = RouteReplay(Path(job.routing.replay), job) if job.routing.replay else None
+    replay = None
+    if job.routing.replay:
+        replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     if job.routing.record and resume is None:
         refuse_recorded(Path(job.routing.record))
-    source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-    run = assemble(job, plan, world, source, counters)
-    run.replay = replay
-    if world.leads:
-        try:
-            write_opening(out, loaded.text, job, plan, world)
-            _keep_tokenizer(data, out)
-        except OSError as error:
-            raise StoreError(
-                f"--out '{out}' cannot be written ({error.strerror}): make room there, or name "
-                "another directory"
-            ) from None
-    world.barrier()
-    if job.routing.record:
-        run.recorder = RouteRecorder(Path(job.routing.record), world.rank)
-    record = RunRecord(out, job, world)
-    session = _Session(run, data, record, progress, world)
-    try:
+    with ExitStack() as stack:
+        there = out.is_dir()
+        if there:
+            stack.enter_context(_alone(out, world))
+        source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
+        if replay is not None:
+            replay.check_steps((counters or {}).get("step", 0))
+        run = assemble(job, plan, world, source, counters)
+        run.replay = replay
+        if not there:
+            stack.enter_context(_alone(out, world))
+        if resume is None and world.leads:
+            refuse_run(out)
+        session = _Session(run, data, _open_record(loaded, out, run, data), progress, world)
+        stack.enter_context(session)
         return session.go(origin)
-    finally:
-        session.close()
+
+
+@contextmanager
+def _alone(out: Path, world: World) -> Iterator[None]:
+    """Keep other runs out of `out`."""
+
+    def refuse(holder: str) -> NoReturn:
+        raise StoreError(
+            f"--out '{out}' is in use by {holder}: wait for its end, or name another directory"
+        )
+
+    with ExitStack() as stack:
+        if world.leads:
+            with _writable("--out", out):
+                out.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(out / "LOCK", refuse))
+        yield
+
+
+def _open_record(loaded: LoadedJob, out: Path, run: Run, data: TextData) -> RunRecord:
+    """Write what the run starts from, and open what it will write to."""
+    world, routes = run.world, run.job.routing.record
+    if routes is not None:
+        with _writable("routing.record", Path(routes)):
+            run.recorder = RouteRecorder(Path(routes), world.rank, data.digest)
+    with _writable("--out", out):
+        if world.leads:
+            write_opening(out, loaded.text, run.job, run.plan, world)
+            _keep_tokenizer(data, out)
+        world.barrier()
+        return RunRecord(out, run.job, world)
+
+
+@contextmanager
+def _writable(key: str, path: Path) -> Iterator[None]:
+    """Say which setting led to what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(f"{key} = '{path}'", error) from None
 
 
 def _find_start(
@@ -117,13 +156,14 @@ def _find_start(
         return PretrainedSource(weights), None, None
     path = Path(resume)
     if resume == "auto":
-        found = committed(out / "checkpoints")
-        if not found:
+        found = candidates(out / "checkpoints") if world.leads else []
+        name = world.from_leader(str(found[0]) if found else "")
+        if not name:
             raise StoreError(
                 f"--resume: '{out / 'checkpoints'}' holds no whole checkpoint to go on from; "
                 "start afresh without --resume, in another --out"
             )
-        path = found[0]
+        path = Path(name)
     progress.message(f"resuming from {path}")
     checkpoint = Checkpoint.open(path)
     checkpoint.verify_shared(world)
@@ -220,12 +260,21 @@ class _Session:
             "checkpoint": str(self.saver.newest), "out": str(self.record.out),
         }  # fmt: skip
 
-    def close(self) -> None:
-        """Let go of everything; a save that is under way is abandoned if training failed."""
+    def __enter__(self) -> None:
+        """Nothing: all is open."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let go of everything; a save that is under way is abandoned if training failed.
+
+        What closing then meets (a full disk, still full) does not take the place of the failure.
+        """
         self.saver.abandon()
+        complaints = (OSError,) if kind is not None else ()
         if self.run.recorder is not None:
-            self.run.recorder.flush()
-        self.record.close()
+            with suppress(*complaints):
+                self.run.recorder.flush()
+        with suppress(*complaints):
+            self.record.close()
         self.run.close()
 
     def _announce(self, origin: str | None) -> None:
@@ -239,10 +288,19 @@ class _Session:
 
     def _step(self) -> None:
         began = time.perf_counter()
-        facts = self.run.step(self.data.train)
+        try:
+            facts = self.run.step(self.data.train)
+        except DivergedError as error:
+            raise DivergedError(f"{error}: {self._advise()}") from None
         self.figures = {**self.figures, **self.record.step(facts, time.perf_counter() - began)}
         self.figures["step"] = facts.step
         self.progress.step(self.figures)
+
+    def _advise(self) -> str:
+        """What helps against divergence."""
+        saved = candidates(self.record.out / "checkpoints")
+        back = "go on from the newest checkpoint with --resume" if saved else "start again"
+        return f"lower optimizer.lr or lengthen schedule.warmup, and {back}"
 
     def _enter(self, phase: str) -> None:
         """The copy of a save goes on beside forward and backward; the update waits for its end."""

@@ -43,6 +43,7 @@ def end(logs: Path, *ranks: tuple[int, str | None, str]) -> MoesaicError:
 BUG, MISTAKE = (1, "bug", "Traceback ... lost peer"), (2, "user", "train.steps is wrong")
 KILLED, ENDED = (-signal.SIGKILL, None, ""), (-signal.SIGTERM, None, "")
 INTERRUPTED = (130, None, "")
+LOST = (1, "bug", "RuntimeError: pair.cc:553] Connection closed by peer [127.0.0.1]:23450")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,14 @@ INTERRUPTED = (130, None, "")
         ([ENDED, BUG, (1, "bug", "later")], RankFailed, "Traceback ... lost peer"),
         ([ENDED, (1, None, "")], RankFailed, "rank 1 ended with exit status 1 and said nothing"),
         ([(0, None, ""), ENDED], CutOff, "rank 1 was ended by SIGTERM"),
+        ([LOST, ENDED], CutOff, "rank 1 was ended by SIGTERM"),
+        ([LOST, BUG, ENDED], RankFailed, "Traceback ... lost peer"),
+        (
+            [(3, None, ""), (-signal.SIGTERM, *LOST[1:])],
+            RankFailed,
+            "rank 0 ended with exit status 3 and said nothing",
+        ),
+        ([(-signal.SIGTERM, *LOST[1:]), ENDED], CutOff, "rank 0 was ended by SIGTERM"),
     ],
 )
 def test_the_first_failure_that_matters_is_told(

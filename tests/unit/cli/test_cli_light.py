@@ -90,7 +90,7 @@ def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_explain(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("train --explain train.batch", capfd) == (
-        "train.batch: an integer from 1\n"
+        "train.batch: an integer from 1 and up to 2^24\n"
         "  Samples of one global batch, over all ranks and micro-batches.\n"
         "  required\n"
     )

@@ -157,7 +157,7 @@ def test_generation_can_be_rehearsed_and_refused(capfd: pytest.CaptureFixture[st
     for item, words in (
         ("max_tokens=5000", "max_tokens = 5000 are more than the model's 4096 positions"),
         ("device=tpu", "device = 'tpu' is no device"),
-        ("tokenizer=nowhere", "'nowhere' does not exist"),
+        ("tokenizer=nowhere", 'tokenizer = "nowhere" does not exist'),
     ):
         assert main(["generate", "run", "--prompt", "Doc", "--set", item]) == 2
         assert words in capfd.readouterr().err

@@ -240,7 +240,7 @@ def test_report_is_written_whole_into_new_folders(tmp_path: Path) -> None:
 def test_report_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=5)
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"file/report\.html.*--out"):
+    with pytest.raises(StoreError, match=r"file/report\.html' cannot be written \(.*another"):
         write_report([directory], tmp_path / "file" / "report.html")
     with pytest.raises(StoreError, match="no run directory"):
         write_report([], tmp_path / "report.html")

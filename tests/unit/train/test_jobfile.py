@@ -10,8 +10,8 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.models.hf.config import config_text
-from moesaic.train.data import open_tokenizer
-from moesaic.train.jobfile import BYTES_VOCABULARY, check_inputs, load_job
+from moesaic.models.tokenizer import open_tokenizer
+from moesaic.train.jobfile import check_inputs, load_job
 
 JOB = """# what a person wrote
 [model]
@@ -121,15 +121,17 @@ def test_inputs_that_are_not_there(place: Path) -> None:
     for key in ("data.path", "data.validation_path"):
         assert refusal(f"{key}=no.txt") == f'job.toml: {key} = "no.txt" does not exist: {where}'
         assert refusal(f"{key}=*.md") == f'job.toml: {key} = "*.md" matches no file: {where}'
-        assert refusal(f'{key}=""') == f'job.toml: {key} = "" does not exist: {where}'
     assert refusal("data.tokenizer=no") == (
         'job.toml: data.tokenizer = "no" does not exist: '
         'give "bytes", a tokenizer.json, or the directory that holds one'
     )
+    Path("tokenizer.json").write_text("{}")
+    assert "tokenizer.json' is not a tokenizer" in refusal("data.tokenizer=tokenizer.json")
     assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
     assert refusal("model.vocab=256") == (
         "job.toml: model.vocab = 256 is less than the 257 ids of "
-        'data.tokenizer = "bytes": set model.vocab to 257 or more'
+        'data.tokenizer = "bytes": set model.vocab = 320 (any number from 257), or choose another '
+        "tokenizer"
     )
     assert refusal("routing.replay=no") == (
         'job.toml: routing.replay = "no" does not exist: give a file written by routing.record'
@@ -141,10 +143,7 @@ def test_inputs_that_are_not_there(place: Path) -> None:
 
 
 def test_inputs_that_are_there(place: Path) -> None:
-    Path("tokenizer.json").write_text("{}")
+    for name, content in open_tokenizer("bytes").files().items():
+        Path(name).write_bytes(content)
     sets = ["data.tokenizer=tokenizer.json", "data.path=*.txt", f"data.validation_path={place}"]
     check_inputs(load_job(write(), sets).job, "job.toml")
-
-
-def test_the_size_of_the_byte_vocabulary_is_the_tokenizers() -> None:
-    assert open_tokenizer("bytes").size == BYTES_VOCABULARY

@@ -33,7 +33,7 @@ class ModelConfig(Section):
     """Rows of the embedding: at least the tokenizer's size."""
     hidden: int = Field(ge=1)
     """Width of the residual stream."""
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, lt=1 << 15)
     """Number of decoder layers."""
     heads: int = Field(ge=1)
     """Query heads."""
@@ -43,7 +43,7 @@ class ModelConfig(Section):
     """Width of one head; even, for the rotary embedding."""
     ffn: int = Field(ge=1)
     """Inner width of the feed-forward network, or of one expert."""
-    experts: int = Field(default=0, ge=0)
+    experts: int = Field(default=0, ge=0, lt=1 << 15)
     """Experts a layer; 0 for a dense model."""
     top_k: int = Field(default=0, ge=0)
     """Experts that each token visits; 0 for a dense model."""

@@ -21,9 +21,9 @@ class LayoutConfig(Section):
 class TrainConfig(Section):
     """One run's length, batch and precision."""
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, lt=1 << 31)
     """Optimizer steps of the whole run."""
-    batch: int = Field(ge=1)
+    batch: int = Field(ge=1, le=1 << 24)
     """Samples of one global batch, over all ranks and micro-batches."""
     micro_batches: int = Field(default=1, ge=1)
     """Equal parts of a global batch whose gradients are added up; each is spread over all ranks."""
@@ -39,7 +39,7 @@ class TrainConfig(Section):
     """Steps between validation passes; 0: only at the end, if there is validation text."""
     validation_samples: int = Field(default=64, ge=1)
     """Samples of one validation pass."""
-    deadline_s: float = Field(default=600.0, gt=0)
+    deadline_s: float = Field(default=600.0, ge=1, le=1e7)
     """Seconds that a rank waits for its peers before it gives up."""
 
     @model_validator(mode="after")

@@ -114,7 +114,7 @@ def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
         raise ConfigError(
             f"'{directory}' is a file: give the Hugging Face model directory that holds it"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' cannot be read as JSON ({error}): restore it") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' is not a JSON object: give a Hugging Face model directory")
@@ -144,6 +144,7 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         **known.attention("num_key_value_heads" in raw),
         **known.routing(),
     }
+    known.check_special_tokens()
     extras, warnings = _extras(raw, family, origin)
     return parse(ModelConfig, {**fields, "extras": extras}, origin), warnings
 
@@ -168,6 +169,17 @@ class Keys:
     def optional(self, key: str) -> Any:
         """A value, or what transformers takes where the file leaves it out."""
         return self.raw.get(key, DEFAULTS[self.family][key])
+
+    def check_special_tokens(self) -> None:
+        """Raise for a special token that is no id; the end token may be a list of ids."""
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = self.raw.get(key, [])
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+                raise ConfigError(
+                    f"{self.origin}: {key} = {json.dumps(value)} is no token id: give a whole "
+                    "number, or remove the key"
+                )
 
     def refuse_unbuilt(self) -> None:
         """Raise for a key whose value means arithmetic that is not built here."""

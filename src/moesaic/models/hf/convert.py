@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint.manifest import (
@@ -21,8 +20,8 @@ from moesaic.dist.checkpoint.manifest import (
 )
 from moesaic.dist.state import PARAMETER
 from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
+from moesaic.models.hf.settings import Form, Precision
 from moesaic.models.hf.shards import (
-    Precision,
     Progress,
     Stream,
     cut,
@@ -32,8 +31,6 @@ from moesaic.models.hf.shards import (
     total_bytes,
 )
 from moesaic.models.hf.writer import SHARD_BYTES, write_model
-
-Form = Literal["huggingface", "checkpoint"]
 
 
 def convert(

@@ -195,10 +195,13 @@ def _weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        plain = all(Path(name).name == name for name in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"'{index}' is no index of weights ({error!r}): restore it") from None
+        raw = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"'{index}' cannot be read as JSON ({error}): restore it") from None
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict):
+        raise WeightsError(f"'{index}' has no table 'weight_map', as an index has: restore it")
+    plain = all(isinstance(n, str) and Path(n).name == n for n in weight_map.values())
     if not plain or not weight_map:
         raise WeightsError(f"'{index}' must map tensors to files beside it: restore it")
     result: dict[str, str] = weight_map

@@ -8,13 +8,16 @@ from pydantic import Field
 
 from moesaic.base.config import Section
 
+Form = Literal["huggingface", "checkpoint"]
+Precision = Literal["keep", "fp64", "fp32", "bf16", "fp16"]
+
 
 class ConvertConfig(Section):
     """The form of what is written."""
 
-    to: Literal["huggingface", "checkpoint"] = "huggingface"
+    to: Form = "huggingface"
     """huggingface: config.json, safetensors, tokenizer files. checkpoint: parameters only."""
-    dtype: Literal["keep", "fp64", "fp32", "bf16", "fp16"] = "keep"
+    dtype: Precision = "keep"
     """Type of the weights on file; keep: each as it is."""
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     """Size of one weight file, unless one tensor alone is larger."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,15 +20,12 @@ from torch import Tensor
 from moesaic.base import tensorfile
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.tensorfile import ITEM_BYTES, Entry
-from moesaic.dist.state import Piece
+from moesaic.dist.state import PRECISIONS, Piece
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import Parameter, parameters
 from moesaic.models.hf.reader import DTYPES
+from moesaic.models.hf.settings import Precision
 
-Precision = Literal["keep", "fp64", "fp32", "bf16", "fp16"]
-PRECISIONS = {
-    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-}  # fmt: skip
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
 Progress = Callable[[int, int], None]

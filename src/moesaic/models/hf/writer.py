@@ -17,9 +17,9 @@ from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import names
 from moesaic.models.hf.config import CONFIG_NAME, config_text
 from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME
+from moesaic.models.hf.settings import Precision
 from moesaic.models.hf.shards import (
     Item,
-    Precision,
     Progress,
     Stream,
     Tensors,

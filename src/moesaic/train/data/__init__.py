@@ -5,16 +5,12 @@ position in the data is one number and no rank's share of the work changes what 
 """
 
 from moesaic.train.data.batch import Batch, PackedSamples, Samples
-from moesaic.train.data.textdata import TextData, check_data
-from moesaic.train.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from moesaic.train.data.textdata import TextData, check_text
 
 __all__ = [
     "Batch",
     "PackedSamples",
     "Samples",
     "TextData",
-    "Tokenizer",
-    "check_data",
-    "check_vocabulary",
-    "open_tokenizer",
+    "check_text",
 ]

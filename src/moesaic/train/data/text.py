@@ -39,6 +39,8 @@ _ROWS = 1024
 class TextSource:
     """What a path stands for."""
 
+    key: str
+    """The setting that names it."""
     path: str
     """As the user wrote it."""
     kind: Kind
@@ -61,7 +63,7 @@ def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> Text
         raise DataError(
             f"{named} is no directory, but data.format = 'dataset': give one, or 'auto'"
         )
-    return TextSource(path, found, tuple(files), text_key, split)
+    return TextSource(key, path, found, tuple(files), text_key, split)
 
 
 def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
@@ -76,7 +78,8 @@ def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
 
 def _glob(place: Path, named: str) -> list[Path]:
     if not glob.has_magic(str(place)):
-        raise DataError(f"{named} does not exist: give a file, a directory or a glob")
+        problem = "is neither a file nor a directory" if place.exists() else "does not exist"
+        raise DataError(f"{named} {problem}: give a file, a directory or a glob")
     files = [Path(found) for found in sorted(glob.glob(str(place), recursive=True))]
     files = [file for file in files if file.is_file()]
     if not files:
@@ -86,7 +89,10 @@ def _glob(place: Path, named: str) -> list[Path]:
 
 def _scan(place: Path, kind: str, named: str) -> tuple[list[Path], Kind]:
     """The files of a directory and below that belong to the kind asked for, in order of name."""
-    found = (file.relative_to(place) for file in place.rglob("*") if file.is_file())
+    try:
+        found = [file.relative_to(place) for file in place.rglob("*") if file.is_file()]
+    except OSError as error:
+        raise DataError(f"{named} cannot be searched ({error}): give a narrower one") from None
     shown = [file for file in found if not any(part.startswith(".") for part in file.parts)]
     every = [place / file for file in sorted(shown, key=lambda file: file.as_posix())]
     if kind == "dataset" or (kind == "auto" and _is_dataset(place)):

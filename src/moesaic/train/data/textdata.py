@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
+from moesaic.models.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from moesaic.nn.randomness import uniform
 from moesaic.train.data.agreement import work_in_turn
 from moesaic.train.data.batch import PackedSamples, Samples, Stream, make_stream
 from moesaic.train.data.corpus import DEFAULT_CACHE, Beat, Corpus, open_corpus
 from moesaic.train.data.text import TextSource, find_text
-from moesaic.train.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 
 _CHUNK = 1 << 20
 _MESSAGE_S = 2.0
@@ -65,10 +65,9 @@ class TextData:
         check_vocabulary(vocab, self.tokenizer)
 
 
-def check_data(config: DataConfig, vocab: int) -> None:
+def check_text(config: DataConfig) -> None:
     """Raise what opening `config` would, as far as that shows without reading text."""
     _find_sources(config)
-    check_vocabulary(vocab, open_tokenizer(config.tokenizer, config.end_token))
 
 
 def _open(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
-from moesaic.train.data import PackedSamples, Samples, TextData, check_data
+from moesaic.train.data import PackedSamples, Samples, TextData, check_text
 from moesaic.train.data.batch import make_stream
 from moesaic.train.data.corpus import Corpus
 from moesaic.train.data.textdata import choose_documents
@@ -141,13 +142,13 @@ def test_too_little_text_is_said_in_numbers(tmp_path: Path) -> None:
 
 def test_check_reads_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("not JSON")
-    check_data(configure(tmp_path), 257)
-    with pytest.raises(ConfigError, match=r"model\.vocab = 200"):
-        check_data(configure(tmp_path), 200)
+    check_text(configure(tmp_path))
     with pytest.raises(DataError, match=r"data\.validation_path = 'none' does not exist"):
-        check_data(configure(tmp_path, validation_path="none"), 257)
-    with pytest.raises(DataError, match=r"data\.tokenizer = 'none' does not exist"):
-        check_data(configure(tmp_path, tokenizer="none"), 257)
+        check_text(configure(tmp_path, validation_path="none"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"pipe' is neither a file nor a directory: give"):
+        check_text(configure(tmp_path, path=str(tmp_path / "pipe")))
+    (tmp_path / "pipe").unlink()
     with pytest.raises(DataError, match=r"data\.path = 'none' does not exist"):
         open_data(tmp_path, path="none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from moesaic.base.errors import ConfigError, DataError
-from moesaic.train.data import check_vocabulary, open_tokenizer
+from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat", "Ünïcödé, 日本 🐈", "  spaces\n\ttabs "]
 
@@ -164,12 +164,12 @@ def test_digest_says_what_decides_ids(tmp_path: Path) -> None:
 def test_vocabulary_check(tmp_path: Path) -> None:
     tokenizer = open_tokenizer("bytes")
     check_vocabulary(257, tokenizer)
-    with pytest.raises(ConfigError, match=r"model\.vocab = 256 .* 257 .*'bytes'.* = 320"):
+    with pytest.raises(ConfigError, match=r'model\.vocab = 256 .* 257 .*"bytes".* = 320'):
         check_vocabulary(256, tokenizer)
 
 
 def test_errors_name_key_and_remedy(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer = '.*nowhere' does not exist: give"):
+    with pytest.raises(DataError, match=r'data\.tokenizer = ".*nowhere" does not exist: give'):
         open_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"holds no tokenizer\.json: save"):
         open_tokenizer(str(tmp_path))
@@ -179,7 +179,7 @@ def test_errors_name_key_and_remedy(tmp_path: Path) -> None:
     save(tmp_path, train_bpe(["<pad>"]))
     with pytest.raises(DataError, match=r"set data\.end_token .*\(<pad>\)"):
         open_tokenizer(str(tmp_path))
-    with pytest.raises(DataError, match=r"data\.end_token = '<eos>' is no token .*\(<pad>\)"):
+    with pytest.raises(DataError, match=r'data\.end_token = "<eos>" is no token .*\(<pad>\)'):
         open_tokenizer(str(tmp_path), "<eos>")
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config\.json' is not JSON"):

@@ -10,14 +10,17 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from tokenizers import AddedToken
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -56,9 +59,11 @@ class Tokenizer(Protocol):
         """Contents, by name, of the files from which `open_tokenizer` makes this tokenizer."""
 
 
-def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer that data.tokenizer = `name` asks for."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_token)
+def open_tokenizer(
+    name: str, end_token: str | None = None, key: str = "data.tokenizer"
+) -> Tokenizer:
+    """The tokenizer that `name`, the value of the setting `key`, asks for."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_token, key)
 
 
 def check_vocabulary(vocab: int, tokenizer: Tokenizer) -> None:
@@ -66,8 +71,8 @@ def check_vocabulary(vocab: int, tokenizer: Tokenizer) -> None:
     if vocab < tokenizer.size:
         raise ConfigError(
             f"model.vocab = {vocab} is less than the {tokenizer.size} ids of data.tokenizer = "
-            f"'{tokenizer.name}': set model.vocab = {-(-tokenizer.size // 64) * 64} (any number "
-            f"from {tokenizer.size}), or choose another tokenizer"
+            f"{keys.show(tokenizer.name)}: set model.vocab = {-(-tokenizer.size // 64) * 64} (any "
+            f"number from {tokenizer.size}), or choose another tokenizer"
         )
 
 
@@ -100,12 +105,15 @@ class ByteTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """The same ids as a tokenizer.json, so that other libraries read an exported model."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
         end = USUAL_END_TOKENS[0]
         vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
         whole = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         whole.decoder = decoders.ByteLevel()
-        whole.add_special_tokens([AddedToken(end, special=True)])
+        whole.add_special_tokens([tokenizers.AddedToken(end, special=True)])
         settings = {**json.loads(_SETTINGS), "eos_token": end}
         return {
             TOKENIZER_FILE: whole.to_str(pretty=True).encode(),
@@ -116,11 +124,13 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json, with the settings that lie beside it."""
 
-    def __init__(self, name: str, end_token: str | None = None) -> None:
-        self.name = name
-        self._path = _tokenizer_file(name)
+    def __init__(
+        self, name: str, end_token: str | None = None, key: str = "data.tokenizer"
+    ) -> None:
+        self.name, self._key = name, key
+        self._path = _tokenizer_file(name, key)
         content = self._path.read_bytes()
-        self._tokenizer = _parse(self._path, content)
+        self._tokenizer = _parse(self._path, content, key)
         # A file may carry the cutting and padding of its last use; documents are neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -171,8 +181,8 @@ class FileTokenizer:
         if asked is not None:
             if self._tokenizer.token_to_id(asked) is None:
                 raise DataError(
-                    f"data.end_token = '{asked}' is no token of '{self._path}': name one of its "
-                    f"special tokens ({self._special_tokens()})"
+                    f"data.end_token = {keys.show(asked)} is no token of '{self._path}': name one "
+                    f"of its special tokens ({self._special_tokens()})"
                 )
             return asked
         stated = self._stated_end()
@@ -191,7 +201,7 @@ class FileTokenizer:
         """The end token that the files beside the tokenizer name, if it has that token."""
         for name, path in self._companions():
             if name in (SETTINGS_FILE, "special_tokens_map.json"):
-                token = _end_token_of(path)
+                token = _end_token_of(path, self._key)
                 if token is not None and self._tokenizer.token_to_id(token) is not None:
                     return token
         return None
@@ -205,40 +215,39 @@ class FileTokenizer:
         return shown or "it has none; any token of its vocabulary will do"
 
 
-def _tokenizer_file(name: str) -> Path:
+def _tokenizer_file(name: str, key: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
     if not path.is_dir():
         raise DataError(
-            f"data.tokenizer = '{name}' does not exist: give 'bytes', a {TOKENIZER_FILE}, or the "
-            "directory that holds one"
+            f"{key} = {keys.show(name)} does not exist: give {keys.show('bytes')}, a "
+            f"{TOKENIZER_FILE}, or the directory that holds one"
         )
     if not (path / TOKENIZER_FILE).is_file():
         raise DataError(
-            f"data.tokenizer = '{name}' holds no {TOKENIZER_FILE}: save the tokenizer there in "
+            f"{key} = {keys.show(name)} holds no {TOKENIZER_FILE}: save the tokenizer there in "
             "that format (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
         )
     return path / TOKENIZER_FILE
 
 
-def _parse(path: Path, content: bytes) -> tokenizers.Tokenizer:
+def _parse(path: Path, content: bytes, key: str) -> tokenizers.Tokenizer:
+    import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise DataError(
-            f"data.tokenizer: '{path}' is not a tokenizer of Hugging Face tokenizers ({error}): "
-            "save it anew"
+            f"{key}: '{path}' is not a tokenizer of Hugging Face tokenizers ({error}): save it anew"
         ) from None
 
 
-def _end_token_of(path: Path) -> str | None:
+def _end_token_of(path: Path, key: str) -> str | None:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(
-            f"data.tokenizer: '{path}' is not JSON ({error}): mend or remove it"
-        ) from None
+        raise DataError(f"{key}: '{path}' is not JSON ({error}): mend or remove it") from None
     token = settings.get("eos_token") if isinstance(settings, dict) else None
     if isinstance(token, dict):
         token = token.get("content")

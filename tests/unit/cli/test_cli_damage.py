@@ -1,0 +1,182 @@
+"""What is damaged, full or cut off is said in one sentence, by every verb."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesaic.cli.main import main
+from moesaic.dist.checkpoint import Saver
+from moesaic.dist.state import PARAMETER, Piece, State
+from moesaic.dist.world import World
+from moesaic.facts.workload import parameters
+from moesaic.train.jobfile import load_job
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+layers = 1
+hidden = 32
+head_dim = 8
+ffn = 16
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 4
+batch = 4
+device = "cpu"
+
+[checkpoint]
+every = 2
+
+[log]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("damage")
+    (place / "text.txt").write_text("words and more words " * 40)
+    (place / "job.toml").write_text(JOB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert main(["train", "job.toml", "--out", "run"]) == 0
+    return place
+
+
+@pytest.fixture(autouse=True)
+def place(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def newest(place: Path) -> Path:
+    return place / "run" / "checkpoints" / "step-00000004"
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("generate run --prompt a --set max_tokens=2", "what follows is of step 2"),
+        ("convert run --out hf", "what follows is of step 2"),
+    ],
+)
+def test_an_older_checkpoint_is_never_used_in_silence(
+    line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flip(newest(place) / "rank-0.safetensors")
+    assert main(line.split()) == 0
+    said = capfd.readouterr().err
+    assert "warning: passed over: checkpoint 'run/checkpoints/step-00000004' is damaged" in said
+    assert "'rank-0.safetensors' is not what was written" in said
+    assert words in said
+
+
+def test_resume_never_falls_back_by_itself(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (newest(place) / "COMMIT").write_bytes(b"")
+    line = "train job.toml --out run --set train.steps=6 --resume"
+    assert main(line.split()) == 2
+    said = capfd.readouterr().err
+    assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest intact one is" in said
+    assert main([*line.split(), "run/checkpoints/step-00000002"]) == 0
+
+
+def test_inspect_tells_what_is_gone_and_goes_on(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (newest(place) / "rank-0.safetensors").unlink()
+    (place / "run" / "plan.json").write_text("{")
+    (place / "run" / "loads" / "part-000000.parquet").write_bytes(b"torn")
+    assert main(["inspect", "run"]) == 2
+    said = capfd.readouterr()
+    assert "plan.json' is not readable JSON" in said.err
+    assert "'rank-0.safetensors' is missing" in said.err
+    assert "step 2" in said.out
+
+
+@pytest.mark.parametrize("verb", ["report run", "inspect run"])
+def test_damaged_records_are_one_sentence(
+    verb: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    loads = place / "run" / "loads"
+    (loads / "part-000007.parquet").mkdir()
+    (place / "run" / "events" / "rank-1.jsonl").mkdir()
+    with (place / "run" / "events" / "rank-0.jsonl").open("a") as log:
+        log.write('{"event": "step"}\n[1]\n{"event": "step", "step": "x"}\n' + "[" * 99_999 + "\n")
+    assert main(verb.split()) == 0
+    pq.write_table(pa.table({"layer": [1]}), loads / "part-000008.parquet")
+    capfd.readouterr()
+    assert main(verb.split()) == 2
+    said = capfd.readouterr().err
+    assert said == (
+        "error: 'run/loads/part-000008.parquet' has no column 'step': remove it, it is of others\n"
+    )
+
+
+def test_weights_that_are_no_numbers_are_named(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = load_job(place / "job.toml").job
+    pieces = [
+        Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape), torch.full(p.shape, torch.nan), (0,))
+        for p in parameters(job.model)
+    ]
+    saver = Saver(place / "spoilt" / "checkpoints", World.solo(), keep=1)
+    saver.save(State(pieces, {"step": 1}), 1, {"job": job.model_dump(mode="json")})
+    saver.wait()
+    assert main(["generate", "spoilt", "--prompt", "a"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: token 1 cannot be chosen, as the model's scores are not finite")
+
+
+def test_stdout_that_takes_nothing_or_few_letters(place: Path) -> None:
+    line = [sys.executable, "-m", "moesaic", "generate", "run", "--set", "max_tokens=3"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [*line, "--prompt", "a"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            cwd=place,
+        )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr == "error: No space left on device: make room, or name another place\n"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    ended = subprocess.run(
+        [*line, "--prompt", "\u00e9", "--prompt", "b"], capture_output=True, timeout=60, cwd=place,
+        env=ascii_only,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(b"--- ?")
+
+
+def test_dry_run_looks_at_the_weights(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "run", "--out", "hf"]) == 0
+    (place / "tune.toml").write_text(
+        JOB.replace('preset = "tiny-olmoe"', 'from = "hf"').replace(
+            "layers = 1\nhidden = 32\nhead_dim = 8\nffn = 16\n", ""
+        )
+    )
+    assert main(["train", "tune.toml", "--dry-run"]) == 0
+    (place / "hf" / "model.safetensors").unlink()
+    capfd.readouterr()
+    assert main(["train", "tune.toml", "--dry-run"]) == 2
+    assert "has neither model.safetensors nor" in capfd.readouterr().err
