@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from moesaic.models.initial import InitialSource
 from moesaic.testing.jobs import RandomSamples
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
-from moesaic.train.routes import RouteRecorder, RouteReplay
+from moesaic.train.routes import RouteReplay, recording
 
 Array = npt.NDArray[Any]
 
@@ -38,9 +39,7 @@ def run_layout(
     plan = lay_out(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.recorder = RouteRecorder(Path(record), world.rank, "samples") if record else None
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
-    recorder, run.recorder = run.recorder, None
     run.gradients(samples)
     gradients = [
         plain(piece)
@@ -49,20 +48,22 @@ def run_layout(
     ]
     for item in run.holdings:
         item.parameter.grad = None
-    run.recorder = recorder
     facts = []
-    for _ in range(steps):
-        step = run.step(samples)
-        facts.append(
-            {
-                "loss": step.loss, "balance": step.balance_loss, "z": step.z_loss,
-                "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
-                "dropped": sum(step.dropped.values()),
-                "counts": [c.tolist() for c in step.counts.values()],
-            }
-        )  # fmt: skip
-    if run.recorder:
-        run.recorder.flush()
+    with ExitStack() as stack:
+        if record:
+            run.recorder = stack.enter_context(recording(Path(record), world, "samples", 0))
+        for _ in range(steps):
+            step = run.step(samples)
+            facts.append(
+                {
+                    "loss": step.loss, "balance": step.balance_loss, "z": step.z_loss,
+                    "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
+                    "dropped": sum(step.dropped.values()),
+                    "counts": [c.tolist() for c in step.counts.values()],
+                }
+            )  # fmt: skip
+        if run.recorder:
+            run.recorder.flush()
     state = [plain(piece) for piece in run.state().pieces]
     run.close()
     return facts, gradients, state

@@ -38,38 +38,37 @@ class WeightsError(StoreError):
     """A model directory holds a missing, unused or mis-shaped tensor."""
 
 
-_REFUSALS = frozenset(
-    (
-        errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP,
-        errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
-    )
-)  # fmt: skip
-"""What a file system says that the user can mend."""
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or name another place"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow it, or name another place"),
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EIO: "the disk may be failing; name another place",
+}
+"""What a file system says that the user can mend, and how."""
 
-_NO_MEMORY = ("DefaultCPUAllocator: ", "out of memory")
+_NO_MEMORY = ("DefaultCPUAllocator: ", "unable to mmap", "std::bad_alloc")
+"""How torch says that memory on the host is spent."""
 
 
 def unwritable(what: str, error: OSError) -> StoreError:
     """`what`, a setting or a path, cannot be written, as `error` says."""
-    reason = error.strerror or str(error)
-    return StoreError(
-        f"{what} cannot be written ({reason}): make room there, or name another place"
-    )
+    remedy = _REMEDIES.get(error.errno or 0, "name another place")
+    return StoreError(f"{what} cannot be written ({error.strerror or error}): {remedy}")
 
 
-def as_user_error(error: BaseException) -> UserError | None:
-    """`error` as the user's own, where a file system or the memory of the machine is behind it."""
-    if isinstance(error, OSError) and error.errno in _REFUSALS:
-        place = f"'{Path(error.filename)}': " if isinstance(error.filename, str) else ""
-        return StoreError(f"{place}{error.strerror}: make room, or name another place")
+def as_user_error(error: BaseException, on_memory: str) -> UserError | None:
+    """`error` as the user's own, where a file system or the memory of the machine is behind it.
+
+    `on_memory` is what helps against too little memory.
+    """
     text = str(error)
-    short = isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
-    )
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        place = f"'{Path(error.filename)}': " if isinstance(error.filename, str) else ""
+        return StoreError(f"{place}{error.strerror}: {_REMEDIES[error.errno]}")
+    short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    short |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    short |= isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
     if not short:
         return None
     detail = f" ({text.splitlines()[0]})" if text else ""
-    return UserError(
-        f"there is not enough memory{detail}: take smaller batches or sequences, or more ranks "
-        "(moesaic train JOB.toml --dry-run says what a rank needs)"
-    )
+    return UserError(f"there is not enough memory{detail}: {on_memory}")

@@ -1,6 +1,7 @@
 """One process at a time: a lock file that names its holder and goes when it is let go.
 
-The kernel frees the lock of a process that is killed; the file that stays behind locks nothing.
+The kernel frees the lock when the last process that has it ends, a forked child included; a file
+that stays behind locks nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -29,8 +30,9 @@ def locked(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         # Gone while still locked: whoever takes the next file of this name has the lock alone.
-        with file:
-            path.unlink(missing_ok=True)
+        with file, suppress(OSError):
+            if _is_at(file, path):
+                path.unlink()
 
 
 def _take(path: Path, busy: Callable[[str], None]) -> TextIO:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -18,13 +17,6 @@ from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli.rank import Part, encode
 
 RELAUNCH, INTERRUPTED = 75, 130
-
-_LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection was likely closed|failed to recv"
-    r"|remote process exited|connection refused",
-    re.IGNORECASE,
-)
-"""What gloo, NCCL and the store say on a rank whose peer is gone."""
 
 
 class RankFailed(MoesaicError):
@@ -88,9 +80,9 @@ def _cause(logs: Path, failures: dict[int, Any]) -> MoesaicError:
     cut = _cut_off(failures)
     if cut is not None:
         return cut
-    bug = next((record for record in records if not _LOST_PEER.search(record["text"])), None)
-    if bug is not None:
-        return RankFailed(bug["text"])
+    for record in records:
+        if record["kind"] == "bug":
+            return RankFailed(record["text"])
     heard = {record["rank"] for record in records}
     for rank, failure in failures.items():
         if failure.exitcode != -signal.SIGTERM and str(rank) not in heard:

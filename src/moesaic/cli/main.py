@@ -20,10 +20,12 @@ from moesaic.cli.convert import convert
 from moesaic.cli.generate import generate
 from moesaic.cli.inspect import inspect
 from moesaic.cli.launch import INTERRUPTED, CutOff
+from moesaic.cli.rank import LESS_MEMORY
 from moesaic.cli.report import report
 from moesaic.cli.train import speaker, train
 
 USER_ERROR = 2
+MORE_MEMORY = {"train": LESS_MEMORY, "generate": "give fewer prompts, or lower max_tokens"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except (OSError, MemoryError, RuntimeError) as error:
-        mistake = as_user_error(error)
+        mistake = as_user_error(
+            error, MORE_MEMORY.get(given[0], "free some, or use a larger machine")
+        )
         if mistake is None:
             raise
         with suppress(OSError):

@@ -25,6 +25,10 @@ from moesaic.train.jobfile import load_job
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's agent wants a failure written."""
+LESS_MEMORY = (
+    "take smaller batches or sequences, or more ranks (moesaic train JOB.toml --dry-run says what "
+    "a rank needs)"
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,7 +58,7 @@ def take_part(part: Part) -> tuple[Path, bool]:
     loaded = load_job(Path(part.job), part.sets)
     world = World.from_launcher(loaded.job.train.device, deadline(loaded.job))
     try:
-        out = Path(world.from_leader(part.out or str(default_out(Path(part.job)))))
+        out = Path(world.led(lambda: part.out or str(default_out(Path(part.job)))))
         console = screen.err() if part.as_json else screen.out()
         watched = watcher(console, world.leads)
         try:
@@ -75,6 +79,8 @@ def default_out(job: Path) -> Path:
 
 def main() -> int:
     """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
+    from moesaic.dist.world import lost_peer
+
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
     try:
@@ -85,9 +91,12 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the boundary: the parent prints it
-        mistake = as_user_error(error)
-        _record(str(mistake) if mistake else traceback.format_exc(), "user" if mistake else "bug")
-        return 2 if mistake else 1
+        mistake = as_user_error(error, LESS_MEMORY)
+        if mistake is not None:
+            _record(str(mistake), "user")
+            return 2
+        _record(traceback.format_exc(), "lost" if lost_peer(error) else "bug")
+        return 1
     return 0
 
 
@@ -98,7 +107,13 @@ def _record(text: str, kind: str) -> None:
         "message": {"message": text, "extraInfo": extra},
         "kind": kind, "text": text, "time": time.time(),
     }  # fmt: skip
-    Path(os.environ[ERROR_FILE]).write_text(json.dumps(record), encoding="utf-8")
+    path = Path(os.environ[ERROR_FILE])
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(record), encoding="utf-8")
+        partial.replace(path)  # The agent reads it at any moment.
+    except OSError:
+        print(text, file=sys.stderr)
 
 
 def _end_with_parent() -> None:

@@ -11,9 +11,18 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 
+class Patient(Console):
+    """A console whose reader may leave, as `head` does: what it prints then goes nowhere."""
+
+    def on_broken_pipe(self) -> None:
+        """Go on without it."""
+        self.quiet = True
+        flush()
+
+
 def out() -> Console:
     """The console of stdout; made anew each time, for it may have been redirected since."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    return Patient(highlight=False, markup=False, soft_wrap=True)
 
 
 def err() -> Console:
@@ -32,11 +41,17 @@ def flush() -> None:
     """Write what is left for stdout; what it refuses is dropped, or the end would fail again."""
     try:
         sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _give_up()
         raise
+
+
+def _give_up() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def say(text: str) -> None:

@@ -8,7 +8,8 @@ meshes need it); nothing of ours reads it: groups come from here.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -16,11 +17,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moesaic.base.errors import ConfigError
+from moesaic.base import errors
+from moesaic.base.errors import ConfigError, UserError
 from moesaic.dist import device as devices
 
 Group = dist.ProcessGroup
 """A set of ranks that collectives run over; None stands for a set of one."""
+
+_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection was likely closed|failed to recv"
+    r"|remote process exited|connection refused",
+    re.IGNORECASE,
+)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether `error` is what gloo, NCCL or the store say on a rank whose peer is gone."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 @dataclass
@@ -121,13 +134,21 @@ class World:
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
 
-    def from_leader(self, value: str) -> str:
-        """The `value` of rank 0, on every rank."""
+    def led(self, work: Callable[[], str]) -> str:
+        """What `work` returns on rank 0, on every rank; what it refuses is raised on every rank."""
         if self.everyone is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.everyone)
-        return box[0]
+            return work()
+        word = ["", "", ""]
+        if self.leads:
+            try:
+                word[0] = work()
+            except UserError as error:
+                word[1:] = type(error).__name__, str(error)
+        dist.broadcast_object_list(word, src=0, group=self.everyone)
+        if word[1]:
+            kind: type[UserError] = getattr(errors, word[1])
+            raise kind(word[2])
+        return word[0]
 
     def leave(self) -> None:
         """End this generation in this process."""

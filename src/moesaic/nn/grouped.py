@@ -91,9 +91,8 @@ class GatedExperts(torch.autograd.Function):
     """down(silu(gate(x)) * up(x)) for rows sorted by slot, straight from and to one arena.
 
     gate and up are one product. On the CPU a few slots are taken at a time, so that what stands
-    between two products never leaves the cache; each slot's products are the same either way.
-    The gradient of the arena is written once, into memory of `spare` if there is any: the pages of
-    new memory cost more than writing to them. Slots without rows get zeros.
+    between two products never leaves the cache. The gradient of the arena is written once, into
+    memory of `spare` if there is any. Slots without rows get zeros.
     """
 
     @staticmethod

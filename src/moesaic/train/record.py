@@ -6,24 +6,19 @@ are sinks of the same scalars.
 
 from __future__ import annotations
 
-import json
-import platform
-import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
-import torch
 
-import moesaic
 from moesaic.base.errors import ConfigError
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.dist import device as devices
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, LogConfig
-from moesaic.facts.plan import Plan
 from moesaic.train.run import StepFacts
 
 LOADS = pa.schema(
@@ -178,22 +173,9 @@ class RunRecord:
             self._loads.flush()
 
     def close(self) -> None:
-        """Close everything."""
-        self.flush()
-        for sink in self._sinks:
-            sink.close()
-        self._own.close()
-
-
-def write_opening(out: Path, text: str, job: Job, plan: Plan, world: World) -> None:
-    """The facts that a run starts from: job as written, job resolved, plan, versions."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "job.toml").write_text(text, encoding="utf-8")
-    (out / "job.json").write_text(job.to_json(), encoding="utf-8")
-    (out / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-    versions = {
-        "moesaic": moesaic.__version__, "torch": torch.__version__,
-        "python": platform.python_version(), "platform": platform.platform(),
-        "device": devices.describe(world.device), "command": sys.argv,
-    }  # fmt: skip
-    (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
+        """Close everything, whatever any of it says."""
+        with ExitStack() as stack:
+            stack.callback(self._own.close)
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            stack.callback(self.flush)

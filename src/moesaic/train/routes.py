@@ -6,9 +6,12 @@ own samples, as Parquet, under one directory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +20,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from moesaic.base.errors import DataError
+from moesaic.base.errors import DataError, unwritable
+from moesaic.base.lock import locked
 from moesaic.base.records import RecordWriter
+from moesaic.dist.world import World
 from moesaic.facts.job import Job
 
 SCHEMA = pa.schema(
@@ -31,16 +36,18 @@ SCHEMA = pa.schema(
     ]
 )
 
+_START = "start-{number:03d}-step-{first:08d}"
+_START_NAME = re.compile(r"start-(\d+)-step-(\d+)")
 _DIGEST = b"moesaic.samples"
 """Where a part says what samples its indices stand for."""
 
 
 class RouteRecorder:
-    """Writes this rank's choices, marked with the `digest` of the text they were made over."""
+    """Writes this rank's choices to `directory`, over the samples that `digest` stands for."""
 
-    def __init__(self, path: Path, rank: int, digest: str) -> None:
-        schema = SCHEMA.with_metadata({_DIGEST: digest})
-        self._writer = RecordWriter(path.expanduser() / f"rank-{rank}", schema)
+    def __init__(self, directory: Path, digest: str) -> None:
+        self.directory = directory
+        self._writer = RecordWriter(directory, SCHEMA.with_metadata({_DIGEST: digest}))
 
     def record(self, step: int, samples: Tensor, choices: Mapping[int, Tensor]) -> None:
         """Add one micro-batch's choices, by layer."""
@@ -60,12 +67,64 @@ class RouteRecorder:
         self._writer.flush()
 
 
-def refuse_recorded(path: Path) -> None:
-    """Raise if `path` holds a recording: two runs in one would mix."""
-    if path.expanduser().is_dir() and any(path.expanduser().rglob("part-*.parquet")):
+@contextmanager
+def recording(path: Path, world: World, digest: str, first: int) -> Iterator[RouteRecorder]:
+    """This rank's recorder under `path`, from step `first` on; one run at a time.
+
+    Every start of the run writes to a directory of its own, and makes void what earlier ones wrote
+    of the steps from its first one on.
+    """
+    place = path.expanduser()
+    named = f"routing.record = '{path}'"
+
+    def begin() -> str:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(place / "LOCK", refuse))
+        except OSError as error:
+            raise unwritable(named, error) from None
+        before = _starts(place)
+        if before and not first:
+            raise DataError(f"{named} holds the recording of another run: name another place")
+        for _, _, directory in before:
+            for part in directory.rglob("part-*.parquet"):
+                _check_samples(part, digest, named)
+        return _START.format(number=len(before), first=first)
+
+    def refuse(holder: str) -> NoReturn:
+        raise DataError(f"{named} is in use by {holder}: wait for its end, or name another place")
+
+    with ExitStack() as stack:
+        name = world.led(begin)
+        yield RouteRecorder(place / name / f"rank-{world.rank}", digest)
+
+
+def _starts(path: Path) -> list[tuple[int, int, Path]]:
+    """(number, first step, directory) of each start that recorded under `path`, in order."""
+    found = ((_START_NAME.fullmatch(one.name), one) for one in path.glob("start-*"))
+    return sorted((int(match[1]), int(match[2]), one) for match, one in found if match)
+
+
+def _check_samples(part: Path, digest: str, named: str) -> None:
+    """Raise if a part is of other samples, or of another kind."""
+    schema = pq.read_schema(part)
+    if not schema.equals(SCHEMA):
+        raise DataError(f"{named} holds Parquet of another kind: see routing.record")
+    if (schema.metadata or {}).get(_DIGEST, b"") != digest.encode():
         raise DataError(
-            f"routing.record = '{path}' holds the recording of another run: name another place"
+            f"{named} was recorded over other samples (text, tokenizer, seed, sequence or packing "
+            "differ): restore them, or record elsewhere"
         )
+
+
+@dataclass
+class _Start:
+    """What one start of a run recorded."""
+
+    first: int
+    data: ds.Dataset
+    samples: dict[int, int]
+    """How many samples there are of each step."""
 
 
 class RouteReplay:
@@ -79,38 +138,32 @@ class RouteReplay:
 
     def __init__(self, path: Path, job: Job, digest: str) -> None:
         self._path, self._job = path, job
-        parts = sorted(map(str, path.expanduser().rglob("part-*.parquet")))
-        if not parts:
+        self._starts: list[_Start] = []
+        for _, first, directory in _starts(path.expanduser()):
+            parts = sorted(directory.rglob("part-*.parquet"))
+            with self._readable():
+                for part in parts:
+                    _check_samples(part, digest, self._named)
+                data = ds.dataset([str(part) for part in parts], schema=SCHEMA, format="parquet")
+                self._starts.append(_Start(first, data, _count_samples(data)))
+        if not self._starts:
             raise DataError(f"{self._named} holds no recorded routing: see routing.record")
-        self._steps: set[int] = set()
-        for part in parts:
-            self._look_at(part, digest)
-        self._dataset = ds.dataset(parts, format="parquet")
-
-    def _look_at(self, part: str, digest: str) -> None:
-        """Note the steps of one part; raise if it is of other samples, or of another kind."""
-        with self._readable(), pq.ParquetFile(part) as parquet:
-            schema = parquet.schema_arrow
-            if not schema.equals(SCHEMA):
-                raise DataError(f"{self._named} holds Parquet of another kind: see routing.record")
-            recorded = (schema.metadata or {}).get(_DIGEST, b"").decode(errors="replace")
-            if recorded != digest:
-                raise DataError(
-                    f"{self._named} was recorded over other samples (text, tokenizer, seed, "
-                    "sequence or packing differ): restore them, or record again"
-                )
-            self._steps.update(parquet.read(["step"]).column(0).unique().to_pylist())
 
     def check_steps(self, first: int) -> None:
         """Raise unless every step of the job from `first` on (0: all of them) was recorded."""
-        wanted = range(first, self._job.train.steps)
-        lacking = next((step for step in wanted if step not in self._steps), None)
-        if lacking is not None:
-            remedy = f", or set train.steps = {lacking}" if lacking > first else ""
-            raise DataError(
-                f"{self._named} holds no routing of step {lacking + 1}, but train.steps = "
-                f"{self._job.train.steps}: record as many steps{remedy}"
-            )
+        train = self._job.train
+        for step in range(first, train.steps):
+            if self._start(step).samples.get(step) != train.batch:
+                remedy = f", or set train.steps = {step}" if step > first else ""
+                raise DataError(
+                    f"{self._named} holds no routing of {train.batch} samples (train.batch) at "
+                    f"step {step + 1}, but train.steps = {train.steps}: record as many{remedy}"
+                )
+
+    def _start(self, step: int) -> _Start:
+        """Who recorded `step` last, for a start makes void what was there of its steps."""
+        earlier = [start for start in self._starts if start.first <= step]
+        return earlier[-1] if earlier else self._starts[0]
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -129,7 +182,7 @@ class RouteReplay:
         where = (ds.field("step") == step) & ds.field("sample").isin(pa.array(ids, pa.int64()))
         found: dict[int, dict[int, Tensor]] = {}
         with self._readable():
-            table = self._dataset.to_table(filter=where)
+            table = self._start(step).data.to_table(filter=where)
         for row in table.to_pylist():
             experts = torch.from_numpy(np.asarray(row["experts"], dtype=np.int64))
             layers = found.setdefault(row["layer"], {})
@@ -166,3 +219,13 @@ class RouteReplay:
                 "replay needs the seed, data and batch of the run that was recorded"
             )
         return torch.cat([rows[sample] for sample in ids])
+
+
+def _count_samples(data: ds.Dataset) -> dict[int, int]:
+    """Samples of each step."""
+    table = data.to_table(columns=["step", "sample"])
+    counts = table.group_by("step").aggregate([("sample", "count_distinct")])
+    steps, samples = (column.to_pylist() for column in counts.columns)
+    if counts.column_names[0] != "step":
+        steps, samples = samples, steps
+    return dict(zip(steps, samples, strict=True))

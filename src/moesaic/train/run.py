@@ -180,7 +180,7 @@ class Run:
             )
             item.parameter.grad = None
             if item.bank is not None:
-                item.bank.spare[:] = [grad]
+                item.bank.recycle(grad)
         return lr
 
     def _facts(
@@ -211,6 +211,8 @@ class Run:
     def validate(self, samples: Samples, limit: int) -> tuple[float, int]:
         """Mean loss over the first `limit` samples, and the number of targets."""
         self.model.eval()
+        for _, bank in self.model.banks():
+            bank.spare.clear()
         count = min(limit, len(samples))
         size = max(self.job.train.batch // self.job.train.micro_batches, 1)
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from moesaic.base.errors import ConfigError, DivergedError, StoreError, unwritable
-from moesaic.base.lock import locked
+from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist import device as devices
 from moesaic.dist.checkpoint import Checkpoint, Saver, candidates
 from moesaic.dist.state import PARAMETER, Piece, Source
@@ -27,9 +26,10 @@ from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
-from moesaic.train.jobfile import LoadedJob, refuse_run
-from moesaic.train.record import RunRecord, write_opening
-from moesaic.train.routes import RouteRecorder, RouteReplay, refuse_recorded
+from moesaic.train.directory import alone, write_opening
+from moesaic.train.jobfile import LoadedJob
+from moesaic.train.record import RunRecord
+from moesaic.train.routes import RouteReplay, recording
 from moesaic.train.run import Run
 
 
@@ -75,6 +75,13 @@ def train(
         world: the ranks.
         progress: who watches.
     """
+    with alone(out, world, fresh=resume is None):
+        return _train(loaded, out, resume, world, progress)
+
+
+def _train(
+    loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
+) -> dict[str, Any]:
     job = loaded.job
     plan = lay_out(job.layout, job.model, world.size)
     data = TextData.open(job.data, job.seed, world, progress.message)
@@ -82,64 +89,20 @@ def train(
     replay = None
     if job.routing.replay:
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
-    if job.routing.record and resume is None:
-        refuse_recorded(Path(job.routing.record))
+    source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
+    first = (counters or {}).get("step", 0)
+    if replay is not None:
+        replay.check_steps(first)
+    run = assemble(job, plan, world, source, counters)
+    run.replay = replay
     with ExitStack() as stack:
-        there = out.is_dir()
-        if there:
-            stack.enter_context(_alone(out, world))
-        source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-        if replay is not None:
-            replay.check_steps((counters or {}).get("step", 0))
-        run = assemble(job, plan, world, source, counters)
-        run.replay = replay
-        if not there:
-            stack.enter_context(_alone(out, world))
-        if resume is None and world.leads:
-            refuse_run(out)
-        session = _Session(run, data, _open_record(loaded, out, run, data), progress, world)
+        if job.routing.record:
+            place = Path(job.routing.record)
+            run.recorder = stack.enter_context(recording(place, world, data.digest, first))
+        write_opening(out, loaded.text, job, plan, world, data.tokenizer)
+        session = _Session(run, data, RunRecord(out, job, world), progress, world)
         stack.enter_context(session)
         return session.go(origin)
-
-
-@contextmanager
-def _alone(out: Path, world: World) -> Iterator[None]:
-    """Keep other runs out of `out`."""
-
-    def refuse(holder: str) -> NoReturn:
-        raise StoreError(
-            f"--out '{out}' is in use by {holder}: wait for its end, or name another directory"
-        )
-
-    with ExitStack() as stack:
-        if world.leads:
-            with _writable("--out", out):
-                out.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(out / "LOCK", refuse))
-        yield
-
-
-def _open_record(loaded: LoadedJob, out: Path, run: Run, data: TextData) -> RunRecord:
-    """Write what the run starts from, and open what it will write to."""
-    world, routes = run.world, run.job.routing.record
-    if routes is not None:
-        with _writable("routing.record", Path(routes)):
-            run.recorder = RouteRecorder(Path(routes), world.rank, data.digest)
-    with _writable("--out", out):
-        if world.leads:
-            write_opening(out, loaded.text, run.job, run.plan, world)
-            _keep_tokenizer(data, out)
-        world.barrier()
-        return RunRecord(out, run.job, world)
-
-
-@contextmanager
-def _writable(key: str, path: Path) -> Iterator[None]:
-    """Say which setting led to what the file system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(f"{key} = '{path}'", error) from None
 
 
 def _find_start(
@@ -156,14 +119,7 @@ def _find_start(
         return PretrainedSource(weights), None, None
     path = Path(resume)
     if resume == "auto":
-        found = candidates(out / "checkpoints") if world.leads else []
-        name = world.from_leader(str(found[0]) if found else "")
-        if not name:
-            raise StoreError(
-                f"--resume: '{out / 'checkpoints'}' holds no whole checkpoint to go on from; "
-                "start afresh without --resume, in another --out"
-            )
-        path = Path(name)
+        path = Path(world.led(lambda: str(_newest(out / "checkpoints"))))
     progress.message(f"resuming from {path}")
     checkpoint = Checkpoint.open(path)
     checkpoint.verify_shared(world)
@@ -174,6 +130,16 @@ def _find_start(
         )
     _compare(checkpoint.facts, job, digest, path, progress)
     return checkpoint, dict(checkpoint.counters), str(path)
+
+
+def _newest(directory: Path) -> Path:
+    found = candidates(directory)
+    if not found:
+        raise StoreError(
+            f"--resume: '{directory}' holds no whole checkpoint to go on from; start afresh "
+            "without --resume, in another --out"
+        )
+    return found[0]
 
 
 def _compare(
@@ -203,14 +169,6 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _keep_tokenizer(data: TextData, out: Path) -> None:
-    """Copy the tokenizer's files beside the run, so that it can generate and export by itself."""
-    directory = out / "tokenizer"
-    directory.mkdir(exist_ok=True)
-    for name, content in data.tokenizer.files().items():
-        (directory / name).write_bytes(content)
 
 
 class _Session:
@@ -268,14 +226,16 @@ class _Session:
 
         What closing then meets (a full disk, still full) does not take the place of the failure.
         """
-        self.saver.abandon()
-        complaints = (OSError,) if kind is not None else ()
-        if self.run.recorder is not None:
-            with suppress(*complaints):
-                self.run.recorder.flush()
-        with suppress(*complaints):
-            self.record.close()
-        self.run.close()
+        try:
+            with ExitStack() as stack:
+                stack.callback(self.run.close)
+                stack.callback(self.record.close)
+                if self.run.recorder is not None:
+                    stack.callback(self.run.recorder.flush)
+                stack.callback(self.saver.abandon)
+        except (OSError, StoreError):
+            if kind is None:
+                raise
 
     def _announce(self, origin: str | None) -> None:
         counts, train = count(self.job.model), self.job.train

@@ -13,24 +13,32 @@ from moesaic.base.errors import as_user_error, unwritable
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 def test_a_file_system_that_refuses(number: int) -> None:
     error = OSError(number, os.strerror(number), "run/events/rank-0.jsonl")
-    words = f"'run/events/rank-0.jsonl': {os.strerror(number)}: make room, or name another place"
-    assert str(as_user_error(error)) == words
-    assert str(as_user_error(OSError(number, os.strerror(number)))).startswith(os.strerror(number))
+    opening = f"'run/events/rank-0.jsonl': {os.strerror(number)}: "
+    assert str(as_user_error(error, "")).startswith(opening)
+    nameless = OSError(number, os.strerror(number))
+    assert str(as_user_error(nameless, "")).startswith(os.strerror(number))
     assert str(unwritable("--out = 'x'", error)).startswith("--out = 'x' cannot be written (")
 
 
 def test_too_little_memory() -> None:
     torch = pytest.importorskip("torch")
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried")):
-        assert "not enough memory" in str(as_user_error(error))
+        assert "not enough memory" in str(as_user_error(error, "buy some"))
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 55)
-    assert "not enough memory" in str(as_user_error(refused.value))
+    assert "not enough memory" in str(as_user_error(refused.value, "buy some"))
 
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("shape mismatch"), OSError(errno.ENOENT, "gone"), OSError("network"), KeyError()],
+    [
+        RuntimeError("shape mismatch"),
+        RuntimeError("no 'out of memory.txt'"),
+        OSError(errno.ENOENT, "gone"),
+        IsADirectoryError(errno.EISDIR, "a directory"),
+        OSError("network"),
+        KeyError(),
+    ],
 )
 def test_a_bug_stays_a_bug(error: Exception) -> None:
-    assert as_user_error(error) is None
+    assert as_user_error(error, "buy some") is None

@@ -43,7 +43,7 @@ def end(logs: Path, *ranks: tuple[int, str | None, str]) -> MoesaicError:
 BUG, MISTAKE = (1, "bug", "Traceback ... lost peer"), (2, "user", "train.steps is wrong")
 KILLED, ENDED = (-signal.SIGKILL, None, ""), (-signal.SIGTERM, None, "")
 INTERRUPTED = (130, None, "")
-LOST = (1, "bug", "RuntimeError: pair.cc:553] Connection closed by peer [127.0.0.1]:23450")
+LOST = (1, "lost", "RuntimeError: pair.cc:553] Connection closed by peer [127.0.0.1]:23450")
 
 
 @pytest.mark.parametrize(

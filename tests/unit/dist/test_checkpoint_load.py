@@ -163,18 +163,28 @@ def test_a_damaged_commit_record_is_never_passed_over_in_silence(
     for step in (1, 3):
         (tmp_path / f"step-{step:08d}" / "COMMIT").write_bytes(record)
     names = ["step-00000002", "step-00000003", "step-00000001"]
-    assert sorted(path.name for path in committed(tmp_path)) == sorted(names)
-    assert committed(tmp_path)[0].name == names[0], "those without a known order go away first"
-    order = [path.name for path in candidates(tmp_path)]
-    assert order == ["step-00000003", "step-00000002", "step-00000001"]
+    assert [path.name for path in committed(tmp_path)] == names, "the damaged ones go away first"
+    assert [path.name for path in candidates(tmp_path)] == [*names[1:], names[0]]
     with pytest.raises(StoreError, match=r"00003' is damaged: 'COMMIT' .* the newest .*00002'"):
         Checkpoint.open(candidates(tmp_path)[0])
     told: list[str] = []
     found = newest_intact(tmp_path, told.append)
     assert found is not None
     assert found.step == 2
-    assert len(told) == 1
+    assert len(told) == 2
     assert "step-00000003' is damaged: 'COMMIT'" in told[0]
+
+
+@pytest.mark.parametrize("steps", [(4, 10, 6), (2, 4, 4)], ids=["went back", "same step"])
+def test_a_damaged_record_after_going_back_is_told(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    newest = save(tmp_path, *steps)
+    (newest / "COMMIT").write_bytes(b"")
+    assert candidates(tmp_path)[0] == newest
+    # A flipped digit of the serial number is no less damage.
+    other = save(tmp_path, 20)
+    record = (other / "COMMIT").read_bytes()
+    (other / "COMMIT").write_bytes(record.replace(b'"serial": ', b'"serial": 0.'))
+    assert other in candidates(tmp_path)[:2]
 
 
 def test_a_directory_in_place_of_a_commit_record(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.watch import Silent
 from moesaic.train.jobfile import LoadedJob
+from moesaic.train.routes import RouteRecorder, RouteReplay, recording
 from moesaic.train.trainer import train
 
 
@@ -65,7 +67,9 @@ def test_other_samples_are_refused_before_anything_is_written(text: Path, tmp_pa
 def test_steps_that_were_not_recorded_are_refused_at_the_start(text: Path, tmp_path: Path) -> None:
     losses(text, "first", routing={"record": str(tmp_path / "routes")})
     replay = {"replay": str(tmp_path / "routes")}
-    with pytest.raises(DataError, match=r"no routing of step 5, but train\.steps = 6: .* = 4$"):
+    with pytest.raises(
+        DataError, match=r"no routing of 4 samples .* at step 5, but train\.steps = 6: .* = 4$"
+    ):
         losses(text, "second", routing=replay, train={"steps": 6})
     assert not (tmp_path / "second").exists()
 
@@ -76,10 +80,12 @@ def test_a_recording_of_another_kind_is_refused(text: Path, tmp_path: Path) -> N
     replay = {"replay": str(place)}
     with pytest.raises(DataError, match="holds no recorded routing"):
         losses(text, "run", routing=replay)
-    pq.write_table(pa.table({"step": [1]}), place / "part-000000.parquet")
+    part = place / "start-000-step-00000000" / "rank-0" / "part-000000.parquet"
+    part.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"step": [1]}), part)
     with pytest.raises(DataError, match="holds Parquet of another kind"):
         losses(text, "run", routing=replay)
-    (place / "part-000000.parquet").write_bytes(b"PAR1 torn")
+    part.write_bytes(b"PAR1 torn")
     with pytest.raises(DataError, match="cannot be read"):
         losses(text, "run", routing=replay)
 
@@ -89,3 +95,49 @@ def test_two_runs_do_not_mix_their_recordings(text: Path, tmp_path: Path) -> Non
     losses(text, "first", routing=record)
     with pytest.raises(DataError, match="holds the recording of another run"):
         losses(text, "second", routing=record)
+    with (
+        recording(tmp_path / "other", World.solo(), "digest", 0),
+        pytest.raises(DataError, match=r"is in use by process \d+ on "),
+    ):
+        losses(text, "second", routing={"record": str(tmp_path / "other")})
+
+
+def choices(expert: int, sample: int) -> dict[int, torch.Tensor]:
+    del sample
+    return {0: torch.full((2, 1), expert)}
+
+
+def test_a_start_makes_void_what_came_before_it(tmp_path: Path) -> None:
+    job = tiny_job(
+        model={"layers": 1, "experts": 4, "top_k": 1}, data={"sequence": 2},
+        train={"steps": 4, "batch": 2},
+    )  # fmt: skip
+
+    def record(first: int, last: int, ranks: int, expert: int) -> None:
+        """As `ranks` ranks would: a sample each, or both on one."""
+        with recording(tmp_path, World.solo(), "digest", first) as recorder:
+            other = RouteRecorder(recorder.directory.with_name("rank-1"), "digest")
+            for step in range(first, last):
+                for sample in range(2):
+                    mine = recorder if ranks == 1 or sample == 0 else other
+                    mine.record(step, torch.tensor([step * 2 + sample]), choices(expert, sample))
+            recorder.flush()
+            other.flush()
+
+    record(0, 4, ranks=2, expert=1)
+    RouteReplay(tmp_path, job, "digest").check_steps(0)
+    record(2, 3, ranks=1, expert=3)
+    replay = RouteReplay(tmp_path, job, "digest")
+    for step, expert in ((1, 1), (2, 3)):
+        found = replay.choices(step, torch.tensor([step * 2, step * 2 + 1]))
+        assert found[0].tolist() == [[expert]] * 4
+    with pytest.raises(DataError, match=r"no routing of 2 samples .* at step 4"):
+        replay.check_steps(0)
+    with (
+        pytest.raises(DataError, match="recorded over other samples"),
+        recording(tmp_path, World.solo(), "another", 3),
+    ):
+        pass
+    (tmp_path / "start-000-step-00000000" / "rank-1" / "part-000000.parquet").unlink()
+    with pytest.raises(DataError, match=r"no routing of 2 samples .* at step 1"):
+        RouteReplay(tmp_path, job, "digest").check_steps(0)

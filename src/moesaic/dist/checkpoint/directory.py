@@ -29,16 +29,12 @@ def committed(directory: Path) -> list[Path]:
 def candidates(directory: Path) -> list[Path]:
     """The committed checkpoints, the one to go on from first.
 
-    Nobody can tell when one with a damaged record was committed: it goes before those of earlier
-    steps, so that whoever opens it in good faith hears of the damage.
+    Where commit record and manifest do not agree on the order of a checkpoint, nobody can say that
+    there is a newer one: it goes before all others, so that whoever opens it hears of the damage.
     """
-    rows = _by_serial(directory)
-    result = [row for row in reversed(rows) if row[0][0]]
-    for row in rows:
-        if not row[0][0]:
-            place = next((n for n, one in enumerate(result) if one[0][1] < row[0][1]), len(result))
-            result.insert(place, row)
-    return [path for _, path in result]
+    paths = committed(directory)
+    doubtful = [p for p in paths if _read_serial(p / COMMIT) != _read_serial(p / MANIFEST)]
+    return doubtful + [path for path in paths if path not in doubtful]
 
 
 def next_serial(directory: Path) -> int:
@@ -99,8 +95,9 @@ def _by_serial(directory: Path) -> list[tuple[tuple[int, int, int], Path]]:
     return sorted(rows)
 
 
-def _read_serial(commit: Path) -> int:
+def _read_serial(file: Path) -> int:
+    """The serial number in a commit record or manifest; 0 where it cannot be read."""
     try:
-        return max(int(json.loads(commit.read_bytes())["serial"]), 0)
+        return max(int(json.loads(file.read_bytes())["serial"]), 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return 0  # A damaged record: opening it says so; here it only goes to the end of the list.
+        return 0  # Opening the checkpoint says what is wrong with it.

@@ -107,16 +107,19 @@ class Checkpoint:
         if world.everyone is None:
             self.verify()
             return
+        damage = self._find_damage_shared(world)
+        if damage:
+            self._raise_damage(damage, _advise_shared(self.path, world))
+        self._verified.update(self._manifest.files)
+
+    def _find_damage_shared(self, world: World) -> list[str]:
+        """As `_find_damage` of all files, each read by one rank."""
         # Largest first and in turns, so that no rank has all the large ones.
         order = sorted(self._manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0]))
         mine = [name for name, _ in order[world.rank :: world.size]]
         heard: list[Any] = [None] * world.size
         dist.all_gather_object(heard, self._find_damage(mine), group=world.everyone)
-        damage = [flaw for flaws in heard for flaw in flaws]
-        advice = [_advise(self.path) if damage and world.leads else ""]
-        dist.broadcast_object_list(advice, src=0, group=world.everyone)
-        self._raise_damage(damage, advice[0])
-        self._verified.update(self._manifest.files)
+        return [flaw for flaws in heard for flaw in flaws]
 
     @torch.no_grad()
     def fill(self, pieces: Sequence[Piece]) -> None:
@@ -263,7 +266,32 @@ def _read(path: Path, missing: str) -> bytes:
 
 def _advise(path: Path) -> str:
     """What to do instead of using the checkpoint at `path`."""
-    intact = _newest_intact(path.absolute().parent, besides=path)
+    return _advice(path, _newest_intact(path.absolute().parent, besides=path))
+
+
+def _advise_shared(path: Path, world: World) -> str:
+    """As `_advise`, the files of the others shared out over the ranks."""
+
+    def list_others() -> str:
+        others = [one for one in candidates(path.absolute().parent) if one.name != path.name]
+        return json.dumps([str(one) for one in others if _opens(one)])
+
+    for other in json.loads(world.led(list_others)):
+        checkpoint = _open(Path(other), cast=False)
+        if not checkpoint._find_damage_shared(world):
+            return _advice(path, checkpoint)
+    return _advice(path, None)
+
+
+def _opens(path: Path) -> bool:
+    try:
+        _open(path, cast=False)
+    except StoreError:
+        return False  # The search goes on to an older one.
+    return True
+
+
+def _advice(path: Path, intact: Checkpoint | None) -> str:
     if intact is None:
         return "there is no other intact one beside it: restore it from a copy, or start afresh"
     shown = path.parent / intact.path.name
