@@ -158,6 +158,8 @@ def test_a_rank_that_is_killed_ends_the_run(
     assert process.returncode == 75, err
     assert err == f"error: {words}{GO_ON}"
     assert all(gone(pid) for pid in ranks)
+    last = list(read_events(place / "my run" / "events" / "rank-0.jsonl"))[-1]
+    assert (last["event"], last["reason"]) == ("run_end", words)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

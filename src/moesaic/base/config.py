@@ -136,8 +136,14 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     first = mistakes[0]
     more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
     culprits = [item for item in sets if _covers(item.partition("=")[0].strip(), first.key)]
-    where = f"--set {culprits[-1]}" if culprits else origin
+    where = f"--set {culprits[-1]}" if culprits else blame(origin, sets, first.sentence)
     raise ConfigError(f"{where}: {first.sentence}{more}")
+
+
+def blame(origin: str, sets: Sequence[str], sentence: str) -> str:
+    """Where a mistake between several keys may come from: `origin`, and items of `--set`."""
+    named = [f"--set {s}" for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
+    return f"{origin} with {' and '.join(named)}" if named else origin
 
 
 def _covers(set_key: str, key: str) -> bool:

@@ -12,7 +12,16 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
+
+
+class Held(Exception):
+    """Another has the lock."""
+
+
+def leave(holder: str) -> NoReturn:
+    """For `locked`: do not wait."""
+    raise Held(holder)
 
 
 @contextmanager

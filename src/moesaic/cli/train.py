@@ -175,9 +175,9 @@ def _run(part: Part, ranks: int) -> int:
         screen.fail("a rank failed, which is a bug of moesaic: its traceback stands above")
         return 1
     except KeyboardInterrupt:
-        raise CutOff(f"interrupted{_how_to_go_on(part, ranks)}", INTERRUPTED) from None
+        raise _cut_off(CutOff("interrupted", INTERRUPTED), part, ranks) from None
     except CutOff as error:
-        raise CutOff(f"{error}{_how_to_go_on(part, ranks)}", error.status) from None
+        raise _cut_off(error, part, ranks) from None
     assert out is not None
     _close(out, part.as_json)
     return 0
@@ -195,6 +195,15 @@ def _tidy_end() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _cut_off(error: CutOff, part: Part, ranks: int) -> CutOff:
+    """Note in the run's log how it ended, and say how it goes on."""
+    from moesaic.train.directory import note_end
+
+    if part.out and _leads():
+        note_end(Path(part.out), str(error))
+    return CutOff(f"{error}{_how_to_go_on(part, ranks)}", error.status)
 
 
 def _how_to_go_on(part: Part, ranks: int) -> str:

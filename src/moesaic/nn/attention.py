@@ -31,7 +31,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+        wide = x.to(self.weight.dtype)  # Under autocast it may be narrower.
+        return F.rms_norm(wide, (x.shape[-1],), self.weight, self.epsilon)
 
 
 class Attention(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ def render(runs: list[RunFacts]) -> str:
         f"<h1>{html.escape(listing(names, 3))}</h1></div></div></header><main>"
         f'<section><div class="bar"><h2>{plural(len(runs), "run")}</h2></div>'
         f'<div class="card flat">{_table(names, runs)}</div></section>'
+        f"{_section('Where the runs differ', _differences(names, runs))}"
+        f"{_section('Settings that differ', _settings(names, runs))}"
         f'<section><div class="grid">{"".join(card(figure) for figure in figures)}</div></section>'
         "</main>"
     )
@@ -74,6 +78,56 @@ def _table(names: list[str], runs: list[RunFacts]) -> str:
         "parameters", "active", "ranks", "peak memory", "time",
     )  # fmt: skip
     return table(header, rows)
+
+
+def _section(title: str, body: str) -> str:
+    return f'<section><h2>{title}</h2><div class="card flat">{body}</div></section>' if body else ""
+
+
+def _differences(names: list[str], runs: list[RunFacts]) -> str:
+    """How far each run's loss is from the first one's, over the steps that both have."""
+    first, rows = runs[0].steps, []
+    for name, run in zip(names[1:], runs[1:], strict=True):
+        common, mine, theirs = np.intersect1d(first.step, run.steps.step, return_indices=True)
+        if not len(common):
+            continue
+        apart = np.abs(run.steps.loss[theirs] - first.loss[mine])
+        apart = np.where(np.isfinite(apart), apart, np.inf)
+        worst = int(apart.argmax())
+        unequal = np.flatnonzero(apart)
+        rows.append(
+            (
+                f"{name} against {names[0]}", f"{len(common):,}",
+                f"{int(common[unequal[0]]):,}" if len(unequal) else "none",
+                f"{apart[worst]:.3g} at step {int(common[worst]):,}", f"{apart[-1]:.3g}",
+                f"{int(np.nansum(run.steps.flips)):,}",
+            )
+        )  # fmt: skip
+    header = (
+        "loss of", "steps in common", "first step that differs", "largest difference",
+        "at the last step", "flips",
+    )  # fmt: skip
+    return table(header, rows) if rows else ""
+
+
+def _settings(names: list[str], runs: list[RunFacts]) -> str:
+    """The keys of jobs and plans in which the runs are not alike."""
+    settings = [{**dict(_flatten(run.job)), **dict(_flatten(run.plan, "plan."))} for run in runs]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    rows = [
+        (key, *values)
+        for key, values in ((key, [one.get(key, "") for one in settings]) for key in keys)
+        if len(set(values)) > 1
+    ]
+    return table(("key", *names), rows) if rows else ""
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "unset" if value is None else json.dumps(value)
 
 
 def _style(at: int) -> tuple[str, str]:

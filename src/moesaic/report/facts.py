@@ -57,7 +57,8 @@ class RunFacts:
     ranks: list[RankSteps]
     loads: Loads | None
     """Expert loads; none for a dense model, or before the first were written."""
-    finished: bool
+    ended: str
+    """Why it ended; empty while its log has no end."""
     read_at_s: float
 
     @classmethod
@@ -90,15 +91,15 @@ class RunFacts:
             checkpoints=log.checkpoints,
             ranks=_read_ranks(run_dir / "events", log),
             loads=read_loads(run_dir / "loads", last_step),
-            finished=log.finished,
+            ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
         )
 
     @property
     def status(self) -> Status:
         """Whether the run finished, is going on, or fell silent before its end."""
-        if self.finished:
-            return "finished"
+        if self.ended:
+            return "finished" if self.ended == "finished" else "stopped"
         step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
         silence_s = self.read_at_s - self.last_event_s
         return "running" if silence_s <= max(SILENCE_S, SILENT_STEPS * step_s) else "stopped"

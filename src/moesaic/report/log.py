@@ -97,7 +97,8 @@ class Log:
     steps: Steps
     validations: list[Validation]
     checkpoints: list[Checkpoint]
-    finished: bool
+    ended: str
+    """Why the run ended: "finished", or what cut it off; empty while its log has no end."""
 
 
 class StepTable:
@@ -147,7 +148,7 @@ class _Draft:
     table: StepTable = field(default_factory=StepTable)
     validations: dict[int, Validation] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    finished: bool = False
+    ended: str = ""
 
 
 def read_log(path: Path) -> Log:
@@ -155,6 +156,8 @@ def read_log(path: Path) -> Log:
     draft = _Draft()
     for event in read_events(path):
         step, now_s = event.get("step"), number(event.get("time"))
+        if event["event"] == "run_end":
+            draft.ended = str(event.get("reason", ""))
         if not isinstance(step, int):
             continue
         if event["event"] == "run_start":
@@ -168,8 +171,6 @@ def read_log(path: Path) -> Log:
                 step, number(event.get("loss")), number(event.get("tokens")),
                 number(event.get("seconds")),
             )  # fmt: skip
-        elif event["event"] == "run_end":
-            draft.finished = event.get("reason") == "finished"
         else:
             _note_checkpoint(draft.checkpoints, event, step)
     return Log(
@@ -177,7 +178,7 @@ def read_log(path: Path) -> Log:
         _steps(draft.table),
         sorted(draft.validations.values(), key=lambda validation: validation.step),
         sorted(draft.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
-        draft.finished,
+        draft.ended,
     )
 
 
@@ -208,7 +209,7 @@ def number(value: object) -> float:
 def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
     now_s, origin = number(event.get("time")), event.get("resumed_from")
     done = max(step - 1, 0)
-    draft.finished = False
+    draft.ended = ""
     draft.table.cut(done)
     for kept in (draft.validations, draft.checkpoints):
         for late in [key for key in kept if key > done]:

@@ -14,7 +14,8 @@ import torch
 
 import moesaic
 from moesaic.base.errors import StoreError, unwritable
-from moesaic.base.lock import locked
+from moesaic.base.events import EventLog
+from moesaic.base.lock import Held, leave, locked
 from moesaic.dist import device as devices
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -22,7 +23,7 @@ from moesaic.facts.plan import Plan
 from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.jobfile import refuse_run
 
-TOKENIZER = "tokenizer"
+LOCK, TOKENIZER = "LOCK", "tokenizer"
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def alone(out: Path, world: World, *, fresh: bool) -> Iterator[None]:
         try:
             made.extend(path for path in (out, *out.parents) if not path.exists())
             out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(out / "LOCK", refuse))
+            stack.enter_context(locked(out / LOCK, refuse))
         except OSError as error:
             raise unwritable(f"--out '{out}'", error) from None
         if fresh:
@@ -85,3 +86,12 @@ def write_opening(
         return ""
 
     world.led(write)
+
+
+def note_end(out: Path, reason: str) -> None:
+    """Say in the log of the run at `out` what ended it, unless another run is writing there."""
+    log = out / "events" / "rank-0.jsonl"
+    with suppress(Held, OSError, StoreError):  # It is told to the user in any case.
+        if log.is_file():
+            with locked(out / LOCK, leave):
+                EventLog(log).emit("run_end", reason=reason)

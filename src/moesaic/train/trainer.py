@@ -14,9 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist import device as devices
-from moesaic.dist.checkpoint import Checkpoint, Saver, candidates
+from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, go_back_to
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -95,6 +96,8 @@ def _train(
         replay.check_steps(first)
     run = assemble(job, plan, world, source, counters)
     run.replay = replay
+    if origin is not None:
+        _go_back(Path(origin), out, world, progress)
     with ExitStack() as stack:
         if job.routing.record:
             place = Path(job.routing.record)
@@ -132,6 +135,26 @@ def _find_start(
     return checkpoint, dict(checkpoint.counters), str(path)
 
 
+def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
+    """Leave the checkpoints behind that are newer than the one that the run goes on from."""
+
+    def point() -> str:
+        directory = out / "checkpoints"
+        if origin.resolve().parent != directory.resolve():
+            return ""
+        names = [path.name for path in candidates(directory)]
+        newer = names[: names.index(origin.name)]
+        if newer:
+            go_back_to(origin)
+        return ", ".join(newer)
+
+    left = world.led(point)
+    if left:
+        progress.message(
+            f"going back to {origin.name}: --resume goes on from here now, no more from {left}"
+        )
+
+
 def _newest(directory: Path) -> Path:
     found = candidates(directory)
     if not found:
@@ -160,7 +183,12 @@ def _compare(
                     f"--resume: '{path}' is of a model with {key} = {before[key]}, the job has "
                     f"{now[key]}: restore it, or start a new run"
                 )
-            progress.message(f"changed since the checkpoint: {key} = {now[key]}, was {before[key]}")
+            new, old = _shown(now[key]), _shown(before[key])
+            progress.message(f"changed since the checkpoint: {key} = {new}, was {old}")
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else keys.show(value)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -191,6 +219,10 @@ class _Session:
         train, began = self.job.train, time.perf_counter()
         done = self.run.counters["step"]
         self._announce(origin)
+        if train.precision == "bf16" and self.world.device.type == "cpu":
+            self.progress.message(
+                'train.precision = "bf16" on a CPU: few are quick at it, "fp32" may be far faster'
+            )
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, done)
         rates: list[float] = []

@@ -99,6 +99,21 @@ def test_resume_never_falls_back_by_itself(place: Path, capfd: pytest.CaptureFix
     assert main([*line.split(), "run/checkpoints/step-00000002"]) == 0
 
 
+def test_going_back_is_what_the_next_resume_goes_on_from(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = ["train", "job.toml", "--out", "run"]
+    back = [*line, "--resume", "run/checkpoints/step-00000002", "--set", "checkpoint.every=0"]
+    # It diverges at once: cut off before it has saved anything.
+    assert main([*back, "--set", "optimizer.lr=1e300", "--set", "train.steps=9"]) == 2
+    said = capfd.readouterr().out
+    assert "going back to step-00000002: --resume goes on from here now, no more from" in said
+    assert main([*line, "--set", "train.steps=5", "--resume"]) == 0
+    assert "resuming from run/checkpoints/step-00000002" in capfd.readouterr().out
+    assert main([*line, "--set", "train.steps=6", "--resume"]) == 0
+    assert "resuming from run/checkpoints/step-00000005" in capfd.readouterr().out
+
+
 def test_inspect_tells_what_is_gone_and_goes_on(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, committed, newest_intact
+from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, committed, go_back_to, newest_intact
 from moesaic.dist.checkpoint.manifest import Manifest, commit_record
 from moesaic.dist.state import PARAMETER, Piece, State
+from moesaic.dist.world import World
 from moesaic.testing.states import blank, cut, rows, same_bits, whole, worlds
 
 TENSORS = {
@@ -185,6 +186,37 @@ def test_a_damaged_record_after_going_back_is_told(tmp_path: Path, steps: tuple[
     record = (other / "COMMIT").read_bytes()
     (other / "COMMIT").write_bytes(record.replace(b'"serial": ', b'"serial": 0.'))
     assert other in candidates(tmp_path)[:2]
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name.removeprefix("step-000000") for path in paths]
+
+
+def test_going_back_holds_until_the_next_commit(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    go_back_to(tmp_path / "step-00000010")
+    assert names(candidates(tmp_path)) == names(committed(tmp_path)) == ["10", "30", "20"]
+    found = newest_intact(tmp_path)
+    assert found is not None
+    assert found.step == 10
+    go_back_to(tmp_path / "step-00000020")
+    assert names(candidates(tmp_path)) == ["20", "30", "10"]
+    save(tmp_path, 25)
+    assert names(candidates(tmp_path)) == ["25", "30", "20", "10"]
+    (tmp_path / "HEAD").write_bytes(b"torn")
+    with pytest.raises(StoreError, match=r"HEAD' is damaged, .*: remove that file, and name one"):
+        candidates(tmp_path)
+
+
+def test_the_one_gone_back_to_is_the_last_to_be_retired(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30)
+    go_back_to(tmp_path / "step-00000010")
+    saver = Saver(tmp_path, World.solo(), keep=1)
+    tensor = torch.arange(3.0)
+    state = State([Piece(PARAMETER, "a", (3,), (0,), tensor, (0,))], {"step": 11})
+    saver.save(state, 11, {})
+    saver.wait()
+    assert names(committed(tmp_path)) == ["11"]
 
 
 def test_a_directory_in_place_of_a_commit_record(tmp_path: Path) -> None:

@@ -223,6 +223,23 @@ def test_slowest_phase() -> None:
     assert "'my phase'" in text(other)
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "words"),
+    [
+        ("cpu (2 cores)", {}, []),
+        ("cpu (2 cores)", {"train.precision": "bf16"}, ["Few CPUs"]),
+        ("H100", {"train.precision": "fp32"}, ['"bf16" is faster']),
+        ("H100", {"train.precision": "bf16", "train.recompute": True}, ["Without train.recompute"]),
+        ("H100", {"train.precision": "bf16", "train.micro_batches": 4}, ["Larger micro-batches"]),
+    ],
+)
+def test_tips_fit_the_settings(device: str, settings: dict[str, Any], words: list[str]) -> None:
+    steps = make_steps(4, phases={"backward": np.ones(4)})
+    told = text(speed.slowest_phase(steps, device, settings.get))
+    for tip in ("Few CPUs", '"bf16" is faster', "Without train.recompute", "Larger micro-batches"):
+        assert (tip in told) == (tip in words)
+
+
 def test_healthy_run_has_nothing_but_notes(tmp_path: Path) -> None:
     found = find(RunFacts.read(fabricate(tmp_path / "run", steps=60)))
     assert [finding.kind for finding in found] == ["slowest_phase"]
@@ -245,6 +262,8 @@ def test_troubled_run_has_it_all_gravest_first(tmp_path: Path) -> None:
 
 def test_stopped_run_without_checkpoint_says_that_work_is_lost(tmp_path: Path) -> None:
     run = RunFacts.read(fabricate(tmp_path / "run", steps=30, killed_at=12))
-    assert "no checkpoint was committed" in text(learning.stopped(run))
+    assert "No checkpoint was committed" in text(learning.stopped(run))
+    cut = replace(run, ended="ended by SIGTERM", read_at_s=run.last_event_s)
+    assert "It was ended by SIGTERM. No checkpoint" in text(learning.stopped(cut))
     assert learning.stopped(replace(run, read_at_s=run.last_event_s)) is None
-    assert learning.stopped(replace(run, finished=True)) is None
+    assert learning.stopped(replace(run, ended="finished")) is None

@@ -221,6 +221,31 @@ def test_comparison_overlays_runs(tmp_path: Path) -> None:
     assert len({line["line"]["color"] for line in lines}) == 2
 
 
+def test_comparison_says_how_far_runs_are_apart_and_why(tmp_path: Path) -> None:
+    runs = [
+        fabricate(tmp_path / name, steps=20, layers=layers) for name, layers in (("a", 2), ("b", 3))
+    ]
+    log = runs[1] / "events" / "rank-0.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = {
+        event["step"]: event["loss"]
+        for event in map(json.loads, (runs[0] / "events" / "rank-0.jsonl").read_text().splitlines())
+        if event["event"] == "step"
+    }
+    for event in lines:
+        if event["event"] == "step":
+            event["loss"] = losses[event["step"]] + (0.25 if event["step"] == 7 else 0.0)
+    log.write_text("".join(json.dumps(event) + "\n" for event in lines))
+    write_report(runs, tmp_path / "both.html")
+    text = (tmp_path / "both.html").read_text()
+    assert "<td>b against a</td><td>20</td><td>7</td><td>0.25 at step 7</td><td>0</td>" in text
+    assert "<td>model.layers</td><td>2</td><td>3</td>" in text
+    write_report([runs[0], runs[0]], tmp_path / "same.html")
+    text = (tmp_path / "same.html").read_text()
+    assert "<td>none</td><td>0 at step 1</td>" in text
+    assert "Settings that differ" not in text
+
+
 def test_comparison_takes_a_run_without_steps(tmp_path: Path) -> None:
     started = fabricate(tmp_path / "started", steps=1)
     (started / "events" / "rank-0.jsonl").write_text("")

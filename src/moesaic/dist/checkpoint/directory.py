@@ -3,19 +3,25 @@
 A checkpoint is a directory `step-00000010` (`step-00000010-2` where a run went back and came by
 the same step again). It exists from the moment its COMMIT does until the moment that goes.
 Only files that a saver writes are ever removed.
+
+A run that goes back leaves the file HEAD beside its checkpoints: until the next commit, the one
+that it names is the newest.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 
+from moesaic.base.errors import StoreError
 from moesaic.base.tensorfile import sync_directory
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 
 PARTIAL_COMMIT = f"{COMMIT}.partial"
+HEAD = "HEAD"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _WRITTEN = re.compile(rf"rank-\d+(-\d+)?\.safetensors|{re.escape(MANIFEST)}|{COMMIT}(\.partial)?")
@@ -23,7 +29,37 @@ _WRITTEN = re.compile(rf"rank-\d+(-\d+)?\.safetensors|{re.escape(MANIFEST)}|{COM
 
 def committed(directory: Path) -> list[Path]:
     """The committed checkpoints in `directory`, the newest commit first."""
-    return [path for _, path in reversed(_by_serial(directory))]
+    rows = _by_serial(directory)
+    paths = [path for _, path in reversed(rows)]
+    name, serial = _read_head(directory) or ("", 0)
+    if rows and rows[-1][0][0] < serial:
+        paths.sort(key=lambda path: path.name != name)
+    return paths
+
+
+def go_back_to(path: Path) -> None:
+    """Make a committed checkpoint the one to go on from, until the next commit."""
+    directory = path.parent
+    partial = directory / f"{HEAD}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump({"checkpoint": path.name, "serial": next_serial(directory)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(directory / HEAD)
+    sync_directory(directory)
+
+
+def _read_head(directory: Path) -> tuple[str, int] | None:
+    try:
+        raw = json.loads((directory / HEAD).read_bytes())
+        return str(raw["checkpoint"]), int(raw["serial"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        raise StoreError(
+            f"'{directory / HEAD}' is damaged, so that nobody knows which checkpoint the run goes "
+            "on from: remove that file, and name one with --resume PATH"
+        ) from None
 
 
 def candidates(directory: Path) -> list[Path]:
@@ -39,7 +75,9 @@ def candidates(directory: Path) -> list[Path]:
 
 def next_serial(directory: Path) -> int:
     """The serial number of the next commit in `directory`."""
-    return max((serial for (serial, _, _), _ in _by_serial(directory)), default=0) + 1
+    head = _read_head(directory)
+    highest = max((serial for (serial, _, _), _ in _by_serial(directory)), default=0)
+    return max(highest + 1, head[1] if head else 0)
 
 
 def vacant(directory: Path, step: int) -> Path:

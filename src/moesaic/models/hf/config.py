@@ -358,7 +358,10 @@ def _refuse_unwritable(model: ModelConfig) -> None:
             "renormalise: keep the checkpoint, or train with model.renormalise = true"
         )
     if model.family == "olmoe" and model.head_dim * model.heads != model.hidden:
+        even = not model.hidden % model.heads
+        remedy = f"set model.head_dim = {model.hidden // model.heads}, or " if even else ""
         raise ConfigError(
             f"model.head_dim = {model.head_dim} has no place in an olmoe config.json, whose "
-            f"readers take hidden / heads = {model.hidden} / {model.heads}: keep the checkpoint"
+            f"readers take hidden / heads = {model.hidden} / {model.heads}: {remedy}keep to "
+            "checkpoints"
         )

@@ -24,7 +24,7 @@ def find(run: RunFacts) -> list[Finding]:
         learning.spikes(run.steps, run.setting),
         learning.overfitting(run.validations),
         speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
-        speed.slowest_phase(run.steps),
+        speed.slowest_phase(run.steps, run.parts[-1].device if run.parts else "", run.setting),
     ]
     found = [finding for finding in candidates if finding is not None]
     return sorted(found, key=lambda finding: _ORDER[finding.severity])

@@ -129,17 +129,19 @@ def stopped(run: RunFacts) -> Finding | None:
     planned = run.planned_steps
     goal = f" of {planned:,}" if planned else ""
     checkpoint = run.newest_checkpoint
+    text = "Its log has no end: the process was killed or crashed. "
+    if run.ended:
+        text = f"It was {run.ended}. "
     if checkpoint is None:
-        text = (
-            "Its log has no end, and no checkpoint was committed, so the work is lost. Look at the "
-            "terminal or the scheduler's log for the cause; set checkpoint.every for the next run."
+        text += (
+            "No checkpoint was committed, so the work is lost. Look at the terminal or the "
+            "scheduler's log for the cause; set checkpoint.every for the next run."
         )
     else:
         lost = run.last_step - checkpoint.step
-        text = (
-            "Its log has no end: the process was killed or crashed. The newest committed "
-            f"checkpoint is of step {checkpoint.step:,}; resuming from it repeats "
-            f"{plural(lost, 'step')}."
+        text += (
+            f"The newest committed checkpoint is of step {checkpoint.step:,}; resuming from it "
+            f"repeats {plural(lost, 'step')}."
         )
     return Finding("stopped", "problem", f"The run stopped at step {run.last_step:,}{goal}", text)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from moesaic.report.findings.finding import Finding, Severity
@@ -19,16 +22,8 @@ _ADVICE: dict[str, tuple[Severity, str]] = {
         "warning",
         "The ranks wait for text: put data.cache on a local disk, or shorten the documents.",
     ),
-    "forward": (
-        "note",
-        "That is the model's own arithmetic: larger micro-batches (fewer train.micro_batches) fill "
-        'the device better; train.precision = "bf16" is faster where the device supports it.',
-    ),
-    "backward": (
-        "note",
-        "That is the model's own arithmetic; where train.recompute is on and memory allows, "
-        "turning it off saves about a quarter of the step.",
-    ),
+    "forward": ("note", "That is the model's own arithmetic."),
+    "backward": ("note", "That is the model's own arithmetic."),
     "reduce": (
         "warning",
         "Ranks wait for one another's gradients: a larger train.batch with more "
@@ -66,7 +61,9 @@ def slow_steps(
     return Finding("slow_steps", "warning", title, text)
 
 
-def slowest_phase(steps: Steps) -> Finding | None:
+def slowest_phase(
+    steps: Steps, device: str = "", setting: Callable[[str], Any] = lambda _: None
+) -> Finding | None:
     """The phase that takes most of a step on rank 0."""
     totals = {name: float(np.nansum(seconds)) for name, seconds in steps.phases.items()}
     whole = sum(totals.values())
@@ -74,12 +71,29 @@ def slowest_phase(steps: Steps) -> Finding | None:
         return None
     name = max(totals, key=lambda phase: totals[phase])
     severity, advice = _ADVICE.get(name, ("note", _ELSE))
+    if name in ("forward", "backward"):
+        advice = " ".join([advice, *_tips(device, setting)])
     text = (
         f"{duration(totals[name] / len(steps))} of every step, "
         f"at {count(middle(steps.tokens_per_s))} tokens a second. {advice}"
     )
     title = f"'{name}' is the slowest phase: {percent(totals[name] / whole)} of a step"
     return Finding("slowest_phase", severity, title, text)
+
+
+def _tips(device: str, setting: Callable[[str], Any]) -> list[str]:
+    """What could make the arithmetic of a run faster, given its settings."""
+    cpu, narrow = device.startswith("cpu"), setting("train.precision") == "bf16"
+    tips = []
+    if (setting("train.micro_batches") or 1) > 1:
+        tips.append("Larger micro-batches (fewer train.micro_batches) fill the device better.")
+    if setting("train.recompute"):
+        tips.append("Without train.recompute, if memory allows, a step is about a quarter shorter.")
+    if narrow and cpu:
+        tips.append('Few CPUs are quick at bfloat16: train.precision = "fp32" may be far faster.')
+    if not narrow and not cpu:
+        tips.append('train.precision = "bf16" is faster where the device supports it.')
+    return tips
 
 
 def _grown_phase(steps: Steps, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:

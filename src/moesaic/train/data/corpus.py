@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import DataError, StoreError
-from moesaic.base.lock import locked
+from moesaic.base.lock import Held, leave, locked
 from moesaic.base.tensorfile import sync_directory
 from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.data.text import TextSource, fingerprint, read_text
@@ -118,16 +118,8 @@ def _build(source: TextSource, tokenizer: Tokenizer, cache: Path, name: str, bea
 def _sweep(cache: Path) -> None:
     """Remove what killed writers of other corpora left: partial ones whose lock is free."""
     for partial in cache.glob(f"*{_PARTIAL}"):
-        with suppress(_AtWork), locked(partial.with_suffix(_LOCK), _leave):
+        with suppress(Held), locked(partial.with_suffix(_LOCK), leave):
             shutil.rmtree(partial, ignore_errors=True)
-
-
-class _AtWork(Exception):
-    """The writer of a partial corpus lives."""
-
-
-def _leave(_holder: str) -> NoReturn:
-    raise _AtWork
 
 
 def _write(

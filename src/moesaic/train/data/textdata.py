@@ -147,6 +147,11 @@ def choose_documents(num_documents: int, seed: int, share: float) -> NDArray[np.
 
 def _sample(config: DataConfig, seed: int, origin: str, stream: Stream) -> PackedSamples:
     samples = PackedSamples(stream, config.sequence, config.packing, seed)
+    if not stream.num_tokens and config.validation_share:
+        raise DataError(
+            f"{origin} gives no text: a document is held out whole or not at all (a text file is "
+            "one); change data.validation_share, or name data.validation_path"
+        )
     if not len(samples):
         raise DataError(
             f"{origin} gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
