@@ -27,7 +27,7 @@ class RoutingConfig(Section):
     noise: float = Field(default=0.0, ge=0, lt=1)
     """switch only: uniform noise in [1 - noise, 1 + noise] multiplies scores while training."""
     record: str | None = None
-    """File (Parquet) that receives the experts chosen for every token of this run."""
+    """Directory that receives the experts chosen for every token of this run (Parquet)."""
     replay: str | None = None
     """File written by `record`: its choices replace the router's, and differences are counted."""
 
