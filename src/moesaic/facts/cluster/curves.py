@@ -1,0 +1,101 @@
+"""Measured curves: seconds over sizes, read between their points.
+
+Between two points the logarithm of the time is a straight line over the logarithm of the size,
+which is what a machine looks like that is slow at small sizes and even at large ones. Beyond the
+last point time grows with the size; before the first it stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+
+
+class Curve(Section):
+    """Seconds by number of bytes."""
+
+    num_bytes: list[float] = Field(alias="bytes", min_length=1)
+    """Sizes, rising."""
+    seconds: list[float] = Field(min_length=1)
+    """The time that each of them takes."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Curve:
+        _check_axis("bytes", self.num_bytes)
+        _check_seconds(self.seconds, len(self.num_bytes))
+        return self
+
+    def at(self, num_bytes: float) -> float:
+        """Seconds for `num_bytes`."""
+        return _read([self.num_bytes], self.seconds, [num_bytes])
+
+
+class Grid(Section):
+    """Seconds of products (rows x inner) @ (inner x columns), over a grid of sizes."""
+
+    rows: list[float] = Field(min_length=1)
+    """Sizes of the first factor's first dimension, rising."""
+    columns: list[float] = Field(min_length=1)
+    """Sizes of the second factor's last dimension, rising."""
+    inner: list[float] = Field(min_length=1)
+    """Sizes of the dimension that is summed over, rising."""
+    seconds: list[float] = Field(min_length=1)
+    """The times, the inner dimension counting fastest and the rows slowest."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Grid:
+        for name in ("rows", "columns", "inner"):
+            _check_axis(name, getattr(self, name))
+        _check_seconds(self.seconds, len(self.rows) * len(self.columns) * len(self.inner))
+        return self
+
+    def at(self, rows: float, columns: float, inner: float) -> float:
+        """Seconds of one product."""
+        return _read([self.rows, self.columns, self.inner], self.seconds, [rows, columns, inner])
+
+
+def _read(
+    axes: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float]
+) -> float:
+    """`values` between the points of `axes`, linear in logarithms."""
+    beyond = 1.0
+    places: list[tuple[int, float]] = []
+    for axis, size in zip(axes, sizes, strict=True):
+        beyond *= max(size / axis[-1], 1.0)
+        places.append(_place(axis, min(max(size, axis[0]), axis[-1])))
+    total = 0.0
+    for corner in itertools.product((0, 1), repeat=len(axes)):
+        weight, flat = 1.0, 0
+        for side, (first, share), axis in zip(corner, places, axes, strict=True):
+            weight *= share if side else 1.0 - share
+            flat = flat * len(axis) + min(first + side, len(axis) - 1)
+        if weight:
+            total += weight * math.log(values[flat])
+    return math.exp(total) * beyond
+
+
+def _place(axis: Sequence[float], size: float) -> tuple[int, float]:
+    """The point at or before `size`, and how far it is from there to the next, from 0 to 1."""
+    first = max(index for index, point in enumerate(axis) if point <= size)
+    if first == len(axis) - 1:
+        return first, 0.0
+    return first, math.log(size / axis[first]) / math.log(axis[first + 1] / axis[first])
+
+
+def _check_axis(name: str, axis: Sequence[float]) -> None:
+    if axis[0] <= 0 or any(after <= before for before, after in itertools.pairwise(axis)):
+        raise ValueError(f"{name} = {list(axis)} must rise from above 0: sort it")
+
+
+def _check_seconds(seconds: Sequence[float], expected: int) -> None:
+    if len(seconds) != expected:
+        raise ValueError(
+            f"seconds holds {len(seconds)} times for {expected} points: give one for each"
+        )
+    if min(seconds) <= 0:
+        raise ValueError(f"seconds holds {min(seconds)}: every time is above 0")
