@@ -104,7 +104,7 @@ class Host(Section):
     """Its main memory."""
     devices: list[Device] = Field(min_length=1)
     """What it computes with. Several entries of kind cpu are ways to share the same cores."""
-    disks: list[Disk] = []
+    disks: list[Disk] = Field(default_factory=list)
     """Its disks."""
 
 
@@ -121,7 +121,7 @@ class Link(Section):
     """Bytes a second, one way."""
     duplex: bool = True
     """Whether both ways run at once at that speed."""
-    collectives: list[Collective] = []
+    collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it; unset: by latency and bandwidth."""
 
 
@@ -132,7 +132,7 @@ class Cluster(Section):
     """What it is called."""
     hosts: list[Host] = Field(min_length=1)
     """Its machines."""
-    links: list[Link] = []
+    links: list[Link] = Field(default_factory=list)
     """What joins them."""
 
     @model_validator(mode="after")
