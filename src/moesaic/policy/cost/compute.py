@@ -1,0 +1,50 @@
+"""Seconds of computing on one device: matrix products, passes over memory, calls.
+
+A product takes what the device's measured grid says. Where none was measured it takes the longer of
+two floors: its flops at a share of the peak, its operands at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moesaic.facts.cluster import Device
+from moesaic.facts.workload import Op, Product
+
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of a number by its type."""
+
+PEAK_SHARE = 0.75
+"""Share of a data sheet's speed that large products reach, where none were measured."""
+
+
+def product_s(device: Device, dtype: str, product: Product) -> float:
+    """Seconds of `product.count` equal products, one after another."""
+    speed = device.speed(dtype)
+    rows, columns, inner = product.rows, product.columns, product.inner
+    if not (rows and columns and inner):
+        return 0.0
+    if speed.products is not None:
+        return product.count * speed.products.at(rows, columns, inner)
+    touched = (rows * inner + inner * columns + rows * columns) * ITEM_BYTES[dtype]
+    arithmetic_s = 2.0 * rows * columns * inner / (PEAK_SHARE * speed.flops)
+    return product.count * (device.call_s + max(arithmetic_s, touched / device.memory_bandwidth))
+
+
+def passes_s(device: Device, moved_bytes: float, calls: int) -> float:
+    """Seconds of `calls` elementwise passes that read and write `moved_bytes` in all."""
+    if not calls or not moved_bytes:
+        return calls * device.call_s
+    each = moved_bytes / calls
+    if device.streams is not None:
+        return calls * (device.call_s + device.streams.at(each))
+    return calls * (device.call_s + each / device.memory_bandwidth)
+
+
+def ops_s(device: Device, dtype: str, ops: Iterable[Op]) -> float:
+    """Seconds of `ops`, one after another."""
+    return sum(
+        sum(product_s(device, dtype, product) for product in op.products)
+        + passes_s(device, op.moved_bytes, op.calls)
+        for op in ops
+    )

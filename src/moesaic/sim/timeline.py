@@ -1,0 +1,74 @@
+"""A step on a clock: every rank goes through the events, and waits where others come later.
+
+All ranks go from event to event together, so that a thousand cost little more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.policy.cost.event import Event, Seconds
+
+
+@dataclass(frozen=True)
+class Span:
+    """One event on the clock, by rank."""
+
+    event: Event
+    start_s: Seconds
+    """When each rank came to it."""
+    begin_s: Seconds
+    """When it began there: later than `start_s` for who had to wait."""
+    end_s: Seconds
+    """When it was over."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a step would be."""
+
+    spans: Sequence[Span]
+    end_s: Seconds
+    """When each rank is done."""
+
+    @property
+    def step_s(self) -> float:
+        """The time until the last rank is done."""
+        return float(self.end_s.max())
+
+    def by_phase(self, rank: int) -> dict[str, float]:
+        """Seconds of one rank by phase, waiting included."""
+        return _sums((span.event.phase, span, rank) for span in self.spans)
+
+    def by_block(self, rank: int) -> dict[str, float]:
+        """Seconds of one rank by block, waiting included."""
+        return _sums((span.event.block, span, rank) for span in self.spans)
+
+    def waiting_s(self, rank: int) -> float:
+        """Seconds that one rank waits for others."""
+        return float(sum(span.begin_s[rank] - span.start_s[rank] for span in self.spans))
+
+
+def run(events: Iterable[Event], ranks: int) -> Timeline:
+    """Let `ranks` ranks go through `events`, in their order."""
+    now = np.zeros(ranks)
+    spans = []
+    for event in events:
+        begin = now.copy()
+        for group in event.groups:
+            members = np.fromiter(group, np.int64, len(group))
+            begin[members] = now[members].max()
+        end = begin + event.seconds
+        spans.append(Span(event, now, begin, end))
+        now = end
+    return Timeline(spans, now)
+
+
+def _sums(rows: Iterable[tuple[str, Span, int]]) -> dict[str, float]:
+    result: dict[str, float] = {}
+    for name, span, rank in rows:
+        result[name] = result.get(name, 0.0) + float(span.end_s[rank] - span.start_s[rank])
+    return result

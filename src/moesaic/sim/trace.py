@@ -1,0 +1,38 @@
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from moesaic.sim.timeline import Span, Timeline
+
+_MICRO = 1e6
+
+
+def trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
+    """The JSON of a trace: a process for each of `ranks`, events in one row, waiting in another."""
+    names = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in ranks
+    ]
+    events = [event for span in timeline.spans for rank in ranks for event in _events(span, rank)]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def _events(span: Span, rank: int) -> Iterator[dict[str, Any]]:
+    start, begin, end = (float(t[rank]) for t in (span.start_s, span.begin_s, span.end_s))
+    event = span.event
+    common = {"ph": "X", "pid": rank, "cat": event.phase}
+    if begin > start:
+        waited = {"name": f"wait for {event.name}", "ts": start * _MICRO, "tid": 1}
+        yield {**common, **waited, "dur": (begin - start) * _MICRO}
+    if end > begin:
+        name = f"{event.block} {event.name}".strip()
+        yield {
+            **common,
+            "name": name,
+            "ts": begin * _MICRO,
+            "dur": (end - begin) * _MICRO,
+            "tid": 0,
+        }

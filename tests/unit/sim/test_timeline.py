@@ -1,0 +1,90 @@
+"""Timelines: against a slow twin that keeps a clock a rank, and against what is plain to see."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.policy.cost.event import Event
+from moesaic.sim.timeline import Timeline, run
+from moesaic.sim.trace import trace
+
+
+def event(name: str, seconds: list[float], *groups: list[int], phase: str = "forward") -> Event:
+    return Event(name, phase, "block", np.array(seconds, dtype=np.float64), groups)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[int, list[Event]]:
+    ranks = draw(st.integers(1, 6))
+    events = []
+    for number in range(draw(st.integers(0, 8))):
+        seconds = draw(st.lists(st.floats(0, 10), min_size=ranks, max_size=ranks))
+        order = draw(st.permutations(range(ranks)))
+        cut = draw(st.integers(0, ranks))
+        groups = [group for group in (order[:cut], order[cut:]) if len(group) > 1]
+        if draw(st.booleans()):
+            groups = groups[:1]
+        events.append(event(str(number), seconds, *groups))
+    return ranks, events
+
+
+def slowly(ranks: int, events: list[Event]) -> tuple[list[float], list[float]]:
+    """When each rank ends, and how long it waited: rank by rank, event by event."""
+    clock, waited = [0.0] * ranks, [0.0] * ranks
+    for one in events:
+        arrived = list(clock)
+        for rank in range(ranks):
+            group = next((g for g in one.groups if rank in g), [rank])
+            begin = max(arrived[other] for other in group)
+            waited[rank] += begin - arrived[rank]
+            clock[rank] = begin + float(one.seconds[rank])
+    return clock, waited
+
+
+@given(programs())
+def test_a_timeline_is_what_the_slow_twin_says(program: tuple[int, list[Event]]) -> None:
+    ranks, events = program
+    found = run(events, ranks)
+    clock, waited = slowly(ranks, events)
+    assert found.end_s.tolist() == clock
+    assert [found.waiting_s(rank) for rank in range(ranks)] == pytest.approx(waited)
+    assert found.step_s == max(clock)
+    for rank in range(ranks):
+        assert sum(found.by_phase(rank).values()) == pytest.approx(clock[rank])
+
+
+def test_equal_ranks_take_the_sum_of_the_events() -> None:
+    times = [0.1, 0.25, 0.5]
+    found = run([event(str(t), [t] * 1000, list(range(1000))) for t in times], 1000)
+    assert np.allclose(found.end_s, sum(times), rtol=1e-12)
+    assert found.waiting_s(17) == 0.0
+
+
+def straggling() -> Timeline:
+    return run([event("work", [1.0, 3.0]), event("sum", [0.5, 0.5], [0, 1], phase="reduce")], 2)
+
+
+def test_the_slowest_holds_up_the_others() -> None:
+    found = straggling()
+    assert found.end_s.tolist() == [3.5, 3.5]
+    assert (found.waiting_s(0), found.waiting_s(1)) == (2.0, 0.0)
+    assert found.by_phase(0) == {"forward": 1.0, "reduce": 2.5}
+    assert found.by_block(1) == {"block": 3.5}
+
+
+def test_a_trace_shows_work_and_waiting() -> None:
+    events = json.loads(json.dumps(trace(straggling(), [0, 1])))["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"rank 0", "rank 1"}
+    spans = {(e["pid"], e["name"]): (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert spans == {
+        (0, "block work"): (0.0, 1e6, 0),
+        (1, "block work"): (0.0, 3e6, 0),
+        (0, "wait for sum"): (1e6, 2e6, 1),
+        (0, "block sum"): (3e6, 5e5, 0),
+        (1, "block sum"): (3e6, 5e5, 0),
+    }
