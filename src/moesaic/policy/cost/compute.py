@@ -6,8 +6,6 @@ two floors: its flops at a share of the peak, its operands at the memory's bandw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from moesaic.facts.cluster import Device
 from moesaic.facts.workload import Op, Product
 
@@ -41,10 +39,7 @@ def passes_s(device: Device, moved_bytes: float, calls: int) -> float:
     return calls * (device.call_s + each / device.memory_bandwidth)
 
 
-def ops_s(device: Device, dtype: str, ops: Iterable[Op]) -> float:
-    """Seconds of `ops`, one after another."""
-    return sum(
-        sum(product_s(device, dtype, product) for product in op.products)
-        + passes_s(device, op.moved_bytes, op.calls)
-        for op in ops
-    )
+def op_s(device: Device, op: Op) -> float:
+    """Seconds of one operation: its products, one after another, and its passes."""
+    products = sum(product_s(device, op.type, product) for product in op.products)
+    return products * op.causal_share + passes_s(device, op.moved_bytes, op.calls)
