@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the page of every key: `make docs`.
+"""Writes docs/config.md, the page of every key, and the tables of docs/facts.md: `make docs`.
 
 With --check nothing is written, and a page that is not current is an error.
 """
@@ -12,11 +12,13 @@ from pydantic import BaseModel
 
 from moesaic.base import keys
 from moesaic.cli.inspect import InspectConfig
+from moesaic.facts.cluster.file import ClusterFile
+from moesaic.facts.cluster.presets import SOURCES
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig
 
-PAGE = Path(__file__).with_name("config.md")
+DOCS = Path(__file__).parent
 
 OPENING = """# Configuration
 
@@ -40,17 +42,38 @@ def render() -> str:
     """The page."""
     parts = [OPENING]
     for title, (kind, usage) in VERBS.items():
-        parts.append(f"## {title}\n\n{usage}\n")
-        rows: list[keys.Key] = []
-        for entry in keys.walk(kind):
-            if entry.kind == "table" and not entry.default:
-                parts += _table(rows)
-                rows = []
-                parts.append(f"### [{entry.path}]\n\n{entry.meaning}\n")
-            else:
-                rows.append(entry)
-        parts += _table(rows)
+        parts += [f"## {title}\n\n{usage}\n", *_keys(kind)]
     return "\n".join(parts)
+
+
+def with_tables(page: str) -> str:
+    """The page of facts with what is generated in it: keys of a cluster, sources of presets."""
+    sources = [f"| `{name}` | {source} |" for name, source in SOURCES.items()]
+    parts = {
+        "cluster": "\n".join(_keys(ClusterFile)),
+        "presets": "\n".join(["| preset | figures from |", "| --- | --- |", *sources, ""]),
+    }
+    for name, body in parts.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def _keys(kind: type[BaseModel]) -> list[str]:
+    """Every key of a section: its own, then a heading for each table in it, with its keys."""
+    entries, headers = list(keys.walk(kind)), {"table": "[{}]", "list of tables": "[[{}]]"}
+    values: dict[str, list[keys.Key]] = {}
+    for entry in entries:
+        if entry.kind not in headers:
+            values.setdefault(entry.path.rpartition(".")[0], []).append(entry)
+    parts = _table(values.get("", []))
+    for entry in entries:
+        if entry.kind in headers:
+            header = headers[entry.kind].format(entry.path)
+            parts.append(f"### {header}\n\n{entry.meaning}\n")
+            parts += _table(values.get(entry.path, []))
+    return parts
 
 
 def _table(rows: list[keys.Key]) -> list[str]:
@@ -64,14 +87,16 @@ def _table(rows: list[keys.Key]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or say whether it is current."""
-    page = render()
+    """Write the pages, or say whether they are current."""
+    facts = DOCS / "facts.md"
+    pages = {DOCS / "config.md": render(), facts: with_tables(facts.read_text(encoding="utf-8"))}
     if arguments == ["--check"]:
-        if PAGE.read_text(encoding="utf-8") == page:
-            return 0
-        print("docs/config.md is not current: make docs", file=sys.stderr)
-        return 1
-    PAGE.write_text(page, encoding="utf-8")
+        stale = [path for path, page in pages.items() if path.read_text(encoding="utf-8") != page]
+        for path in stale:
+            print(f"docs/{path.name} is not current: make docs", file=sys.stderr)
+        return 1 if stale else 0
+    for path, page in pages.items():
+        path.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -17,6 +17,7 @@ import typer.main
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.cli.main import application, spell_out
+from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
 
@@ -112,6 +113,12 @@ def test_jobs_parse(page: Path) -> None:
 
 
 @every_page
+def test_clusters_parse(page: Path) -> None:
+    for body in blocks(page, "toml cluster"):
+        resolve(tomllib.loads(body), str(page))
+
+
+@every_page
 def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     for place in re.findall(
         r"`((?:tests|src|docs|examples|benchmarks)/[^`\s*]+)`", page.read_text()
@@ -140,7 +147,7 @@ def test_names_with_dots_are_modules_or_keys(page: Path) -> None:
         )
 
 
-def test_the_page_of_keys_is_current() -> None:
+def test_the_pages_of_keys_are_current() -> None:
     subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], check=True)
 
 
@@ -154,6 +161,7 @@ def test_a_wrong_document_is_found(tmp_path: Path) -> None:
         ("```\nmoesaic train a.toml --set train.step=3\n```", test_commands_are_taken),
         ("`make everything`", test_targets_of_make_exist),
         ("```toml job\n[model]\npreset = 'tiny'\n```", test_jobs_parse),
+        ("```toml cluster\nname = 'c'\nhosts = []\n```", test_clusters_parse),
         ("`tests/world/test_layouts.py::test_nothing`", test_files_and_tests_that_are_named_exist),
         ("`nn.gate`", test_names_with_dots_are_modules_or_keys),
     ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,13 +50,29 @@ S = TypeVar("S", bound=Section)
 def _toml_lines(section: Section, path: str) -> Iterator[str]:
     values = {field.alias or name: getattr(section, name) for name, field in _own_fields(section)}
     for name, value in values.items():
-        if value is not None and not isinstance(value, Section):
+        if value is not None and not _tables(value):
             mark = "# " if name in section.resolved_keys else ""
             yield f"{mark}{keys.dotted([name])} = {keys.toml(value)}"
     for name, value in values.items():
-        if isinstance(value, Section):
-            yield f"\n[{path}{name}]"
-            yield from _toml_lines(value, f"{path}{name}.")
+        for table in _tables(value):
+            yield f"\n{_header(f'{path}{name}', isinstance(value, list))}"
+            yield from _toml_lines(table, f"{path}{name}.")
+
+
+def _tables(value: object) -> list[Section]:
+    """The sections that a field holds: itself one, or a list of them."""
+    held = value if isinstance(value, list) else [value]
+    return [one for one in held if isinstance(one, Section)]
+
+
+def _header(key: str, in_list: bool) -> str:
+    """How a file opens the table `key`, without its places in lists."""
+    return f"[[{_plain(key)}]]" if in_list else f"[{_plain(key)}]"
+
+
+def _plain(key: str) -> str:
+    """`key` without places in lists: `hosts[0].name` is `hosts.name`."""
+    return re.sub(r"\[\d+\]", "", key)
 
 
 def _own_fields(section: Section) -> Iterable[tuple[str, FieldInfo]]:
@@ -147,7 +164,7 @@ def blame(origin: str, sets: Sequence[str], sentence: str) -> str:
 
 
 def _covers(set_key: str, key: str) -> bool:
-    return bool(key) and f"{key}.".startswith(f"{set_key}.")
+    return bool(key) and f"{_plain(key)}.".startswith(f"{set_key}.")
 
 
 class _Mistake(NamedTuple):
@@ -166,7 +183,7 @@ def _mistakes(kind: type[BaseModel], error: ValidationError) -> list[_Mistake]:
         found.setdefault(mistake.key, mistake)
     meant = {one.meant for one in found.values()}
     return sorted(
-        (one for one in found.values() if one.order != _MISSING or one.key not in meant),
+        (one for one in found.values() if one.order != _MISSING or _plain(one.key) not in meant),
         key=lambda one: one.order,
     )
 
@@ -182,16 +199,17 @@ _RANGE = {
 def _mistake(kind: type[BaseModel], detail: Any) -> _Mistake:
     value, reason = detail.get("input"), detail["type"]
     if reason == "extra_forbidden":
-        parts = [str(part) for part in detail["loc"]]
-        meant = keys.nearest(kind, parts)
+        parts = detail["loc"]
+        meant = keys.nearest(kind, [part for part in parts if isinstance(part, str)])
         return _Mistake(_UNKNOWN, keys.dotted(parts), keys.unknown(kind, parts), meant)
     field, key, index = _place(kind, detail["loc"])
     if reason == "value_error":
         sentence = str(detail["ctx"]["error"])
-        leaf = field is not None and keys.section_of(field.annotation) is None
-        return _Mistake(
-            _WRONG, key, f"{key} = {keys.show(value)}: {sentence}" if leaf else sentence
-        )
+        if field is not None and keys.section_of(field.annotation) is None:
+            sentence = f"{key} = {keys.show(value)}: {sentence}"
+        elif _plain(key) != key:  # A table in a list cannot say which it is.
+            sentence = f"{key}: {sentence}"
+        return _Mistake(_WRONG, key, sentence)
     if field is None:
         return _Mistake(
             _WRONG, key, f"{key or 'the whole'} = {keys.show(value)}: {_lower(detail['msg'])}"
@@ -204,29 +222,36 @@ def _mistake(kind: type[BaseModel], detail: Any) -> _Mistake:
 def _place(
     kind: type[BaseModel], location: Sequence[str | int]
 ) -> tuple[FieldInfo | None, str, str]:
-    """The field that a pydantic location points at, its dotted key, and `[i]` inside a list."""
+    """The field that a pydantic location points at, its dotted key, and `[i]` inside a list.
+
+    A place in a list of tables is a part of the key: `hosts[0].name`.
+    """
     section: type[BaseModel] | None = kind
     field: FieldInfo | None = None
-    names: list[str] = []
+    names: list[str | int] = []
     index = ""
     for part in location:
-        if section is not None and part in keys.fields(section):
-            field = keys.fields(section)[str(part)]
-            section = keys.section_of(field.annotation)
-            names.append(str(part))
+        if isinstance(part, int) and section is not None:
+            names.append(part)
         elif isinstance(part, int):
             index += f"[{part}]"
-    return field, ".".join(names), index
+        elif section is not None and part in keys.fields(section):
+            field = keys.fields(section)[part]
+            section = keys.section_of(field.annotation)
+            names.append(part)
+    return field, keys.dotted(names), index
 
 
 def _missing(kind: type[BaseModel], field: FieldInfo, key: str) -> str:
     table, _, name = key.rpartition(".")
     if keys.section_of(field.annotation) is not None:
-        return f"table [{key}] is missing: add it ({_lower(_first(field))})"
-    holder = keys.section_of(keys.locate(kind, table).annotation) if table else kind
+        header = _header(key, keys.is_list(field.annotation))
+        inside = f" to {table}" if _plain(table) != table else ""
+        return f"table {header} is missing: add it{inside} ({_lower(_first(field))})"
+    holder = keys.section_of(keys.locate(kind, _plain(table)).annotation) if table else kind
     also = getattr(holder, "file_keys", None)
     names = keys.listed([name, *keys.fields(also)] if also else [name])
-    where = f"to [{table}]" if table else "at the top"
+    where = f"to {_header(table, table.endswith(']'))}" if table else "at the top"
     what = f"{keys.expects(field)}: {_lower(_first(field))}"
     return f"{key} is missing: add {names} {where} ({what})"
 
@@ -238,9 +263,14 @@ def _first(field: FieldInfo) -> str:
 def _wrong(field: FieldInfo, place: str, inside: bool, value: object, out_of_range: bool) -> str:
     section = keys.section_of(field.annotation)
     if section is not None:
+        in_list = keys.is_list(field.annotation)
+        header, names = _header(place, in_list), ", ".join(keys.fields(section))
+        if out_of_range:
+            return f"{place} = {keys.show(value)} is empty: write {header} with keys {names}"
+        needed = "a list of tables" if in_list and not place.endswith("]") else "a table"
         return (
-            f"{place} = {keys.show(value)} is {_kind(value)} where a table is needed: "
-            f"write [{place}] with keys {', '.join(keys.fields(section))}"
+            f"{place} = {keys.show(value)} is {_kind(value)} where {needed} is needed: "
+            f"write {header} with keys {names}"
         )
     expected = keys.element(field) if inside else keys.expects(field)
     if isinstance(value, dict):

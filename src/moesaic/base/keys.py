@@ -28,9 +28,9 @@ class Key(NamedTuple):
     path: str
     """Dotted, from the root of the file."""
     kind: str
-    """What it takes; `table` for a section."""
+    """What it takes; `table` for a section, `list of tables` for a list of them."""
     default: str
-    """As TOML writes it; `required`, `unset`, or empty for a table."""
+    """As TOML writes it; `required`, `unset`, or empty for tables."""
     meaning: str
 
 
@@ -69,7 +69,8 @@ def walk(root: type[BaseModel], prefix: str = "") -> Iterator[Key]:
         if inner is None:
             yield Key(key, expects(field), default(field), meaning(field))
         else:
-            yield Key(key, "table", "", meaning(field))
+            kind = "list of tables" if is_list(field.annotation) else "table"
+            yield Key(key, kind, "", meaning(field))
             yield from walk(inner, f"{key}.")
 
 
@@ -82,7 +83,8 @@ def explain(root: type[BaseModel], key: str) -> str:
         return "\n".join(
             [*lines, f"  default: {default(field)}".replace("default: required", "required")]
         )
-    lines = [f"{key}: table", f"  {meaning(field)}"]
+    kind = "list of tables" if is_list(field.annotation) else "table"
+    lines = [f"{key}: {kind}", f"  {meaning(field)}"]
     return "\n".join(
         [*lines, *(f"  .{name}: {meaning(child)}" for name, child in fields(inner).items())]
     )
@@ -125,10 +127,19 @@ def section_of(annotation: object) -> type[BaseModel] | None:
     return None
 
 
-def unknown(root: type[BaseModel], parts: Sequence[str]) -> str:
-    """What to say about a key that does not exist; all of it but the last part does."""
-    key, above = dotted(parts), ".".join(parts[:-1])
-    hint = nearest(root, parts)
+def is_list(annotation: object) -> bool:
+    """Whether a field holds a list (of sections, where `section_of` finds one)."""
+    return typing.get_origin(annotation) is list
+
+
+def unknown(root: type[BaseModel], parts: Sequence[str | int]) -> str:
+    """What to say about a key that does not exist; all of it but the last part does.
+
+    A number among `parts` is a place in a list of tables.
+    """
+    key, names = dotted(parts), [part for part in parts if isinstance(part, str)]
+    above = ".".join(names[:-1])
+    hint = nearest(root, names)
     if hint:
         return f"unknown key '{key}': did you mean '{hint}'?"
     known = [path[2] for path in _paths(root) if path[0] == above]
@@ -153,10 +164,16 @@ def nearest(root: type[BaseModel], parts: Sequence[str]) -> str | None:
     return "".join(places[0]) if len(places) == 1 else None
 
 
-def dotted(parts: Iterable[str]) -> str:
-    """A key as TOML writes it."""
-    bare = re.compile(r"[A-Za-z0-9_-]+")
-    return ".".join(part if bare.fullmatch(part) else json.dumps(part) for part in parts)
+def dotted(parts: Iterable[str | int]) -> str:
+    """A key as TOML writes it; a place in a list of tables stands in brackets."""
+    key = ""
+    for part in parts:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        else:
+            bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
+            key += ("." if key else "") + (part if bare else json.dumps(part))
+    return key
 
 
 def _paths(root: type[BaseModel]) -> list[tuple[str, str, str]]:

@@ -288,3 +288,113 @@ def test_any_table_is_taken_or_refused_in_one_line(raw: dict[str, Any]) -> None:
         assert parse(Bicycle, json.loads(bicycle.to_json()), "b.json") == bicycle
     assert message.startswith("b.toml: ")
     assert "pydantic" not in message
+
+
+class Pocket(Section):
+    """A pocket."""
+
+    zip: bool = True
+    """Whether it closes."""
+    litres: float = Field(gt=0)
+    """How much it holds."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Pocket:
+        if self.zip and self.litres > 5:
+            raise ValueError(f"litres = {self.litres} with a zip: give at most 5")
+        return self
+
+
+class Bag(Section):
+    """A bag."""
+
+    file_keys: ClassVar[type[BaseModel]] = Choice
+
+    name: str
+    """Its name."""
+    pockets: list[Pocket] = Field(min_length=1)
+    """Where things go."""
+    wheel: Wheel | None = None
+    """To roll on."""
+
+
+class Luggage(Section):
+    """Luggage."""
+
+    bags: list[Bag] = Field(default_factory=list)
+    """The bags. All of them."""
+    owner: str
+    """Whose it is."""
+
+
+POCKETS = [{"litres": 1.5}, {"zip": False, "litres": 7}]
+
+
+def test_lists_of_tables_read_back() -> None:
+    bags = [
+        {"name": "a", "pockets": POCKETS, "wheel": {"radius": 0.1}},
+        {"name": "b", "pockets": POCKETS[:1]},
+    ]
+    luggage = parse(Luggage, {"owner": "me", "bags": bags}, "l")
+    text = luggage.to_toml()
+    assert parse(Luggage, parse_toml(text, "l"), "l") == luggage
+    headers = [line for line in text.splitlines() if line.startswith("[")]
+    assert headers == [
+        "[[bags]]", "[[bags.pockets]]", "[[bags.pockets]]", "[bags.wheel]",
+        "[[bags]]", "[[bags.pockets]]",
+    ]  # fmt: skip
+    empty = parse(Luggage, {"owner": "me"}, "l")
+    assert parse(Luggage, parse_toml(empty.to_toml(), "l"), "l") == empty
+
+
+@given(st.lists(st.lists(st.floats(min_value=1e-9, max_value=5), min_size=1, max_size=3)))
+def test_any_lists_of_tables_read_back(litres: list[list[float]]) -> None:
+    pockets = [[Pocket(litres=one) for one in inside] for inside in litres]
+    luggage = Luggage(owner="[me]", bags=[Bag(name="x", pockets=inside) for inside in pockets])
+    assert parse(Luggage, parse_toml(luggage.to_toml(), "l"), "l") == luggage
+
+
+@pytest.mark.parametrize(
+    ("bags", "sentence"),
+    [
+        (3, "bags = 3 is an integer where a list of tables is needed: "
+         "write [[bags]] with keys preset, from, name, pockets, wheel"),
+        ({}, "bags = {} is a table where a list of tables is needed: "
+         "write [[bags]] with keys preset, from, name, pockets, wheel"),
+        (["a"], 'bags[0] = "a" is a string where a table is needed: '
+         "write [[bags]] with keys preset, from, name, pockets, wheel"),
+        ([{"pockets": POCKETS}], "bags[0].name is missing: add name, preset or from to [[bags]] "
+         "(a string: its name)"),
+        ([{"name": "a"}],
+         "table [[bags.pockets]] is missing: add it to bags[0] (where things go)"),
+        ([{"name": "a", "pockets": []}],
+         "bags[0].pockets = [] is empty: write [[bags.pockets]] with keys zip, litres"),
+        ([{"name": "a", "pockets": [*POCKETS, {}]}],
+         "bags[0].pockets[2].litres is missing: add litres to [[bags.pockets]] "
+         "(a number above 0: how much it holds)"),
+        ([{"name": "a", "pockets": [*POCKETS, {"litres": 0}]}],
+         "bags[0].pockets[2].litres = 0 is out of range: give a number above 0"),
+        ([{"name": "a", "pockets": [*POCKETS, {"litres": 9}]}],
+         "bags[0].pockets[2]: litres = 9.0 with a zip: give at most 5"),
+        ([{"name": "a", "pockets": POCKETS, "wheel": 1}],
+         "bags[0].wheel = 1 is an integer where a table is needed: "
+         "write [bags.wheel] with keys preset, from, radius, spokes"),
+        ([{"name": "a", "pockets": POCKETS, "wheel": {"spokes": 3}}],
+         "bags[0].wheel.radius is missing: add radius, preset or from to [bags.wheel] "
+         "(a number above 0: hub to rim)"),
+        ([{"nam": "a", "pockets": POCKETS}],
+         "unknown key 'bags[0].nam': did you mean 'bags.name'?"),
+        ([{"name": "a", "pockets": [{"litres": 1, "zzz": 2}]}],
+         "unknown key 'bags[0].pockets[0].zzz': 'bags.pockets' has the keys zip, litres"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_list_of_tables_says_in_which(bags: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Luggage, {"owner": "me", "bags": bags}, "l.toml")
+    assert str(caught.value) == f"l.toml: {sentence}"
+
+
+def test_an_item_that_sets_a_list_of_tables_is_blamed_for_what_is_in_it() -> None:
+    item = 'bags=[{name="a", pockets=[{litres=0}]}]'
+    with pytest.raises(ConfigError, match=r"^--set bags=.*: bags\[0\]\.pockets\[0\]\.litres = 0"):
+        parse(Luggage, apply_sets({"owner": "me"}, [item]), "l.toml", [item])

@@ -46,6 +46,13 @@ class Root(Section):
     """Anything."""
 
 
+class Shelf(Section):
+    """Shelf."""
+
+    roots: list[Root] = Field(default_factory=list)
+    """Many."""
+
+
 def test_walk_lists_what_a_file_may_say() -> None:
     assert list(keys.walk(Root)) == [
         ("inner", "table", "", "Inside."),
@@ -67,6 +74,15 @@ def test_explain() -> None:
         "inner: table\n  Inside.\n"
         "  .from: A directory of files.\n  .size: How large.\n  .kind: Which."
     )
+
+
+def test_a_list_of_tables_has_the_keys_of_its_tables() -> None:
+    assert [(entry.path, entry.kind) for entry in keys.walk(Shelf)][:3] == [
+        ("roots", "list of tables"), ("roots.inner", "table"), ("roots.inner.from", "a string"),
+    ]  # fmt: skip
+    assert keys.explain(Shelf, "roots").startswith("roots: list of tables\n  Many.\n  .inner: ")
+    with pytest.raises(ConfigError, match=r"unknown key 'roots\.inner\.sise': did you mean"):
+        keys.explain(Shelf, "roots.inner.sise")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +109,4 @@ def test_values_are_shown_as_toml_writes_them() -> None:
     assert keys.show(float("nan")) == "nan"
     assert keys.listed(["a"]) == "a"
     assert keys.listed(["a", "b", "c"], "and") == "a, b and c"
+    assert keys.dotted(["a", 0, "b c", 1, 2]) == 'a[0]."b c"[1][2]'

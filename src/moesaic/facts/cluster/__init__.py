@@ -8,8 +8,11 @@ from moesaic.facts.cluster.cluster import (
     Host,
     Link,
     Matmul,
+    Wire,
 )
 from moesaic.facts.cluster.curves import Curve, Grid
+from moesaic.facts.cluster.file import load_cluster
+from moesaic.facts.cluster.places import Place, device_at, path, place, price_per_hour
 
 __all__ = [
     "Cluster",
@@ -21,4 +24,11 @@ __all__ = [
     "Host",
     "Link",
     "Matmul",
+    "Place",
+    "Wire",
+    "device_at",
+    "load_cluster",
+    "path",
+    "place",
+    "price_per_hour",
 ]

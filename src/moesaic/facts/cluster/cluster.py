@@ -1,16 +1,21 @@
-"""The cluster: what there is to run on, in one TOML file that `moesaic probe` writes or a hand.
+"""The cluster: what there is to run on, measured or written by hand.
 
 A host has devices (those of one kind in one entry) and disks; a link joins two hosts, or the
 devices of one. Speeds stand in it as they were measured; what was not measured is worked out from
-peaks by whoever asks for a time (`policy.cost`). Units are bytes, seconds, flops.
+peaks by whoever asks for a time. Units are bytes, seconds, flops.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
 from moesaic.facts.cluster.curves import Curve, Grid
@@ -33,18 +38,18 @@ class Collective(Section):
     """Measured times of one collective operation."""
 
     name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-    """Which."""
+    """Which operation."""
     ranks: int = Field(ge=2)
     """Ranks that took part."""
     times: Curve
-    """Seconds by bytes that a rank holds before it (all_gather: after it)."""
+    """Seconds by the bytes that a rank holds before it (all_gather: after it)."""
 
 
 class Device(Section):
     """Devices of one kind on one host."""
 
-    kind: Literal["cpu", "cuda", "npu", "xpu"]
-    """cpu: a share of the host's cores."""
+    kind: Literal["cpu", "gpu", "npu", "xpu"]
+    """cpu: a share of the host's cores; npu: Ascend and its like; xpu: Kunlun and its like."""
     model: str
     """What it is called."""
     count: int = Field(default=1, ge=1)
@@ -52,17 +57,24 @@ class Device(Section):
     threads: int = Field(default=1, ge=1)
     """Threads of a rank, of a CPU."""
     memory_bytes: float = Field(gt=0)
-    """Memory of one."""
+    """Memory of one, in bytes; of a CPU, the share of one rank."""
     memory_bandwidth: float = Field(gt=0)
-    """Bytes a second between it and its memory, read and written."""
+    """Bytes a second between one and its memory, read and written, while all are busy."""
     streams: Curve | None = None
     """Measured seconds to read and write bytes; unset: by `memory_bandwidth`."""
     call_s: float = Field(default=5e-6, ge=0)
     """Seconds that any operation takes, however small."""
     matmul: list[Matmul] = Field(min_length=1)
-    """Speeds, one for each type of number."""
+    """Speeds of one while all are busy, an entry for each type of number."""
     price_per_hour: float = Field(default=0.0, ge=0)
-    """Of one, in any currency."""
+    """Of one, for an hour, in any one currency."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Device:
+        twice = _twice([one.dtype for one in self.matmul])
+        if twice is not None:
+            raise ValueError(f"matmul has two speeds for {twice}: keep one")
+        return self
 
     def speed(self, dtype: str) -> Matmul:
         """How fast this device multiplies `dtype`."""
@@ -71,8 +83,8 @@ class Device(Section):
                 return one
         known = ", ".join(one.dtype for one in self.matmul)
         raise ConfigError(
-            f"device '{self.model}' has no speed for {dtype} (it has {known}): add a [[matmul]] "
-            "with that dtype, or choose another train.precision"
+            f"device '{self.model}' has no speed for {dtype} (it has {known}): add a "
+            "[[hosts.devices.matmul]] with that dtype, or choose another train.precision"
         )
 
 
@@ -88,11 +100,11 @@ class Disk(Section):
     random_read: float = Field(gt=0)
     """Bytes a second of blocks of `block_bytes` in no order."""
     random_write: float = Field(gt=0)
-    """The same, written."""
+    """Bytes a second of such blocks written, on disk when done."""
     mixed: float = Field(gt=0)
     """Bytes a second of half reads, half writes, in no order."""
     block_bytes: int = Field(default=4096, ge=1)
-    """Size of a block."""
+    """Size of a block, in bytes."""
 
 
 class Host(Section):
@@ -101,28 +113,45 @@ class Host(Section):
     name: str
     """Its name, unique."""
     memory_bytes: float = Field(gt=0)
-    """Its main memory."""
+    """Its main memory, in bytes."""
     devices: list[Device] = Field(min_length=1)
     """What it computes with. Several entries of kind cpu are ways to share the same cores."""
     disks: list[Disk] = Field(default_factory=list)
     """Its disks."""
+    price_per_hour: float = Field(default=0.0, ge=0)
+    """Of the machine, for an hour, whatever part of it is used; its devices' prices come on top."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Host:
+        if any(letter in self.name for letter in "*?["):
+            raise ValueError(f'name = "{self.name}" holds one of * ? [: links use them for many')
+        shares = _twice([device.count for device in self.devices if device.kind == "cpu"])
+        if shares is not None:
+            raise ValueError(f"two devices of kind cpu have count = {shares}: keep one")
+        return self
 
 
-class Link(Section):
-    """What joins two hosts, or the devices of one."""
+class Wire(Section):
+    """What joins the devices of one host, or two hosts."""
 
-    ends: list[str] = Field(min_length=2, max_length=2)
-    """Names of two hosts; the same name twice: between the devices of that host."""
     kind: str
-    """What it is: nvlink, pcie, ethernet, infiniband, loopback."""
+    """What it is: nvlink, pcie, ethernet, infiniband, loopback, ..."""
     latency_s: float = Field(ge=0)
     """Seconds that the smallest message takes."""
     bandwidth: float = Field(gt=0)
-    """Bytes a second, one way."""
+    """Bytes a second, one way: of one device inside a host, of a whole host between hosts."""
     duplex: bool = True
     """Whether both ways run at once at that speed."""
     collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it; unset: by latency and bandwidth."""
+
+
+class Link(Wire):
+    """A wire and what it joins, the same both ways."""
+
+    ends: list[str] = Field(min_length=2, max_length=2)
+    """Names of two hosts; the same name twice: between the devices of that host. A name with `*`
+    stands for all hosts that match: each of the first end is joined to each other of the second."""
 
 
 class Cluster(Section):
@@ -137,14 +166,39 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Cluster:
-        names = [host.name for host in self.hosts]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = _twice([host.name for host in self.hosts])
         if twice is not None:
             raise ValueError(f'two hosts are called "{twice}": give each a name of its own')
-        for link in self.links:
-            unknown = next((end for end in link.ends if end not in names), None)
-            if unknown is not None:
-                raise ValueError(
-                    f'a link ends at "{unknown}", which is no host: name one of {", ".join(names)}'
-                )
+        for index, link in enumerate(self.links):
+            for end in link.ends:
+                if not self.matches[end]:
+                    names = list(self.by_name)
+                    remedy = keys.choose(end, names, f"one of {keys.show(names)}")
+                    raise ValueError(
+                        f"links[{index}].ends = {keys.show(link.ends)}: "
+                        f"no host is called {keys.show(end)}: {remedy}"
+                    )
         return self
+
+    @cached_property
+    def by_name(self) -> dict[str, Host]:
+        """The hosts by their names."""
+        return {host.name: host for host in self.hosts}
+
+    @cached_property
+    def matches(self) -> dict[str, dict[str, None]]:
+        """Names of hosts, in their order, by the ends of links that stand for them."""
+        return {
+            end: dict.fromkeys(
+                [end]
+                if end in self.by_name
+                else [name for name in self.by_name if fnmatchcase(name, end)]
+            )
+            for link in self.links
+            for end in link.ends
+        }
+
+
+def _twice(values: Sequence[str | int]) -> str | int | None:
+    """A value that stands among `values` more than once, if there is one."""
+    return next((value for value, times in Counter(values).items() if times > 1), None)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
 
 
@@ -62,34 +64,33 @@ class Grid(Section):
 def _read(
     axes: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float]
 ) -> float:
-    """`values` between the points of `axes`, linear in logarithms."""
-    beyond = 1.0
-    places: list[tuple[int, float]] = []
-    for axis, size in zip(axes, sizes, strict=True):
-        beyond *= max(size / axis[-1], 1.0)
-        places.append(_place(axis, min(max(size, axis[0]), axis[-1])))
-    total = 0.0
+    """`values` between the points of `axes`, linear in logarithms; at a point, exactly its value.
+
+    Beyond an axis the value grows with the size, before it the value of its first point holds.
+    """
+    result = math.prod(max(size / axis[-1], 1.0) for axis, size in zip(axes, sizes, strict=True))
+    places = [_place(axis, size) for axis, size in zip(axes, sizes, strict=True)]
     for corner in itertools.product((0, 1), repeat=len(axes)):
         weight, flat = 1.0, 0
         for side, (first, share), axis in zip(corner, places, axes, strict=True):
             weight *= share if side else 1.0 - share
             flat = flat * len(axis) + min(first + side, len(axis) - 1)
-        if weight:
-            total += weight * math.log(values[flat])
-    return math.exp(total) * beyond
+        result *= values[flat] ** weight
+    return result
 
 
 def _place(axis: Sequence[float], size: float) -> tuple[int, float]:
     """The point at or before `size`, and how far it is from there to the next, from 0 to 1."""
-    first = max(index for index, point in enumerate(axis) if point <= size)
-    if first == len(axis) - 1:
+    size = min(max(size, axis[0]), axis[-1])
+    first = bisect_right(axis, size) - 1
+    if axis[first] == size:
         return first, 0.0
     return first, math.log(size / axis[first]) / math.log(axis[first + 1] / axis[first])
 
 
 def _check_axis(name: str, axis: Sequence[float]) -> None:
     if axis[0] <= 0 or any(after <= before for before, after in itertools.pairwise(axis)):
-        raise ValueError(f"{name} = {list(axis)} must rise from above 0: sort it")
+        raise ValueError(f"{name} = {keys.show(axis)} does not rise from above 0: sort it")
 
 
 def _check_seconds(seconds: Sequence[float], expected: int) -> None:
@@ -98,4 +99,4 @@ def _check_seconds(seconds: Sequence[float], expected: int) -> None:
             f"seconds holds {len(seconds)} times for {expected} points: give one for each"
         )
     if min(seconds) <= 0:
-        raise ValueError(f"seconds holds {min(seconds)}: every time is above 0")
+        raise ValueError(f"seconds holds {min(seconds)}: give times above 0")

@@ -1,52 +1,99 @@
-"""Common nodes, from their makers' data sheets: peaks, to be replaced by what `probe` measures.
+"""Common hosts as their makers describe them, until they are measured.
 
-A data sheet's speed is what no program reaches; `policy.cost` takes a share of it. Bandwidths of
-links count one way.
+These are peaks that no program reaches; whoever asks for a time takes a share of them. Bandwidths
+of links count one way. A GB counts 1e9 bytes, which is a little less memory than there is. What no
+data sheet says (latencies, main memory of servers that are sold with any) is a round guess.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+Preset = Literal[
+    "v100-8", "a100-8", "h100-8", "h200-8", "ascend910-8", "kunlun1-8", "cpu"
+]  # fmt: skip
+"""Hosts by the names that a file may use."""
 
 _GB, _TERA = 1e9, 1e12
 
 
-def _accelerator(
-    kind: str, model: str, memory: float, bandwidth: float, **tera: float
+def _device(
+    kind: str, model: str, count: int, memory_gb: float, bandwidth_gb: float, **tera: float
 ) -> dict[str, Any]:
     speeds = [{"dtype": dtype, "flops": value * _TERA} for dtype, value in tera.items()]
     return {
-        "kind": kind, "model": model, "memory_bytes": memory * _GB,
-        "memory_bandwidth": bandwidth * _GB, "matmul": speeds,
+        "kind": kind, "model": model, "count": count, "memory_bytes": memory_gb * _GB,
+        "memory_bandwidth": bandwidth_gb * _GB, "matmul": speeds,
     }  # fmt: skip
 
 
-DEVICES: dict[str, dict[str, Any]] = {
-    "v100": _accelerator("cuda", "NVIDIA V100 SXM2 32GB", 32, 900, fp64=7.8, fp32=15.7, fp16=125),
-    "a100": _accelerator(
-        "cuda", "NVIDIA A100 SXM 80GB", 80, 2039, fp64=19.5, fp32=19.5, tf32=156, bf16=312, fp16=312
-    ),
-    "h100": _accelerator(
-        "cuda", "NVIDIA H100 SXM", 80, 3350, fp64=67, fp32=67, tf32=494.7, bf16=989.4, fp16=989.4,
-        fp8=1978.9,
-    ),
-    "h200": _accelerator(
-        "cuda", "NVIDIA H200 SXM", 141, 4800, fp64=67, fp32=67, tf32=494.7, bf16=989.4, fp16=989.4,
-        fp8=1978.9,
-    ),
-    "ascend910": _accelerator("npu", "Huawei Ascend 910", 32, 1200, fp16=256),
-    "kunlun1": _accelerator("xpu", "Baidu Kunlun K200", 16, 512, fp32=16, fp16=64),
-    "cpu": _accelerator("cpu", "server CPU, 32 cores with AVX-512", 256, 200, fp64=1.2, fp32=2.4),
-}  # fmt: skip
-"""Devices by the names that a file may use."""
+def _host(
+    memory_gb: float, devices: list[dict[str, Any]], wire: str, latency_s: float, gb: float
+) -> dict[str, Any]:
+    link = {"kind": wire, "latency_s": latency_s, "bandwidth": gb * _GB}
+    return {"memory_bytes": memory_gb * _GB, "devices": devices, "link": link}
 
-SOURCES = {
-    "v100": "NVIDIA V100 data sheet (2020): SXM2, tensor cores for fp16",
-    "a100": "NVIDIA A100 data sheet (2021): 80GB SXM, dense",
-    "h100": "NVIDIA H100 data sheet (2023): SXM, dense (half of the sparse figures)",
-    "h200": "NVIDIA H200 data sheet (2024): SXM, dense (half of the sparse figures)",
-    "ascend910": "Huawei at Hot Chips 31 (2019): 256 TFLOPS fp16, 1.2 TB/s",
-    "kunlun1": "Baidu at Hot Chips 32 (2020): 64 TFLOPS fp16, 512 GB/s",
-    "cpu": "32 cores x 2 x 16 fp32 multiply-adds at 2.3 GHz; 8 channels of DDR4-3200",
+
+def _cpu(cores: int, memory_gb: float, bandwidth_gb: float, **tera: float) -> list[dict[str, Any]]:
+    """The ways to share `cores`: by one rank, by two, by four, ... by a rank for each core."""
+    ways = [2**power for power in range(cores.bit_length()) if cores % 2**power == 0]
+    return [
+        {
+            **_device(
+                "cpu", f"Xeon (Ice Lake), {cores} cores", ranks, memory_gb / ranks,
+                bandwidth_gb / ranks, **{dtype: value / ranks for dtype, value in tera.items()},
+            ),
+            "threads": cores // ranks,
+        }
+        for ranks in ways
+    ]  # fmt: skip
+
+
+_HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "v100-8": _host(
+        512, [_device("gpu", "NVIDIA V100 SXM2", 8, 32, 900, fp64=7.8, fp32=15.7, fp16=125)],
+        "nvlink", 3e-6, 150,
+    ),
+    "a100-8": _host(
+        2000,
+        [_device("gpu", "NVIDIA A100 SXM4", 8, 80, 2039,
+                 fp64=19.5, fp32=19.5, tf32=156, bf16=312, fp16=312)],
+        "nvlink", 3e-6, 300,
+    ),
+    "h100-8": _host(
+        2000, [_device("gpu", "NVIDIA H100 SXM5", 8, 80, 3350, **_HOPPER)], "nvlink", 3e-6, 450
+    ),
+    "h200-8": _host(
+        2000, [_device("gpu", "NVIDIA H200 SXM5", 8, 141, 4800, **_HOPPER)], "nvlink", 3e-6, 450
+    ),
+    "ascend910-8": _host(
+        1000, [_device("npu", "Huawei Ascend 910", 8, 32, 1200, fp16=256)], "hccs", 5e-6, 30
+    ),
+    "kunlun1-8": _host(
+        512, [_device("xpu", "Baidu Kunlun K200", 8, 16, 512, fp32=16, fp16=64)],
+        "pcie", 10e-6, 15.75,
+    ),
+    "cpu": _host(256, _cpu(32, 256, 204.8, fp64=2.36, fp32=4.71), "loopback", 30e-6, 3),
+}  # fmt: skip
+"""A host of each name, as a file would describe it."""
+
+SOURCES: dict[str, str] = {
+    "v100-8": "NVIDIA data sheets: V100 SXM2 32 GB (2020; fp16 on tensor cores; NVLink 300 GB/s "
+    "both ways together), DGX-1",
+    "a100-8": "NVIDIA data sheets: A100 SXM 80 GB (2021; dense; fp64 on tensor cores; NVLink "
+    "600 GB/s both ways together), DGX A100 640 GB",
+    "h100-8": "NVIDIA data sheets: H100 SXM (2023; dense, half of the sparse figures; fp64 on "
+    "tensor cores; NVLink 900 GB/s both ways together), DGX H100",
+    "h200-8": "NVIDIA data sheets: H200 SXM (2024; dense, half of the sparse figures; NVLink "
+    "900 GB/s both ways together), DGX H200",
+    "ascend910-8": "Huawei at Hot Chips 31 (2019): 256 TFLOPS fp16, 1.2 TB/s, an HCCS link of "
+    "240 Gbit/s between two of four; halves of a host meet over PCIe 4.0 x16, hardly faster. No "
+    "fp32 products are stated; main memory is a guess",
+    "kunlun1-8": "Baidu at Hot Chips 32 (2020): K200, 64 TFLOPS fp16, 16 TFLOPS fp32, 2 x 8 GB at "
+    "512 GB/s, PCIe 4.0 x8. Main memory is a guess",
+    "cpu": "Worked out: 32 cores x 2 units x 16 fp32 (8 fp64) multiply-adds of AVX-512 x 2 flops "
+    "at 2.3 GHz; 8 channels of DDR4-3200; loopback and main memory are guesses",
 }
-"""Where each device's figures are from."""
+"""Where each host's figures are from."""

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.cluster import Curve, Grid
+
+sizes = st.floats(min_value=1.0, max_value=1e12)
+times = st.floats(min_value=1e-7, max_value=1e3)
+axes = st.lists(st.integers(1, 10**6).map(float), min_size=1, max_size=4, unique=True).map(sorted)
+
+
+@st.composite
+def curves(draw: st.DrawFn, rising: bool = False) -> Curve:
+    points = draw(axes)
+    seconds = draw(st.lists(times, min_size=len(points), max_size=len(points)))
+    return Curve(num_bytes=points, seconds=sorted(seconds) if rising else seconds)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
+    rows, columns, inner = draw(axes), draw(axes), draw(axes)
+    count = len(rows) * len(columns) * len(inner)
+    seconds = draw(st.lists(times, min_size=count, max_size=count))
+    return Grid(rows=rows, columns=columns, inner=inner, seconds=seconds)
+
+
+@given(curves())
+def test_a_curve_has_its_points_exactly(curve: Curve) -> None:
+    assert [curve.at(size) for size in curve.num_bytes] == curve.seconds
+
+
+@given(curves(rising=True), sizes, sizes)
+def test_a_curve_of_rising_points_rises(curve: Curve, one: float, other: float) -> None:
+    less, more = sorted((one, other))
+    assert curve.at(less) <= curve.at(more) * (1 + 1e-12)
+
+
+@given(curves(), st.floats(min_value=1.0, max_value=1e6), st.floats(min_value=0.0, max_value=1.0))
+def test_a_curve_grows_with_the_size_beyond_its_end_and_stays_before_its_start(
+    curve: Curve, times_more: float, share: float
+) -> None:
+    last = curve.num_bytes[-1]
+    beyond = curve.at(last * times_more)
+    assert beyond == pytest.approx(curve.seconds[-1] * times_more, rel=1e-12)
+    assert curve.at(curve.num_bytes[0] * share) == curve.seconds[0]
+
+
+def test_a_power_law_is_read_back_between_its_points() -> None:
+    law = [3e-6 * size**0.7 for size in (1e3, 1e5, 1e9)]
+    curve = Curve(num_bytes=[1e3, 1e5, 1e9], seconds=law)
+    for size in (2e3, 7e4, 3e6, 8e8):
+        assert curve.at(size) == pytest.approx(3e-6 * size**0.7, rel=1e-12)
+
+
+def straight(points: list[float], seconds: list[float], size: float) -> float:
+    """The slow, obvious twin: look for the piece, draw the line on logarithmic paper."""
+    if size <= points[0]:
+        return seconds[0]
+    if size >= points[-1]:
+        return seconds[-1] * size / points[-1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(zip(points, seconds, strict=True)):
+        if x0 <= size <= x1:
+            slope = (math.log(y1) - math.log(y0)) / (math.log(x1) - math.log(x0))
+            return math.exp(math.log(y0) + slope * (math.log(size) - math.log(x0)))
+    raise AssertionError("the pieces leave no gap")
+
+
+def nested(grid: Grid, rows: float, columns: float, inner: float) -> float:
+    """The twin of a grid: a curve along the inner dimension, of those along columns, then rows."""
+    flat = iter(grid.seconds)
+    by_rows = []
+    for _ in grid.rows:
+        by_columns = []
+        for _ in grid.columns:
+            along = [next(flat) for _ in grid.inner]
+            by_columns.append(straight(grid.inner, along, inner))
+        by_rows.append(straight(grid.columns, by_columns, columns))
+    return straight(grid.rows, by_rows, rows)
+
+
+@given(curves(), sizes)
+def test_a_curve_is_a_line_on_logarithmic_paper(curve: Curve, size: float) -> None:
+    assert curve.at(size) == pytest.approx(straight(curve.num_bytes, curve.seconds, size), rel=1e-9)
+
+
+@given(grids(), st.tuples(sizes, sizes, sizes))
+def test_a_grid_is_a_curve_of_curves_of_curves(
+    grid: Grid, product: tuple[float, float, float]
+) -> None:
+    assert grid.at(*product) == pytest.approx(nested(grid, *product), rel=1e-9)
+
+
+@given(grids())
+def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
+    points = itertools.product(grid.rows, grid.columns, grid.inner)
+    assert [grid.at(*point) for point in points] == grid.seconds
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "sentence"),
+    [
+        (Curve, {"bytes": [2, 1], "seconds": [1, 2]},
+         "bytes = [2.0, 1.0] does not rise from above 0: sort it"),
+        (Curve, {"bytes": [1, 1], "seconds": [1, 2]},
+         "bytes = [1.0, 1.0] does not rise from above 0: sort it"),
+        (Curve, {"bytes": [0, 1], "seconds": [1, 2]},
+         "bytes = [0.0, 1.0] does not rise from above 0: sort it"),
+        (Curve, {"bytes": [1, 2], "seconds": [1]},
+         "seconds holds 1 times for 2 points: give one for each"),
+        (Curve, {"bytes": [1], "seconds": [0]}, "seconds holds 0.0: give times above 0"),
+        (Curve, {"bytes": [], "seconds": []}, "bytes = [] is 0 long: give a list of numbers"),
+        (Grid, {"rows": [1, 2], "columns": [1], "inner": [3, 2], "seconds": [1, 2, 3, 4]},
+         "inner = [3.0, 2.0] does not rise from above 0: sort it"),
+        (Grid, {"rows": [1, 2], "columns": [1, 2, 3], "inner": [4], "seconds": [1, 2]},
+         "seconds holds 2 times for 6 points: give one for each"),
+    ],
+)  # fmt: skip
+def test_an_impossible_curve_is_one_sentence(
+    kind: type[Curve | Grid], raw: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, raw, "c.toml")
+    assert str(caught.value).removesuffix(" (and 1 more)") == f"c.toml: {sentence}"
