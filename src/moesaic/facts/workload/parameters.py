@@ -1,4 +1,4 @@
-"""What a model consists of: every parameter by its logical name, and what a rank must hold.
+"""What a model consists of: every parameter by its logical name, and how many there are.
 
 The names here are the names of state everywhere: in checkpoints, in moves, in the map to Hugging
 Face files. They say nothing of layout.
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.plan import Plan
+from moesaic.facts.job import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,19 @@ def expert_name(layer: int, expert: int, part: str) -> str:
     return f"layers.{layer}.moe.experts.{expert}.{part}"
 
 
+def local_size(parameter: Parameter, shard: int) -> int:
+    """Elements of a rank's part of a dense parameter over `shard` ranks: whole rows, padded."""
+    rows = parameter.shape[0]
+    return -(-rows // shard) * (parameter.size // rows)
+
+
+def rank_size(parameter: Parameter, shard: int, rank: int) -> int:
+    """The same without what is padded: the last of the ranks may have fewer rows, or none."""
+    rows = parameter.shape[0]
+    part = -(-rows // shard)
+    return min(max(rows - rank % shard * part, 0), part) * (parameter.size // rows)
+
+
 @dataclass(frozen=True)
 class Counts:
     """Parameters of a model, and those that one token meets."""
@@ -90,54 +102,3 @@ def count(model: ModelConfig) -> Counts:
         if parameter.kind != "expert" or (parameter.expert or 0) < model.top_k:
             active += parameter.size
     return Counts(total, active)
-
-
-BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
-"""Bytes of a stored parameter by `train.precision`; bf16 computes in bfloat16 over fp32 weights."""
-
-
-HEAD_ROWS = 1024
-"""Tokens whose logits exist at one time."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that one rank holds while it trains, by what they are for."""
-
-    parameters_bytes: int
-    gradients_bytes: int
-    moments_bytes: int
-    activations_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.moments_bytes
-            + self.activations_bytes
-        )
-
-
-def memory(job: Job, plan: Plan) -> Memory:
-    """What a rank of `plan` holds at its fullest; activations are an estimate for even routing."""
-    model, width = job.model, BYTES[job.train.precision]
-    dense = sum(p.size for p in parameters(model) if p.kind != "expert")
-    expert = sum(p.size for p in parameters(model) if p.kind == "expert")
-    held = -(-dense // plan.shard) + expert // plan.ep
-    rows = -(-(job.train.batch // job.train.micro_batches) // plan.ranks)
-    tokens = rows * job.data.sequence
-    compute = 2 if job.train.precision == "bf16" else width
-    per_layer = _activations_per_token(model) * tokens * compute
-    kept = model.hidden * tokens * compute
-    layers = model.layers * kept + per_layer if job.train.recompute else model.layers * per_layer
-    # The head's logits live HEAD_ROWS tokens at a time, in fp32 at least, and once more narrow.
-    head = min(tokens, HEAD_ROWS) * model.vocab * (max(width, 4) + compute) + 2 * kept
-    return Memory(held * width, held * width, 2 * held * width, layers + head)
-
-
-def _activations_per_token(model: ModelConfig) -> int:
-    attention = 2 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
-    visits = max(model.top_k, 1)
-    return attention + 2 * model.hidden + visits * (2 * model.hidden + 3 * model.ffn)

@@ -1,0 +1,23 @@
+"""The workload: what a model consists of, and what training it asks of one rank."""
+
+from moesaic.facts.workload.blocks import Block, Work, workload
+from moesaic.facts.workload.memory import Memory, memory
+from moesaic.facts.workload.messages import Message
+from moesaic.facts.workload.ops import Op, Product
+from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
+
+__all__ = [
+    "Block",
+    "Counts",
+    "Memory",
+    "Message",
+    "Op",
+    "Parameter",
+    "Product",
+    "Work",
+    "count",
+    "expert_name",
+    "memory",
+    "parameters",
+    "workload",
+]

@@ -1,0 +1,258 @@
+"""What a part of a layer does to its numbers: matrix products, and the passes between them.
+
+Every function returns the forward and the backward operation of one part. Products are those that
+the layers ask for. Passes are counted as torch makes them on a CPU, one kernel after another: what
+an elementwise kernel reads and writes, whole tensors each time. A GPU has fused kernels for some
+(norms above all) and moves less. `calls` is how many kernels start, an estimate too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, Sizes, Type
+
+_DISPATCH_BYTES = 174
+"""Per token and choice, read and written as indices, masks and counts: an estimate."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` matrix products of [rows, inner] and [inner, columns]."""
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Two for each multiplication."""
+        return 2 * self.rows * self.columns * self.inner * self.count
+
+
+@dataclass(frozen=True)
+class Op:
+    """One part of a block, one way."""
+
+    name: str
+    products: tuple[Product, ...] = ()
+    """In full, as torch counts them."""
+    moved_bytes: int = 0
+    """Read and written by elementwise passes: what products read and write is not in it."""
+    calls: int = 0
+    """Kernels started: an estimate."""
+    type: Type = "fp32"
+    """Of the factors of `products`."""
+    causal_share: float = 1.0
+    """Share of `products` that is left to a kernel that skips what causality hides."""
+
+    @property
+    def flops(self) -> int:
+        """Of all products, in full."""
+        return sum(product.flops for product in self.products)
+
+
+Part = tuple[Op, Op]
+"""Forward and backward."""
+
+
+def embedding(s: Sizes) -> Part:
+    """Rows of a table; backward adds them up in a table of zeros, and twice to a tied weight."""
+    table, ids = s.model.vocab * s.model.hidden, s.tokens * INDEX_BYTES
+    tied = int(s.model.tied)
+    return (
+        Op("lookup", (), 2 * s.stream * s.wide + ids, 1),
+        Op("lookup", (), (table * (1 + 3 * tied) + 3 * s.stream) * s.wide + ids, 1 + tied),
+    )
+
+
+def norm(s: Sizes, width: int, name: str = "norm", *, uses: int = 1, within: bool = True) -> Part:
+    """RMS norm over `width`; backward first adds up the gradients of its result's `uses`.
+
+    Args:
+        s: sizes.
+        width: elements of a row.
+        name: of the operations.
+        uses: how many read the result.
+        within: whether the input goes on beside the norm, in the residual stream: backward then
+            adds another gradient.
+    """
+    n, t, adds = s.tokens * width, s.tokens, uses - 1 + within
+    return (
+        Op(name, (), (7 * n + 6 * t + width) * s.wide, 6),
+        Op(name, (), ((23 + 3 * adds) * n + 10 * t + 2 * width) * s.wide, 14 + adds),
+    )
+
+
+def head_norms(s: Sizes) -> list[Part]:
+    """Norms of queries and keys, which take them out of the type of products."""
+    parts = []
+    for width in (s.queries, s.keys):
+        forward, backward = norm(s, width, "head norm", within=False)
+        casts = s.cast(s.tokens * width)
+        parts.append(
+            (
+                Op("head norm", (), forward.moved_bytes + casts, forward.calls + s.casts),
+                Op("head norm", (), backward.moved_bytes + casts, backward.calls + s.casts),
+            )
+        )
+    return parts
+
+
+def linear(name: str, s: Sizes, columns: int, inner: int, *, wide_input: bool) -> Part:
+    """Every token times a weight; weights, and wide inputs, are cast to the type of products."""
+    t = s.tokens
+    moved = s.cast(columns * inner) + (s.cast(t * inner) if wide_input else 0)
+    calls = s.casts * (1 + wide_input)
+    return (
+        Op(name, (Product(t, columns, inner),), moved, 1 + calls, s.precision),
+        Op(name, (Product(t, inner, columns), Product(columns, inner, t)), moved, 2 + calls,
+           s.precision),
+    )  # fmt: skip
+
+
+def rotary(s: Sizes, width: int) -> Part:
+    """Turned channel pairs; normed queries and keys come in wide."""
+    n, angles = s.tokens * width, s.tokens * s.model.head_dim // 2
+    into = s.wide if s.model.normalised_attention else s.narrow
+    forward = 2 * n * (into + s.wide) + (4 * angles + 5 * n) * s.wide + s.cast(n)
+    backward = (5 * n + 4 * angles) * s.wide + 5 * n * into + s.cast(n)
+    back = s.casts
+    if into != s.wide:
+        backward, back = backward + 2 * s.cast(n), 5
+    return Op("rotary", (), forward, 7 + s.casts), Op("rotary", (), backward, 8 + back)
+
+
+def clamp(s: Sizes) -> Part:
+    """Queries, keys and values kept within bounds; backward by a mask."""
+    wide, narrow = s.tokens * (s.queries + s.keys), s.tokens * s.keys
+    elements = wide * s.wide + narrow * s.narrow
+    masks = 6 * (wide + narrow)
+    return Op("clamp", (), 2 * elements, 3), Op("clamp", (), 4 * elements + masks, 12)
+
+
+def attend(s: Sizes) -> Part:
+    """Two batched products forward and five backward (one is done again); no scores are kept."""
+    model, length = s.model, s.sequence
+    batch = s.batch * model.heads
+    scores = Product(length, length, model.head_dim, batch)
+    mixed = Product(length, model.head_dim, length, batch)
+    q, k = s.tokens * s.queries, s.tokens * s.keys
+    repeats = int(model.heads != model.kv_heads)
+    repeated = 2 * repeats * (q + k) * s.narrow
+    share = 1.0 if s.masked else (length + 1) / (2 * length)
+    turned = s.wide if model.normalised_attention else s.narrow
+    masking = s.mask * (1 + s.narrow)
+    return (
+        Op("attend", (scores, mixed), repeated + 2 * q * s.narrow + masking,
+           2 + 2 * repeats + s.masked, s.precision, share),
+        Op("attend", (scores, scores, mixed, mixed, mixed),
+           repeated + 2 * (q + k) * turned + 2 * k * s.narrow, 4 + 2 * repeats, s.precision, share),
+    )  # fmt: skip
+
+
+def residual(s: Sizes) -> Part:
+    """A layer's result added to the stream."""
+    return (
+        Op("residual", (), s.stream * (2 * s.wide + s.narrow), 1),
+        Op("residual", (), s.cast(s.stream), s.casts),
+    )
+
+
+def gate(s: Sizes) -> Part:
+    """silu(gate) * up of the dense feed-forward network."""
+    n = s.tokens * s.model.ffn * s.narrow
+    return Op("gate", (), 5 * n, 2), Op("gate", (), 9 * n, 3)
+
+
+def router(s: Sizes) -> Part:
+    """Scores and choices in the wide type, and the auxiliary losses."""
+    model, t = s.model, s.tokens
+    scores, chosen = t * model.experts, t * model.top_k
+    forward = (5 * scores + 3 * chosen + 4 * t) * s.wide + 2 * chosen * INDEX_BYTES
+    backward = (17 * scores + chosen + 8 * t) * s.wide + chosen * INDEX_BYTES
+    if model.renormalise:
+        forward += (3 * chosen + 2 * t) * s.wide
+        backward += (14 * chosen + 5 * t) * s.wide
+    more = int(model.renormalise)
+    return (
+        Op("router", (Product(t, model.experts, model.hidden),), forward, 20 + 2 * more,
+           s.wide_type),
+        Op("router", (Product(model.experts, model.hidden, t),
+                      Product(t, model.hidden, model.experts)), backward, 18 + 7 * more,
+           s.wide_type),
+    )  # fmt: skip
+
+
+def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
+    """Tokens copied once for each of their experts, and put in the order of slots."""
+    hidden, chosen = s.model.hidden, s.tokens * s.model.top_k
+    rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
+    return (
+        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order,
+           40 + s.casts + 8 * travels),
+        Op("dispatch", (), rows + s.stream * s.narrow + s.cast(s.stream) + order,
+           3 + s.casts + travels),
+    )  # fmt: skip
+
+
+def experts(s: Sizes, slots: Sequence[int]) -> Part:
+    """The products of each slot's rows with its expert, gate and up in one."""
+    hidden, ffn = s.model.hidden, s.model.ffn
+    rows = sum(slots)
+    busy = {count: slots.count(count) for count in sorted(set(slots)) if count}
+    num_busy = sum(busy.values())
+    arena = 3 * ffn * hidden
+    inner = rows * ffn * s.narrow
+    forward, backward = [], []
+    for count, times in busy.items():
+        forward += [Product(count, 2 * ffn, hidden, times), Product(count, hidden, ffn, times)]
+        backward += [
+            Product(count, ffn, hidden, times), Product(hidden, ffn, count, times),
+            Product(2 * ffn, hidden, count, times), Product(count, hidden, 2 * ffn, times),
+        ]  # fmt: skip
+    cast = s.cast(len(slots) * arena)
+    written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
+    return (
+        Op("experts", tuple(forward), cast + 5 * inner, 2 * num_busy + 2 + 2 * s.casts,
+           s.precision),
+        Op("experts", tuple(backward), cast + written + 16 * inner,
+           4 * num_busy + 6 + (2 + 2 * num_busy) * s.casts, s.precision),
+    )  # fmt: skip
+
+
+def combine(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
+    """Results back in the order of tokens, and added up by weight."""
+    hidden, chosen = s.model.hidden, s.tokens * s.model.top_k
+    rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
+    weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
+    return (
+        Op("combine", (), rows + s.stream * s.narrow + weights + order,
+           5 + s.casts + 3 * travels),
+        Op("combine", (), 8 * rows + 2 * weights + order, 11 + s.casts + travels),
+    )  # fmt: skip
+
+
+def loss(s: Sizes) -> Part:
+    """Logits, loss and both gradients, `HEAD_ROWS` tokens at a time; backward hands them on."""
+    vocab, hidden, t = s.model.vocab, s.model.hidden, s.tokens
+    full, rest = divmod(t, HEAD_ROWS)
+    chunks = [(HEAD_ROWS, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
+    products = []
+    for rows, times in chunks:
+        products += [
+            Product(rows, vocab, hidden, times), Product(rows, hidden, vocab, times),
+            Product(vocab, hidden, rows, times),
+        ]  # fmt: skip
+    num_chunks = sum(times for _, times in chunks)
+    weight, logits = vocab * hidden, t * vocab
+    forward = s.cast(s.stream + weight) + weight * s.wide + 6 * logits * s.wide
+    forward += 2 * s.cast(logits) + 80 * t
+    forward += s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
+    backward = 2 * s.stream * s.narrow + 2 * weight * s.wide + s.cast(s.stream)
+    return (
+        Op("loss", tuple(products), forward, 4 + (18 + 3 * s.casts) * num_chunks, s.precision),
+        Op("loss", (), backward, 2 + 2 * s.casts),
+    )

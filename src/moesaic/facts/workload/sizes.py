@@ -1,0 +1,93 @@
+"""What decides how much work a rank has: sizes of the model, and of its share of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.plan import Plan
+
+Type = Literal["fp64", "fp32", "bf16"]
+
+STORED_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+"""Bytes of a stored number by `train.precision`; bf16 computes in bfloat16 over fp32 weights."""
+
+COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+"""Bytes of a factor of a matrix product by `train.precision`."""
+
+HEAD_ROWS = 1024
+"""Tokens whose logits exist at one time."""
+
+INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model, and one rank's rows of a micro-batch of it."""
+
+    model: ModelConfig
+    batch: int
+    """Samples."""
+    sequence: int
+    """Tokens of each."""
+    precision: Type
+    """`train.precision`."""
+    masked: bool
+    """Whether attention ends at documents, by a mask."""
+
+    @classmethod
+    def of(cls, job: Job, plan: Plan, rank: int) -> Sizes:
+        """Those of `rank`."""
+        rows = plan.rows(rank, job.train.batch // job.train.micro_batches)
+        masked = job.data.packing == "documents"
+        return cls(job.model, len(rows), job.data.sequence, job.train.precision, masked)
+
+    @property
+    def tokens(self) -> int:
+        """Of the micro-batch."""
+        return self.batch * self.sequence
+
+    @property
+    def stream(self) -> int:
+        """Elements of the residual stream."""
+        return self.tokens * self.model.hidden
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.model.heads * self.model.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads."""
+        return self.model.kv_heads * self.model.head_dim
+
+    @property
+    def mask(self) -> int:
+        """Elements of the mask."""
+        return self.batch * self.sequence**2 if self.masked else 0
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in the residual stream, norms and weights."""
+        return STORED_BYTES[self.precision]
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of a factor of a matrix product."""
+        return COMPUTED_BYTES[self.precision]
+
+    @property
+    def casts(self) -> int:
+        """1 where products take another type than weights are stored in, else 0."""
+        return int(self.wide != self.narrow)
+
+    @property
+    def wide_type(self) -> Type:
+        """Type of what is `wide`."""
+        return "fp64" if self.precision == "fp64" else "fp32"
+
+    def cast(self, elements: int) -> int:
+        """Bytes read and written to turn `elements` from wide to narrow or back, if they differ."""
+        return self.casts * elements * (self.wide + self.narrow)
