@@ -20,6 +20,7 @@ from moesaic.cli.convert import convert
 from moesaic.cli.generate import generate
 from moesaic.cli.inspect import inspect
 from moesaic.cli.launch import INTERRUPTED, CutOff
+from moesaic.cli.plan import plan
 from moesaic.cli.rank import LESS_MEMORY
 from moesaic.cli.report import report
 from moesaic.cli.train import speaker, train
@@ -69,7 +70,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
     app.callback()(_opening)
-    for verb in (train, generate, convert, inspect, report):
+    for verb in (train, generate, convert, inspect, report, plan):
         app.command()(verb)
     return app
 

@@ -40,6 +40,14 @@ class Plan(Section):
         """Groups of ranks that hold the same experts."""
         return [list(range(i, self.ranks, self.ep)) for i in range(self.ep)]
 
+    def shard_groups(self) -> list[list[int]]:
+        """Groups of ranks that share out the dense parameters."""
+        return [list(range(i, i + self.shard)) for i in range(0, self.ranks, self.shard)]
+
+    def shard_replica_groups(self) -> list[list[int]]:
+        """Groups of ranks that hold the same share of the dense parameters."""
+        return [list(range(i, self.ranks, self.shard)) for i in range(self.shard)]
+
     def rows(self, rank: int, batch: int) -> range:
         """Which of the `batch` samples of a global micro-batch `rank` holds: a run of them."""
         return range(rank * batch // self.ranks, (rank + 1) * batch // self.ranks)

@@ -6,15 +6,16 @@ that have the same work on the same kind of device are worked out once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from moesaic.facts.cluster import Cluster, Device, Link, Place, device_at, path, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import Block, Message, Op, Work, shard_groups, workload
+from moesaic.facts.workload import Block, Message, Op, Work, workload
 from moesaic.policy.cost.communication import collective_s
 from moesaic.policy.cost.compute import op_s
 from moesaic.policy.cost.event import Event, Seconds
@@ -31,6 +32,8 @@ class Costs:
     plan: Plan
     cluster: Cluster
     places: Sequence[Place]
+    _ways: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)
+    """What holds a group of ranks up, once it was looked for."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, cluster: Cluster) -> Costs:
@@ -45,7 +48,7 @@ class Costs:
         """One whole step, micro-batch after micro-batch."""
         alike = self._alike()
         work = {rank: workload(self.job, self.plan, rank) for rank in alike}
-        blocks = [[work[rank][at] for rank in alike] for at in range(len(next(iter(work.values()))))]
+        blocks = list(zip(*work.values(), strict=True))
         ranks = list(alike.values())
         once: list[Event] = []
         for row in blocks:
@@ -60,11 +63,16 @@ class Costs:
     def _alike(self) -> dict[int, list[int]]:
         """Ranks that have equal work on equal devices, by the first of them."""
         size = self.job.train.batch // self.job.train.micro_batches
-        plan, found = self.plan, dict[tuple[object, ...], list[int]]()
-        for rank, where in enumerate(self.places):
+        plan, found = self.plan, dict[tuple[int, ...], list[int]]()
+        devices: list[Device] = []
+        for rank in range(plan.ranks):
+            device = self.device(rank)
+            if device not in devices:
+                devices.append(device)
             rows = len(plan.rows(rank, size))
-            at = (rank % plan.ep, rank % plan.shard, rank < plan.ep, rank < plan.shard)
-            found.setdefault((rows, *at, where.host, where.device), []).append(rank)
+            # Routing is even, so that experts are alike; the first owners count the norm.
+            at = (rows, rank < plan.ep, rank < plan.shard, devices.index(device))
+            found.setdefault(at, []).append(rank)
         return {ranks[0]: ranks for ranks in found.values()}
 
     def _events(
@@ -86,9 +94,11 @@ class Costs:
     def _groups(self, message: Message) -> list[list[int]]:
         """Everyone who takes part in operations like `message`, group by group."""
         plan = self.plan
-        whole = [list(range(plan.ranks))]
-        for groups in (whole, plan.expert_groups(), plan.replica_groups(), shard_groups(plan)):
-            if any(tuple(group) == message.ranks for group in groups):
+        for groups in (
+            [list(range(plan.ranks))], plan.expert_groups(), plan.replica_groups(),
+            plan.shard_groups(), plan.shard_replica_groups(),
+        ):  # fmt: skip
+            if list(message.ranks) in groups:
                 return groups
         raise AssertionError(f"{message.name} is among ranks {message.ranks}, no group of the plan")
 
@@ -96,7 +106,9 @@ class Costs:
         most = max(message.num_bytes for message in messages)
         seconds = np.zeros(self.plan.ranks)
         for group in groups:
-            link, sharing = self._narrowest(group, groups)
+            if tuple(group) not in self._ways:
+                self._ways[tuple(group)] = self._narrowest(group, groups)
+            link, sharing = self._ways[tuple(group)]
             name = messages[0].operation
             seconds[group] = collective_s(link, name, len(group), most, sharing)
         return seconds
@@ -104,7 +116,7 @@ class Costs:
     def _narrowest(self, group: Sequence[int], groups: list[list[int]]) -> tuple[Link, int]:
         """The link that holds a group up, and how many operations pass it at the same time."""
         hosts = {self.places[rank].host for rank in group}
-        pairs = [(self.places[a], self.places[b]) for a, b in zip(group, group[1:], strict=False)]
+        pairs = [(self.places[a], self.places[b]) for a, b in itertools.pairwise(group)]
         links = [link for a, b in pairs for link in path(self.cluster, a, b)]
         narrowest = min(links, key=lambda link: link.bandwidth)
         if len(hosts) == 1:

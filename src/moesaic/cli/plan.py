@@ -1,0 +1,164 @@
+"""`moesaic plan`: what a job would need and take on a cluster, without running anything."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moesaic.base.config import Section
+from moesaic.base.errors import ConfigError, unwritable
+from moesaic.cli import flags, screen
+from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.workload import Memory, count, memory
+from moesaic.train.jobfile import load_job
+
+if TYPE_CHECKING:
+    from moesaic.sim.timeline import Timeline
+
+JobFile = Annotated[
+    Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", show_default=False, help="What there is to run on."),
+]
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc", metavar="N", help="Ranks; unset: as many as fit the cluster.", show_default=False
+    ),
+]
+_SHOWN_RANKS = 16
+_HOUR_S = 3600.0
+
+
+class PlanConfig(Section):
+    """A plan is of a job: its keys are the job's."""
+
+
+def plan(
+    job: JobFile = None,
+    cluster: ClusterFile = None,
+    nproc: Nproc = None,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    explain: Explain = None,
+) -> int:
+    """Say what JOB.toml would need and take on a cluster: memory, time, speed, price.
+
+    Everything is computed, nothing measured. --out FILE receives a timeline of one step, for
+    ui.perfetto.dev.
+    """
+    if explain is not None:
+        flags.explain(Job, explain, as_json)
+        return 0
+    path = flags.need(job, "JOB.toml", "plan")
+    if cluster is None:
+        raise ConfigError("--cluster is missing: give a file that `moesaic probe` or you wrote")
+    where, loaded = load_cluster(cluster), load_job(path, sets or ())
+    layout = lay_out(loaded.job.layout, loaded.job.model, nproc or _most_ranks(where))
+    facts, timeline = predict(loaded.job, layout, where)
+    if out is not None and not dry_run:
+        _write(out, timeline)
+    if as_json:
+        screen.as_json(facts)
+    else:
+        _print(facts)
+    return 0
+
+
+def _most_ranks(cluster: Cluster) -> int:
+    """Every accelerator; where a host has none, the most ranks that share its cores."""
+    total = 0
+    for host in cluster.hosts:
+        fast = sum(device.count for device in host.devices if device.kind != "cpu")
+        total += fast or max(device.count for device in host.devices)
+    return total
+
+
+def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], Timeline]:
+    """What is to be expected, as plain data, and the step behind it."""
+    from moesaic.policy.cost.step import Costs
+    from moesaic.sim.timeline import run
+
+    places = place(cluster, layout.ranks)
+    timeline = run(Costs.of(job, layout, cluster).events(), layout.ranks)
+    slowest = int(timeline.end_s.argmax())
+    tokens = job.train.batch * job.data.sequence
+    price = price_per_hour(cluster, places)
+    device = device_at(cluster, places[slowest])
+    needs = memory(job, layout, on_cpu=device.kind == "cpu")
+    counts, phases = count(job.model), timeline.by_phase(slowest)
+    return {
+        "cluster": cluster.name, "plan": layout.model_dump(), "device": device.model,
+        "parameters": {"total": counts.total, "active": counts.active},
+        "memory_per_rank": {**asdict(needs), "peak_bytes": needs.peak_bytes},
+        "memory_bytes": device.memory_bytes,
+        "fits": needs.peak_bytes <= device.memory_bytes,
+        "step_s": timeline.step_s, "phases_s": phases, "blocks_s": timeline.by_block(slowest),
+        "waiting_s": timeline.waiting_s(slowest),
+        "tokens_per_s": tokens / timeline.step_s,
+        "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
+        "binds": _binds(needs, device.memory_bytes, phases),
+    }, timeline  # fmt: skip
+
+
+def _binds(needs: Memory, memory_bytes: float, phases: dict[str, float]) -> str:
+    if needs.peak_bytes > memory_bytes:
+        return (
+            f"memory: a rank needs {screen.size(needs.peak_bytes)} and a device has "
+            f"{screen.size(memory_bytes)}; raise layout.ep, layout.shard or train.micro_batches, "
+            "or set train.recompute"
+        )
+    name = max(phases, key=lambda phase: phases[phase])
+    return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"
+
+
+def _write(out: Path, timeline: Timeline) -> None:
+    from moesaic.sim.trace import trace
+
+    shown = range(min(len(timeline.end_s), _SHOWN_RANKS))
+    try:
+        out.write_text(screen.dumps(trace(timeline, shown)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(f"--out '{out}'", error) from None
+
+
+def _print(facts: dict[str, Any]) -> None:
+    layout = facts["plan"]
+    screen.say(
+        f"{layout['ranks']} ranks on {facts['cluster']} ({facts['device']}), experts over "
+        f"{layout['ep']}, dense parameters over {layout['shard']}; computed, not measured\n"
+    )
+    price = facts["price_per_billion_tokens"]
+    rows = {
+        "step": f"{_time(facts['step_s'])}, of which",
+        **{f"  {name}": _time(seconds) for name, seconds in facts["phases_s"].items()},
+        "tokens": f"{facts['tokens_per_s']:,.0f} a second",
+        **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
+        "memory per rank": f"{screen.size(facts['memory_per_rank']['peak_bytes'])} of "
+        f"{screen.size(facts['memory_bytes'])} at its fullest, of",
+        **{
+            f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
+            for name, num_bytes in facts["memory_per_rank"].items()
+            if name not in ("peak_bytes", "idle_gradients_bytes") and num_bytes
+        },
+        "binds": facts["binds"],
+    }
+    for name, value in rows.items():
+        screen.say(f"{name:<18} {value}")
+    layers = {name: s for name, s in facts["blocks_s"].items() if name}
+    slowest = sorted(layers, key=lambda name: -layers[name])[:3]
+    screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(layers[n])}" for n in slowest))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

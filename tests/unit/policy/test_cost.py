@@ -1,0 +1,152 @@
+"""One arithmetic of costs: against hand-worked cases, and what must hold whatever the figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Link, Matmul
+from moesaic.facts.cluster.cluster import Collective
+from moesaic.facts.cluster.file import resolve
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.facts.workload import Op, Product, workload
+from moesaic.policy.cost.communication import collective_s
+from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
+from moesaic.policy.cost.step import Costs
+from moesaic.sim.timeline import run
+from moesaic.testing.jobs import tiny_job
+
+SIZES = st.integers(1, 5000)
+
+
+def device(**changes: Any) -> Device:
+    facts = {
+        "kind": "gpu", "model": "one", "memory_bytes": 1e10, "memory_bandwidth": 1e11,
+        "call_s": 1e-6,
+        "matmul": [Matmul(dtype="fp32", flops=1e12), Matmul(dtype="fp64", flops=5e11)],
+    }  # fmt: skip
+    return Device(**{**facts, **changes})
+
+
+def link(**changes: Any) -> Link:
+    facts = {"ends": ["a", "a"], "kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10}
+    return Link(**{**facts, **changes})
+
+
+def test_a_large_product_runs_at_its_share_of_the_peak_and_a_thin_one_at_that_of_memory() -> None:
+    large, thin = Product(4096, 4096, 4096), Product(1, 4096, 4096, count=3)
+    assert product_s(device(), "fp32", large) == pytest.approx(
+        1e-6 + 2 * 4096**3 / (PEAK_SHARE * 1e12)
+    )
+    touched = 4 * (4096 + 4096**2 + 4096)
+    assert product_s(device(), "fp32", thin) == pytest.approx(3 * (1e-6 + touched / 1e11))
+    assert product_s(device(), "fp32", Product(0, 5, 5)) == 0.0
+
+
+def test_a_measured_grid_decides_where_there_is_one() -> None:
+    grid = Grid(rows=[1, 4], columns=[8], inner=[8], seconds=[1e-3, 2e-3])
+    measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, products=grid)])
+    assert product_s(measured, "fp32", Product(4, 8, 8, count=5)) == pytest.approx(1e-2)
+    streams = Curve(bytes=[1e3, 1e6], seconds=[1e-6, 1e-3])
+    assert passes_s(device(streams=streams), 4e3, 4) == pytest.approx(4 * (1e-6 + 1e-6))
+    assert passes_s(device(), 1e11, 1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_what_causality_hides_costs_nothing() -> None:
+    whole = Op("attend", (Product(1024, 1024, 1024),))
+    half = Op("attend", (Product(1024, 1024, 1024),), causal_share=0.5)
+    assert op_s(device(), half) == pytest.approx(op_s(device(), whole) / 2)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_more_rows_never_take_less(rows: int, more: int, columns: int, inner: int) -> None:
+    few, many = Product(rows, columns, inner), Product(rows + more, columns, inner)
+    assert product_s(device(), "fp32", few) <= product_s(device(), "fp32", many)
+
+
+@pytest.mark.parametrize(
+    ("operation", "seconds"),
+    [
+        ("all_reduce", 6e-5 + 1.5e-2), ("all_gather", 3e-5 + 7.5e-3),
+        ("reduce_scatter", 3e-5 + 7.5e-3), ("all_to_all", 3e-5 + 7.5e-3),
+        ("broadcast", 2e-5 + 2e-2),
+    ],
+)  # fmt: skip
+def test_collectives_by_hand(operation: str, seconds: float) -> None:
+    """Four ranks, 100 MB, 10 us, 10 GB/s."""
+    assert collective_s(link(), operation, 4, 1e8) == pytest.approx(seconds)
+    assert collective_s(link(), operation, 1, 1e8) == 0.0
+    twice = collective_s(link(), operation, 4, 1e8, sharing=2)
+    assert twice - seconds == pytest.approx(collective_s(link(latency_s=0.0), operation, 4, 1e8))
+
+
+def test_a_measured_collective_decides_where_it_is_the_same_one() -> None:
+    times = Curve(bytes=[1e3, 1e9], seconds=[1e-4, 5.0])
+    known = link(collectives=[Collective(name="all_reduce", ranks=2, times=times)])
+    assert collective_s(known, "all_reduce", 2, 1e9) == pytest.approx(5.0)
+    assert collective_s(known, "all_reduce", 4, 1e8) == pytest.approx(6e-5 + 1.5e-2)
+    assert collective_s(known, "all_gather", 2, 1e8) == pytest.approx(1e-5 + 5e-3)
+
+
+@given(st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(2, 64),
+       st.floats(0, 1e9), st.floats(0, 1e9))  # fmt: skip
+def test_more_bytes_never_take_less(name: str, ranks: int, few: float, more: float) -> None:
+    assert collective_s(link(), name, ranks, few) <= collective_s(link(), name, ranks, few + more)
+
+
+def cluster(hosts: int = 1, count: int = 8) -> Cluster:
+    host = {
+        "name": "a", "replicas": hosts, "memory_bytes": 1e12,
+        "devices": [device(count=count).model_dump(exclude_none=True)],
+        "link": {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10},
+    }  # fmt: skip
+    net = {"ends": ["*", "*"], "kind": "ethernet", "latency_s": 5e-5, "bandwidth": 1e9}
+    return resolve({"name": "test", "hosts": [host], "links": [net] * (hosts > 1)}, "test")
+
+
+def step_s(job: Job, ranks: int, where: Cluster) -> float:
+    plan = lay_out(job.layout, job.model, ranks)
+    return run(Costs.of(job, plan, where).events(), ranks).step_s
+
+
+def test_one_rank_takes_the_sum_of_its_work() -> None:
+    job = tiny_job(train={"micro_batches": 4})
+    plan = lay_out(job.layout, job.model, 1)
+    blocks, one = workload(job, plan), device()
+    each = sum(op_s(one, op) for b in blocks for work in (b.forward, b.backward) for op in work.ops)
+    once = sum(op_s(one, op) for block in blocks for op in block.update.ops)
+    assert step_s(job, 1, cluster()) == pytest.approx(4 * each + once)
+
+
+@pytest.mark.parametrize("layout", [{}, {"ep": 4}, {"shard": 2}, {"ep": 2, "shard": 4}])
+def test_every_layout_has_its_timeline(layout: dict[str, int]) -> None:
+    job = tiny_job(layout=layout)
+    plan = lay_out(job.layout, job.model, 4)
+    events = Costs.of(job, plan, cluster()).events()
+    found = run(events, 4)
+    assert set(found.by_phase(0)) == {"forward", "backward", "reduce", "clip", "optimizer"}
+    assert all(len(event.seconds) == 4 and (event.seconds >= 0).all() for event in events)
+    spoken = {event.name for event in events if event.groups}
+    assert ("tokens" in spoken) == ("ep" in layout)
+    assert ("parameters" in spoken) == ("shard" in layout)
+
+
+def test_slower_links_make_longer_steps_and_equal_ranks_wait_for_nobody() -> None:
+    job = tiny_job(layout={"ep": 8})
+    near, far = cluster(hosts=1, count=8), cluster(hosts=4, count=2)
+    assert step_s(job, 8, near) < step_s(job, 8, far)
+    plan = lay_out(job.layout, job.model, 8)
+    found = run(Costs.of(job, plan, near).events(), 8)
+    assert found.waiting_s(7) == pytest.approx(found.waiting_s(1), abs=1e-6)
+
+
+def test_a_thousand_devices() -> None:
+    job = tiny_job(layout={"ep": 8}, train={"batch": 4096})
+    plan = lay_out(job.layout, job.model, 1024)
+    found = run(Costs.of(job, plan, cluster(hosts=128)).events(), 1024)
+    assert found.end_s.shape == (1024,)
+    assert found.step_s > 0
