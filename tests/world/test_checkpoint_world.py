@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -105,15 +106,20 @@ def test_all_ranks_raise_the_same_error(ranks: Ranks, tmp_path: Path) -> None:
         assert f"--resume {tmp_path}/step-00000001" in errors[0]
 
 
-def fail_then_save(world: World, directory: Path) -> tuple[str, str]:
-    """Rank 1 fails in the first of two saves."""
-    broken = world.rank == 1
+def fail_then_save(world: World, directory: Path, late: bool) -> tuple[str, str]:
+    """Rank 1 fails in the first of two saves; rank 3 writes on until all of it is cleaned away."""
+    broken, late = world.rank == 1, late and world.rank == 3
 
     def phase(name: str) -> None:
-        nonlocal broken
+        nonlocal broken, late
         if broken and name == "file_written":
             broken = False
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if late and name == "file_written":
+            late = False
+            end = time.monotonic() + 20
+            while (directory / "step-00000001").exists() and time.monotonic() < end:
+                time.sleep(0.01)
 
     saver = Saver(directory, world, keep=2, phase=phase)
     saver.save(state_of(world), 1, {})
@@ -129,8 +135,11 @@ def fail_then_save(world: World, directory: Path) -> tuple[str, str]:
     return message, saver.newest.name
 
 
-def test_a_failure_on_one_rank_is_everybodys_and_passes(ranks: Ranks, tmp_path: Path) -> None:
-    for message, newest in ranks.run(4, fail_then_save, tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_on_one_rank_is_everybodys_and_passes(
+    late: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    for message, newest in ranks.run(4, fail_then_save, tmp_path, late):
         assert "step 1" in message
         assert "Input/output error" in message
         assert newest == "step-00000003"

@@ -56,6 +56,10 @@ class Board:
                 raise TimeoutError(f"no word from the other ranks in {patience_s:.0f} s")
             pause_s = min(1.5 * pause_s, 0.1)
 
+    def peek(self, key: str) -> Any:
+        """The message put up under `key`; None if there is none."""
+        return self._fetch(key) if self._store.check([key]) else None
+
     def erase(self, key: str) -> None:
         """Take a message down."""
         if self._store.check([key]):

@@ -360,6 +360,8 @@ class Saver:
             mine = self._write_share(path, save)
         except BaseException as error:
             discard(path, self._world.rank)
+            if told := self._board.peek(verdict):  # It failed elsewhere, and was cleaned away.
+                raise _Told(told["error"]) from None
             self._board.post(f"{save.number}/{self._world.rank}", {"error": str(error)})
             raise
         self._board.post(f"{save.number}/{self._world.rank}", mine)
