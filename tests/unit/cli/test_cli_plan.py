@@ -1,0 +1,114 @@
+"""`moesaic plan`: a job on machines that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+
+JOB = """
+[model]
+preset = "olmoe-1b-7b"
+
+[layout]
+ep = 8
+
+[data]
+path = "nowhere"
+sequence = 4096
+
+[train]
+steps = 10
+batch = 64
+micro_batches = 2
+precision = "bf16"
+"""
+
+CLUSTER = """
+name = "two nodes"
+
+[[hosts]]
+name = "node"
+preset = "h100-8"
+replicas = 2
+
+[[links]]
+ends = ["*", "*"]
+kind = "infiniband"
+latency_s = 5e-6
+bandwidth = 4e11
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+LINE = ["plan", "job.toml", "--cluster", "cluster.toml"]
+
+
+def test_it_says_what_binds_and_writes_a_timeline(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LINE, "--out", "step.json"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("16 ranks on two nodes (NVIDIA H100")
+    assert "computed, not measured" in said
+    assert "binds              backward: " in said
+    events = json.loads((place / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(16))
+    assert main([*LINE, "--out", "never.json", "--dry-run"]) == 0
+    assert not (place / "never.json").exists()
+
+
+def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, "--json", "--nproc", "8"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["plan"]["ranks"] == 8
+    assert facts["parameters"]["total"] == 6_919_161_856
+    assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
+    assert sum(facts["blocks_s"].values()) == pytest.approx(facts["step_s"])
+    assert facts["tokens_per_s"] == pytest.approx(64 * 4096 / facts["step_s"])
+    assert facts["price_per_billion_tokens"] == 0.0
+
+
+def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, "--json", "--set", "layout.ep=1"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["fits"] is False
+    assert facts["binds"].startswith("memory: a rank needs ")
+    assert "raise layout.ep" in facts["binds"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("plan", "JOB.toml is missing"),
+        ("plan job.toml", "--cluster is missing"),
+        ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
+        ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
+        ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
+        ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
+        ("plan job.toml --cluster cluster.toml --out no/where.json", "cannot be written (No such"),
+        (
+            "plan job.toml --cluster cluster.toml --set train.precision=fp64 --set model.experts=0",
+            "experts",
+        ),
+    ],
+)
+def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lonely = CLUSTER.partition("[[links]]")[0]
+    (place / "lonely.toml").write_text(lonely)
+    assert main(line.split()) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
