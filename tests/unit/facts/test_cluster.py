@@ -86,7 +86,8 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([host("a", core(1), core(2), core(2))], [],
      "hosts[0]: two devices of kind cpu have count = 2: keep one"),
     ([host("a-*")], [],
-     'hosts[0]: name = "a-*" holds one of * ? [: links use them for many'),
+     'hosts[0]: name = "a-*" holds one of * ? [, by which links name many: '
+     'leave it out'),
     ([host("a", {**DEVICE, "streams": {"bytes": [2, 1], "seconds": [1, 2]}})], [],
      "hosts[0].devices[0].streams: bytes = [2.0, 1.0] does not rise from above 0: sort it"),
     ([host("a", {**DEVICE, "streams": {"bytes": [1, 2], "seconds": [1]}})], [],
@@ -353,6 +354,14 @@ def test_a_path_is_the_best_of_all_and_the_same_both_ways(made: Cluster) -> None
         for wire in way:  # It can be walked, too.
             here = {there for one in here for there in made.by_name if joined(wire, one, there)}
         assert b.host in here
+
+
+def test_a_copy_knows_its_own_hosts() -> None:
+    made = cluster([host("a"), host("b"), host("c")], [link("*", "*"), link("b", "c", 1)])
+    fewer = made.model_copy(update={"hosts": made.hosts[:2], "links": made.links[:1]})
+    assert list(fewer.by_name) == list(fewer.matches["*"]) == ["a", "b"]
+    assert fewer == cluster([host("a"), host("b")], [link("*", "*")])
+    assert list(made.by_name) == ["a", "b", "c"]
 
 
 def test_there_is_no_way_to_where_one_is() -> None:

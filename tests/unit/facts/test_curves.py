@@ -115,6 +115,8 @@ def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
          "bytes = [0.0, 1.0] does not rise from above 0: sort it"),
         (Curve, {"bytes": [1, 2], "seconds": [1]},
          "seconds holds 1 times for 2 points: give one for each"),
+        (Curve, {"bytes": [1, 2], "seconds": [1, 2, 3]},
+         "seconds holds 3 times for 2 points: give one for each"),
         (Curve, {"bytes": [1], "seconds": [0]}, "seconds holds 0.0: give times above 0"),
         (Curve, {"bytes": [], "seconds": []}, "bytes = [] is 0 long: give a list of numbers"),
         (Grid, {"rows": [1, 2], "columns": [1], "inner": [3, 2], "seconds": [1, 2, 3, 4]},

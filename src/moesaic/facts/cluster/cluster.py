@@ -8,10 +8,10 @@ peaks by whoever asks for a time. Units are bytes, seconds, flops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -124,7 +124,9 @@ class Host(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Host:
         if any(letter in self.name for letter in "*?["):
-            raise ValueError(f'name = "{self.name}" holds one of * ? [: links use them for many')
+            raise ValueError(
+                f'name = "{self.name}" holds one of * ? [, by which links name many: leave it out'
+            )
         shares = _twice([device.count for device in self.devices if device.kind == "cpu"])
         if shares is not None:
             raise ValueError(f"two devices of kind cpu have count = {shares}: keep one")
@@ -180,6 +182,13 @@ class Cluster(Section):
                     )
         return self
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other hosts or links, say: it works out anew what follows from them."""
+        copied = super().model_copy(update=update, deep=deep)
+        for worked_out in ("by_name", "matches"):
+            copied.__dict__.pop(worked_out, None)
+        return copied
+
     @cached_property
     def by_name(self) -> dict[str, Host]:
         """The hosts by their names."""
@@ -188,15 +197,14 @@ class Cluster(Section):
     @cached_property
     def matches(self) -> dict[str, dict[str, None]]:
         """Names of hosts, in their order, by the ends of links that stand for them."""
-        return {
-            end: dict.fromkeys(
-                [end]
-                if end in self.by_name
-                else [name for name in self.by_name if fnmatchcase(name, end)]
-            )
-            for link in self.links
-            for end in link.ends
+        ends = dict.fromkeys(end for link in self.links for end in link.ends)
+        exact = {end: {end: None} for end in ends if end in self.by_name}  # Mostly, and fast.
+        patterns = {
+            end: dict.fromkeys(name for name in self.by_name if fnmatchcase(name, end))
+            for end in ends
+            if end not in exact
         }
+        return {**exact, **patterns}
 
 
 def _twice(values: Sequence[str | int]) -> str | int | None:
