@@ -147,7 +147,7 @@ def attend(s: Sizes) -> Part:
     masking = s.mask * (1 + s.narrow)
     return (
         Op("attend", (scores, mixed), repeated + 2 * q * s.narrow + masking,
-           2 + 2 * repeats + s.masked, s.precision, share),
+           2 + 2 * repeats + 3 * s.masked, s.precision, share),
         Op("attend", (scores, scores, mixed, mixed, mixed),
            repeated + 2 * (q + k) * turned + 2 * k * s.narrow, 4 + 2 * repeats, s.precision, share),
     )  # fmt: skip
@@ -181,7 +181,7 @@ def router(s: Sizes) -> Part:
         Op("router", (Product(t, model.experts, model.hidden),), forward, 20 + 2 * more,
            s.wide_type),
         Op("router", (Product(model.experts, model.hidden, t),
-                      Product(t, model.hidden, model.experts)), backward, 18 + 7 * more,
+                      Product(t, model.hidden, model.experts)), backward, 16 + 7 * more,
            s.wide_type),
     )  # fmt: skip
 
@@ -192,7 +192,7 @@ def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
     return (
         Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order,
-           40 + s.casts + 8 * travels),
+           21 + s.casts + 8 * travels),
         Op("dispatch", (), rows + s.stream * s.narrow + s.cast(s.stream) + order,
            3 + s.casts + travels),
     )  # fmt: skip
@@ -253,6 +253,12 @@ def loss(s: Sizes) -> Part:
     forward += s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
     backward = 2 * s.stream * s.narrow + 2 * weight * s.wide + s.cast(s.stream)
     return (
-        Op("loss", tuple(products), forward, 4 + (18 + 3 * s.casts) * num_chunks, s.precision),
+        Op(
+            "loss",
+            tuple(products),
+            forward,
+            3 + 2 * s.casts + (18 + 3 * s.casts) * num_chunks,
+            s.precision,
+        ),
         Op("loss", (), backward, 2 + 2 * s.casts),
     )

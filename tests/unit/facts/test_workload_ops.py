@@ -1,0 +1,467 @@
+"""The workload against the real thing: what torch counts, moves and keeps, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.dist.checkpoint.staging import Staging
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.workload import Block, Work, count, memory, parameters, workload
+from moesaic.facts.workload.memory import activations
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples
+from moesaic.train.assemble import assemble
+from moesaic.train.objectives import lm
+
+SMALL = {
+    "vocab": 331, "hidden": 48, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 72,
+}  # fmt: skip
+FAMILIES = ["tiny-dense", "tiny-mixtral", "tiny-olmoe"]
+
+
+def make_job(name: str, **changes: Any) -> Job:
+    """`changes` by table__key: model__tied=True; without a table: of the model."""
+    raw: dict[str, dict[str, Any]] = {
+        "model": {**PRESETS[name], **SMALL}, "data": {"path": "x", "sequence": 20},
+        "train": {"steps": 1, "batch": 3},
+    }  # fmt: skip
+    for key, value in changes.items():
+        table, _, inner = key.rpartition("__")
+        raw.setdefault(table or "model", {})[inner] = value
+    return parse(Job, raw, "job")
+
+
+def alone(job: Job) -> Plan:
+    return lay_out(job.layout, job.model, 1)
+
+
+@dataclass
+class Seen:
+    """What one block did, one way."""
+
+    flops: int = 0
+    moved_bytes: int = 0
+    calls: int = 0
+
+
+def on_shapes(formula: Any, operands: slice) -> Any:
+    return lambda *shapes, out_shape=None, **_: formula(*shapes[operands])
+
+
+def product_flops(left: tuple[int, int], right: tuple[int, int]) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+UNCOUNTED = {
+    torch.ops.aten.addmm_: on_shapes(product_flops, slice(1, 3)),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: on_shapes(
+        sdpa_flop_count, slice(3)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: on_shapes(
+        sdpa_backward_flop_count, slice(4)
+    ),
+}
+"""Torch counts these only where they are not in place, or run on a GPU."""
+
+PRODUCTS = (
+    "mm", "bmm", "addmm_", "grouped_mm", "grouped_outer",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+PICKING = (
+    "embedding", "index_select", "gather", "index", "_embedding_bag", "_embedding_bag_forward_only",
+)  # fmt: skip
+"""They read as many elements of their first argument as their indices say."""
+
+
+class Passes(TorchDispatchMode):
+    """Counts bytes that kernels other than products read and write, and all kernels."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        read = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        storages = {t.untyped_storage().data_ptr() for t in read}
+        fresh = any(t.untyped_storage().data_ptr() not in storages for t in written)
+        name = func._overloadpacket.__name__
+        if name.startswith("empty") or not (fresh or func._schema.is_mutable):
+            return out
+        self.seen.calls += 1
+        if name.startswith("grouped"):
+            self._see_slots(name, args)
+        if name in PRODUCTS:
+            return out
+        if name == "copy_":
+            read = read[1:]
+        if name in ("zeros_like", "new_zeros", "full_like"):
+            read = []
+        if name in PICKING:
+            rows = read[1].numel() if name.startswith("_embedding") else written[0].shape[0]
+            width = read[0].shape[-1] if name.startswith("_emb") else written[0][0].numel()
+            self.seen.moved_bytes += rows * width * read[0].itemsize
+            read, written = read[1:], written[:1]
+        if name == "embedding_dense_backward":  # Into a table of zeros, row by row.
+            self.seen.moved_bytes += 2 * read[0].nbytes
+        if name == "scatter_add_":  # In place: only what is added to.
+            read, written = read[1:], read[2:]
+        self.seen.moved_bytes += sum(map(touched, (*read, *written)))
+        return out
+
+    def _see_slots(self, name: str, args: Any) -> None:
+        """A product a slot; gradients in another type than factors are written once more."""
+        busy = int((args[2] > 0).sum())
+        self.seen.calls += busy - 1
+        if name == "grouped_outer":
+            left, out = args[0], args[3]
+            size = out[0].numel()
+            self.seen.moved_bytes += (len(out) - busy) * size * out.itemsize
+            if left.dtype != out.dtype:
+                self.seen.calls += busy
+                self.seen.moved_bytes += busy * size * (left.itemsize + out.itemsize)
+
+
+def touched(tensor: Tensor) -> int:
+    """Bytes of a tensor, those that it repeats counted once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+@dataclass
+class Watched:
+    """One micro-batch of a real model, block by block: layers in one piece."""
+
+    forward: dict[str, Seen] = field(default_factory=dict)
+    backward: dict[str, Seen] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+
+
+def watch(job: Job) -> Watched:
+    """Runs every block on its own, forward and backward."""
+    plan = alone(job)
+    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
+    batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
+    if job.data.packing == "stream":
+        batch.documents.zero_()
+    context = lm.make_context(run.model, batch, job, 0)
+    context.training, context.targets, context.loss_scale = True, batch.targets, 1.0
+    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    shared = (context.rotary.cosine, context.rotary.sine)
+    known |= {t.untyped_storage().data_ptr() for t in shared}
+    watched, x = Watched(), batch.inputs.clone()
+    for name, block in run.model.blocks():
+        found: dict[int, int] = {}
+
+        def keep(tensor: Tensor, found: dict[int, int] = found) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        x = x.detach().requires_grad_() if x.is_floating_point() else x
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, run._precision():
+            watched.forward[name], out = observe(lambda b=block, x=x: b(x, context))
+        index = int(name.partition(".")[2]) if name.startswith("layers") else -1
+        facts = [context.layers[index]] if index in context.layers else []
+        roots = [out, *(part for one in facts for part in (one.balance, one.z))]
+        seeds = [torch.ones_like(root) for root in roots]
+        watched.kept[name] = sum(found.values())
+        watched.backward[name], _ = observe(lambda r=roots, s=seeds: torch.autograd.backward(r, s))
+        for parameter in run.model.parameters():
+            parameter.grad = None
+        x = out.detach()
+    return watched
+
+
+def observe(work: Any) -> tuple[Seen, Any]:
+    seen = Seen()
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter, Passes(seen):
+        result = work()
+    seen.flops = counter.get_total_flops()
+    return seen, result
+
+
+def by_layer(blocks: list[Block], way: str) -> Iterator[tuple[str, list[Work]]]:
+    """Works by the model's own blocks: a layer's attention and feed-forward network together."""
+    gathered: dict[str, list[Work]] = {}
+    for block in blocks:
+        if block.name != "step":
+            name = ".".join(block.name.split(".")[:2])
+            gathered.setdefault(name, []).append(getattr(block, way))
+    yield from gathered.items()
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"tied": True, "data__packing": "stream"},
+    {"train__recompute": True},
+    {"train__precision": "bf16"},
+    {"train__precision": "bf16", "train__recompute": True, "kv_heads": 6},
+    {"train__precision": "fp64", "kv_heads": 6, "layers": 3},
+    {"data__sequence": 33, "train__batch": 2, "hidden": 40, "vocab": 257, "ffn": 56},
+    {"train__batch": 64, "data__sequence": 24, "hidden": 16, "layers": 1},  # two chunks of logits
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
+def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -> None:
+    job = make_job(name, **changes)
+    watched, blocks = watch(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        seen = getattr(watched, way)
+        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
+        assert predicted == {key: one.flops for key, one in seen.items()}, way
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("packing", ["documents", "stream"])
+def test_passes_are_those_that_torch_makes(name: str, precision: str, packing: str) -> None:
+    job = make_job(
+        name, train__precision=precision, data__packing=packing, data__sequence=64,
+        train__batch=4, hidden=96,
+    )  # fmt: skip
+    watched, blocks = watch(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        for key, works in by_layer(blocks, way):
+            seen = getattr(watched, way)[key]
+            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
+            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
+def test_autograd_keeps_what_is_predicted(name: str, changes: dict[str, Any]) -> None:
+    job = make_job(name, **changes)
+    kept, predicted = watch(job).kept, activations(job, alone(job), 0)
+    expected = {key: num_bytes for key, num_bytes in predicted.items() if key != "context"}
+    if job.train.recompute:  # A layer leaves its input; the rest comes back in backward.
+        stored = 8 if job.train.precision == "fp64" else 4
+        stream = job.train.batch * job.data.sequence * job.model.hidden * stored
+        expected |= {key: stream for key in expected if key.startswith("layers.")}
+    assert kept == expected
+
+
+def test_a_clamp_keeps_what_it_clamps() -> None:
+    job = make_job("tiny-olmoe", clip_qkv=0.1)
+    watched = watch(job)
+    assert watched.kept["layers.0"] == activations(job, alone(job), 0)["layers.0"]
+    for way in ("forward", "backward"):
+        works = dict(by_layer(workload(job, alone(job)), way))["layers.0"]
+        seen = getattr(watched, way)["layers.0"]
+        assert sum(w.flops for w in works) == seen.flops
+        assert sum(w.moved_bytes for w in works) == pytest.approx(seen.moved_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forward_pass_fills_the_memory_that_is_predicted(
+    name: str, precision: str, recompute: bool
+) -> None:
+    """All blocks at once, as training runs them."""
+    job = make_job(name, train__precision=precision, train__recompute=recompute)
+    plan = alone(job)
+    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
+    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
+    batch = replace(batch, inputs=batch.inputs.clone())
+    context = lm.make_context(run.model, batch, job, 0)
+    context.training = True
+    assert context.mask is not None
+    found: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, run._precision():
+        losses = lm.compute(run.model, batch, context, job, 1)
+    kept = activations(job, plan, 0)
+    outside = kept["context"] if recompute else context.mask.nbytes  # They live in the context.
+    whole = memory(job, plan).activations_bytes + kept["head"] - outside
+    again = kept["layers.0"] if recompute else 0  # One layer, in backward.
+    assert losses.loss.isfinite()
+    assert sum(found.values()) == pytest.approx(whole - again, rel=0.001)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_a_rank_holds_is_what_a_run_has(name: str, tied: bool, micro_batches: int) -> None:
+    job = make_job(name, tied=tied, train__micro_batches=micro_batches)
+    plan = alone(job)
+    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
+    needs = memory(job, plan)
+    held = sum(item.local.nbytes for item in run.holdings)
+    assert needs.parameters_bytes == held == sum(p.size for p in parameters(job.model)) * 4
+    moments = sum(t.nbytes for pair in run.optimizer.moments.values() for t in pair)
+    assert needs.moments_bytes == moments
+    run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    spare = sum(t.nbytes for _, bank in run.model.banks() for t in bank.spare)
+    if micro_batches == 1:
+        assert needs.gradients_bytes == held
+        assert needs.idle_gradients_bytes == spare
+    else:
+        assert needs.idle_gradients_bytes == held
+        assert needs.gradients_bytes == held + spare // job.model.layers
+    staging = Staging(0, torch.device("cpu"), 1 << 30)
+    pieces = run.state().pieces
+    staged = sum(part.num_bytes for part in staging.lay_out(pieces).parts)
+    assert needs.staging_bytes == staged
+    assert needs.peak_bytes <= needs.total_bytes
+
+
+def test_a_tied_weight_is_held_and_updated_once() -> None:
+    for name in FAMILIES:
+        sizes = {}
+        for tied in (False, True):
+            job = make_job(name, tied=tied, train__clip=0.0)
+            names = [parameter.name for parameter in parameters(job.model)]
+            assert len(set(names)) == len(names)
+            updated = sum(
+                op.moved_bytes for block in workload(job, alone(job)) for op in block.update.ops
+                if op.name == "adamw"
+            )  # fmt: skip
+            assert updated == 7 * 4 * count(job.model).total
+            sizes[tied] = updated
+        assert sizes[False] - sizes[True] == 7 * 4 * SMALL["vocab"] * SMALL["hidden"]
+
+
+@pytest.mark.parametrize(("ranks", "ep", "shard"), [(4, 2, 2), (4, 4, 1), (6, 2, 3), (4, 1, 4)])
+def test_ranks_hold_and_update_each_parameter_as_often_as_there_are_copies(
+    ranks: int, ep: int, shard: int
+) -> None:
+    job = make_job("tiny-mixtral", layout__ep=ep, layout__shard=shard, train__batch=12, hidden=36)
+    plan = lay_out(job.layout, job.model, ranks)
+    everything = list(parameters(job.model))
+    experts = sum(p.size for p in everything if p.kind == "expert")
+    dense = sum(p.size for p in everything if p.kind != "expert")
+    held = [memory(job, plan, rank) for rank in range(ranks)]
+    assert sum(m.moments_bytes for m in held) == 8 * (
+        dense * ranks // shard + experts * ranks // ep
+    )
+    assert sum(m.staging_bytes for m in held) == 12 * (dense + experts)
+    normed = sum(
+        op.moved_bytes for rank in range(ranks) for block in workload(job, plan, rank)
+        for op in block.update.ops if op.name == "norm"
+    )  # fmt: skip
+    assert normed >= 4 * (dense + experts)
+    assert normed == pytest.approx(4 * (dense + experts), rel=0.02)  # but for padding
+
+
+def totals(job: Job, ranks: int = 1) -> tuple[int, int, int]:
+    plan = lay_out(job.layout, job.model, ranks)
+    works = [
+        work for rank in range(ranks) for block in workload(job, plan, rank)
+        for work in (block.forward, block.backward, block.update)
+    ]  # fmt: skip
+    sent = sum(message.num_bytes for work in works for message in work.messages)
+    return sum(w.flops for w in works), sum(w.moved_bytes for w in works), sent
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(FAMILIES),
+    precision=st.sampled_from(["fp32", "bf16", "fp64"]),
+    recompute=st.booleans(),
+    batch=st.integers(1, 9),
+    sequence=st.integers(2, 40),
+    layers=st.integers(1, 3),
+    experts=st.integers(4, 12),
+    layout=st.sampled_from([(1, 1, 1), (2, 2, 1), (4, 2, 2)]),
+    more=st.sampled_from(["batch", "sequence", "layers", "experts"]),
+)
+def test_more_of_anything_is_more_work(
+    name: str, precision: str, recompute: bool, batch: int, sequence: int, layers: int,
+    experts: int, layout: tuple[int, int, int], more: str,
+) -> None:  # fmt: skip
+    ranks, ep, shard = layout
+    sparse = name != "tiny-dense"
+    sizes = {"batch": batch, "sequence": sequence, "layers": layers, "experts": experts * ep}
+    found = []
+    for step in (0, 1):
+        now = {**sizes, more: sizes[more] + step * (ep if more == "experts" else 1)}
+        changes = {"experts": now["experts"], "layout__ep": ep} if sparse else {}
+        job = make_job(
+            name, layers=now["layers"], data__sequence=now["sequence"], train__batch=now["batch"],
+            train__precision=precision, train__recompute=recompute, layout__shard=shard, **changes,
+        )  # fmt: skip
+        found.append(totals(job, ranks))
+    assert all(after >= before for before, after in zip(*found, strict=True))
+    if more != "experts":
+        assert found[1][0] > found[0][0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), layout=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
+def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int, int]) -> None:
+    ranks, ep = layout
+    job = make_job("tiny-mixtral", layout__ep=ep, train__batch=data.draw(st.integers(1, 9)))
+    plan = lay_out(job.layout, job.model, ranks)
+    loads = data.draw(
+        st.none()
+        | st.lists(st.lists(st.integers(0, 200), min_size=8, max_size=8), min_size=2, max_size=2)
+    )
+    blocks = [workload(job, plan, rank, loads) for rank in range(ranks)]
+    for layer in range(2):
+        works = [next(b for b in one if b.name == f"layers.{layer}.moe").forward for one in blocks]
+        rows = sum(
+            product.rows * product.count for work in works for op in work.ops
+            if op.name == "experts" for product in op.products
+        )  # fmt: skip
+        assigned = job.train.batch * job.data.sequence * job.model.top_k
+        assert rows == 2 * (sum(loads[layer]) if loads else assigned)
+        for name in ("tokens", "results"):
+            sent = {}
+            for rank, work in enumerate(works):
+                for message in work.messages:
+                    if message.name == name:
+                        sent[rank] = message
+            for rank, message in sent.items():
+                for peer, num_bytes in zip(message.ranks, message.send, strict=True):
+                    assert sent[peer].receive[message.ranks.index(rank)] == num_bytes
+
+
+def test_a_load_that_does_not_fit_is_refused() -> None:
+    job = make_job("tiny-mixtral")
+    with pytest.raises(ConfigError, match=r"shape \(7,\) does not fit 8 experts on 1 ranks: give"):
+        workload(job, alone(job), 0, [[1] * 7] * 2)
+
+
+def test_attention_that_ends_at_documents_skips_nothing() -> None:
+    for packing, share in (("documents", 1.0), ("stream", 21 / 40)):
+        blocks = workload(make_job("tiny-dense", data__packing=packing), Plan(
+            ranks=1, ep=1, shard=1, experts=0))  # fmt: skip
+        shares = {op.causal_share for op in blocks[1].forward.ops if op.name == "attend"}
+        assert shares == {share}
