@@ -57,11 +57,9 @@ class Wire:
             dist,
             all_reduce=self._around("all_reduce", dist.all_reduce, "tensor", 0),
             all_gather=self._around("all_gather", dist.all_gather, "tensor", 1),
-            all_gather_single=self._around(
-                "all_gather", dist.all_gather_single, "output_tensor", 0
-            ),
+            all_gather_single=self._around("all_gather", dist.all_gather_single, "output", 0),
             reduce_scatter_single=self._around(
-                "reduce_scatter", dist.reduce_scatter_single, "input_tensor", 1
+                "reduce_scatter", dist.reduce_scatter_single, "input", 1
             ),
             all_to_all_single=self._exchange(),
         )

@@ -256,7 +256,11 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
                 "job": loaded.job.model_dump(mode="json", by_alias=True),
                 "plan": plan.model_dump(),
                 "parameters": {"total": counts.total, "active": counts.active},
-                "memory_per_rank": {**_memory_rows(needs), "total_bytes": needs.total_bytes},
+                "memory_per_rank": {
+                    **_memory_rows(needs),
+                    "total_bytes": needs.total_bytes,
+                    "peak_bytes": needs.peak_bytes,
+                },
                 "warnings": loaded.warnings,
             }
         )
@@ -267,15 +271,17 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     share = f"{counts.active / counts.total:.0%}"
     screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
     screen.say(f"plan             {describe(plan, model.experts)}")
-    screen.say(f"memory per rank  {screen.size(needs.total_bytes)}, of which")
+    peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
+    screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
     for kind, num_bytes in _memory_rows(needs).items():
         name = kind.removesuffix("_bytes")
-        about = " (estimate)" if name == "activations" else ""
+        about = " (estimate)" if name in ("activations", "head", "gathered") else ""
         screen.say(f"  {name:<14} {screen.size(num_bytes)}{about}")
 
 
 def _memory_rows(needs: Memory) -> dict[str, int]:
-    return {kind: getattr(needs, kind) for kind in Memory.__dataclass_fields__}
+    kinds = [kind for kind in Memory.__dataclass_fields__ if not kind.startswith("idle")]
+    return {kind: getattr(needs, kind) for kind in kinds}
 
 
 def describe(plan: Plan, experts: int) -> str:

@@ -58,11 +58,22 @@ def test_memory_of_a_rank() -> None:
     alone = memory(job(), Plan(ranks=1, ep=1, shard=1, experts=16))
     assert alone.parameters_bytes == alone.gradients_bytes == 4 * size
     assert alone.moments_bytes == 8 * size
-    assert alone.total_bytes == 16 * size + alone.activations_bytes
+    assert alone.staging_bytes == 12 * size
+    assert alone.gathered_bytes == 0
+    passing = alone.activations_bytes + alone.head_bytes
+    assert alone.total_bytes == 28 * size + passing
+    # The memory of experts' gradients stays from step to step, on a CPU; the others' comes anew.
+    experts = 4 * sum(p.size for p in parameters(model("tiny-olmoe")) if p.kind == "expert")
+    assert alone.idle_gradients_bytes == experts
+    assert alone.peak_bytes == 24 * size + experts + passing
+    elsewhere = memory(job(), Plan(ranks=1, ep=1, shard=1, experts=16), on_cpu=False)
+    assert elsewhere.peak_bytes == 24 * size + passing
 
     shared = memory(job(), Plan(ranks=4, ep=4, shard=4, experts=16))
     assert 4 * size / 4 <= shared.parameters_bytes < 4 * size / 4 + 16
-    assert alone.activations_bytes == 4 * shared.activations_bytes
+    assert shared.staging_bytes == 3 * shared.parameters_bytes
+    assert shared.gathered_bytes > 0
+    assert 0.2 < shared.activations_bytes / alone.activations_bytes < 0.3
 
 
 def test_choices_that_save_activations_do() -> None:
@@ -73,3 +84,9 @@ def test_choices_that_save_activations_do() -> None:
     assert memory(job(precision="bf16"), plan).activations_bytes < plain
     assert memory(job(precision="fp64"), plan).activations_bytes > plain
     assert memory(job(precision="fp64"), plan).parameters_bytes == 8 * count(job().model).total
+
+
+def test_a_checkpoint_that_training_waits_for_needs_no_copy() -> None:
+    raw = job().model_dump(by_alias=True, exclude_none=True)
+    blocking = parse(Job, {**raw, "checkpoint": {"asynchronous": False}}, "job")
+    assert memory(blocking, Plan(ranks=1, ep=1, shard=1, experts=16)).staging_bytes == 0

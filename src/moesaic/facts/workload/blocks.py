@@ -251,7 +251,9 @@ def _step(job: Job, plan: Plan, rank: int) -> Work:
     dense = [p for p in found if p.kind != "expert" and p.name != "head.norm.weight"]
     dense += [p for p in found if p.name == "head.norm.weight"]  # It comes behind head.weight.
     arena = 3 * model.ffn * model.hidden * len(plan.homes(rank)) * width
-    summed = [("dense", range(plan.ranks), [p.size * width for p in dense])] * (plan.shard == 1)
+    summed = [("dense", tuple(range(plan.ranks)), [p.size * width for p in dense])] * (
+        plan.shard == 1
+    )
     if model.experts:
         copies = messages.group_of(plan.replica_groups(), rank)
         summed.append(("experts", copies, [arena] * model.layers))
@@ -259,7 +261,7 @@ def _step(job: Job, plan: Plan, rank: int) -> Work:
     moved = calls = 0
     for name, ranks, sizes in summed:
         for bucket in messages.buckets(sizes) if len(ranks) > 1 else ():
-            sent.append(Message(name, "all_reduce", tuple(ranks), sum(bucket)))
+            sent.append(Message(name, "all_reduce", ranks, sum(bucket)))
             if len(bucket) > 1:
                 moved, calls = moved + 4 * sum(bucket), calls + 1 + len(bucket)
     return Work((Op("reduce", (), moved, calls),), (*sent, *messages.scalars(plan)))
