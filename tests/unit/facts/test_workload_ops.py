@@ -385,14 +385,17 @@ def test_ranks_hold_and_update_each_parameter_as_often_as_there_are_copies(
     assert normed == pytest.approx(4 * (dense + experts), rel=0.02)  # but for padding
 
 
-def totals(job: Job, ranks: int = 1) -> tuple[int, int, int]:
+def totals(job: Job, ranks: int) -> tuple[int, int, int]:
+    """Flops, bytes touched (a slot's gradient is zeroed, or a product's result) and bytes sent."""
     plan = lay_out(job.layout, job.model, ranks)
     works = [
         work for rank in range(ranks) for block in workload(job, plan, rank)
         for work in (block.forward, block.backward, block.update)
     ]  # fmt: skip
+    width = {"fp64": 8, "fp32": 4, "bf16": 2}
+    factors = sum(p.elements * width[op.type] for w in works for op in w.ops for p in op.products)
     sent = sum(message.num_bytes for work in works for message in work.messages)
-    return sum(w.flops for w in works), sum(w.moved_bytes for w in works), sent
+    return sum(w.flops for w in works), factors + sum(w.moved_bytes for w in works), sent
 
 
 @settings(deadline=None, max_examples=60)

@@ -31,6 +31,12 @@ class Product:
         """Two for each multiplication."""
         return 2 * self.rows * self.columns * self.inner * self.count
 
+    @property
+    def elements(self) -> int:
+        """Of both factors and the result."""
+        rows, columns, inner = self.rows, self.columns, self.inner
+        return (rows * inner + inner * columns + rows * columns) * self.count
+
 
 @dataclass(frozen=True)
 class Op:
