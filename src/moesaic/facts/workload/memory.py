@@ -28,7 +28,7 @@ class Memory:
     """All of them, and with several micro-batches the one that is being added."""
     moments_bytes: int
     staging_bytes: int
-    """The copy that checkpoints are written from, in the host's memory."""
+    """The copy that checkpoints are written from; 0 where it lies in a memory of the host's own."""
     gathered_bytes: int
     """What FSDP has put together of other ranks' shards: an estimate."""
     activations_bytes: int
@@ -63,7 +63,8 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         job: the job.
         plan: which rank holds what.
         rank: absent: the last, which has the most rows.
-        on_cpu: whether the memory of experts' gradients is kept from step to step, as on CPUs.
+        on_cpu: whether rank and host share one memory, which then holds the staging copy too, and
+            keeps that of experts' gradients from step to step.
     """
     rank = plan.ranks - 1 if rank is None else rank
     s = Sizes.of(job, plan, rank)
@@ -84,7 +85,7 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         parameters_bytes=held * s.wide,
         gradients_bytes=gradients * s.wide,
         moments_bytes=moments * s.wide,
-        staging_bytes=staged * s.wide,
+        staging_bytes=staged * s.wide if on_cpu else 0,
         gathered_bytes=_gathered(dense, plan) * s.wide,
         activations_bytes=sum(kept.values()) - (recomputed if job.train.recompute else 0),
         head_bytes=head,
