@@ -1,0 +1,108 @@
+"""How fast a device multiplies, reads and writes, and how long the least operation takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesaic.dist import device as devices
+from moesaic.dist.probe.timing import Figures, powers, seconds
+
+_TYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # fmt: skip
+_SMALLEST_COPY_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is multiplied and copied; the same on every rank."""
+
+    dtypes: Sequence[str]
+    rows: Sequence[int]
+    sides: Sequence[int]
+    """Columns, and the inner dimension."""
+    copies: Sequence[int]
+    """Bytes that are copied."""
+
+    @classmethod
+    def of(cls, device: torch.device, dtypes: Sequence[str] | None, largest: int | None) -> Sizes:
+        """What suits `device`, but for what is given."""
+        side = largest or devices.largest_product(device)
+        return cls(
+            dtypes or devices.number_types(device),
+            [1, *powers(side // 64, side, 4)] if side >= 128 else [1, side // 4, side],
+            powers(side // 16, side, 4),
+            powers(_SMALLEST_COPY_BYTES, devices.largest_copy(device), 4),
+        )
+
+    @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """Rows, columns and inner size of every product, the inner size counting fastest."""
+        return list(itertools.product(self.rows, self.sides, self.sides))
+
+
+def measure(
+    device: torch.device, sizes: Sizes, budget_s: float, meet: Callable[[], None]
+) -> Figures:
+    """Seconds of every product, copy and of the least operation; `meet` comes before each."""
+    works = list(_works(device, sizes))
+    share_s = budget_s / sum(count for _, count, _ in works)
+    found: Figures = {}
+    for name, _, prepared in works:
+        found[name] = []
+        for work in prepared:
+            meet()
+            found[name].append(seconds(work, lambda: devices.now(device), share_s))
+    return found
+
+
+_Work = Callable[[], object]
+
+
+def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Iterator[_Work]]]:
+    """Name, number of points, and the points, each prepared as it is asked for."""
+    one = torch.zeros(1, device=device)
+    yield "call", 1, iter([lambda: one.add_(1.0)])
+    yield "copies", len(sizes.copies), (_copy(device, size) for size in sizes.copies)
+    for dtype in sizes.dtypes:
+        yield f"products {dtype}", len(sizes.products), _products(device, dtype, sizes)
+
+
+def _copy(device: torch.device, num_bytes: int) -> _Work:
+    source = torch.zeros(num_bytes // 4, device=device)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
+
+
+def _products(device: torch.device, dtype: str, sizes: Sizes) -> Iterator[_Work]:
+    with _precision(dtype):
+        for rows, columns, inner in sizes.products:
+            yield _product(device, _TYPES[dtype], rows, columns, inner)
+
+
+def _product(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, inner: int
+) -> _Work:
+    def factor(*shape: int) -> Tensor:
+        return torch.full(shape, 0.5, dtype=dtype, device=device)
+
+    left, right, result = factor(rows, inner), factor(inner, columns), factor(rows, columns)
+    return lambda: torch.mm(left, right, out=result)
+
+
+@contextmanager
+def _precision(dtype: str) -> Iterator[None]:
+    """Have fp32 products rounded to tf32, or not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

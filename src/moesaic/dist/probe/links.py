@@ -1,0 +1,129 @@
+"""How fast messages travel: between two ranks, and in whole operations of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.dist import device as devices
+from moesaic.dist.probe.timing import Figures, together
+from moesaic.dist.world import Group, World
+
+MESSAGES = (8, 1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of the messages between two ranks."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
+
+
+def collective_bytes(ranks: int) -> list[int]:
+    """Bytes that a rank holds in the operations of `ranks` ranks: whole numbers for each of them."""
+    return [-(-size // (4 * ranks)) * 4 * ranks for size in _COLLECTIVE_BYTES]
+
+
+def pairs(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The ranks whose link is measured: neighbours and farthest of a host, and first ones of two."""
+    inside = [(host[0], host[i]) for host in hosts for i in sorted({1, len(host) - 1}) if 0 < i]
+    inside = [(a, b) for a, b in inside if a != b]
+    return inside + list(combinations([host[0] for host in hosts], 2))
+
+
+def measure(world: World, hosts: Sequence[Sequence[int]], budget_s: float) -> Figures:
+    """Seconds of messages and operations: `A-B one way`, `A-B both`, `NAME within`, `NAME across`.
+
+    `within` are operations of each host's ranks, all hosts at once; `across` are those of everyone.
+    """
+    chosen = pairs(hosts)
+    groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
+    if len(hosts) > 1:
+        groups.append(("across", world.everyone))
+    share_s = budget_s / (len(chosen) * (len(MESSAGES) + 1) + len(groups) * 4 * 5)
+    found: Figures = {}
+    for first, second in chosen:
+        world.barrier()
+        if world.rank in (first, second):
+            found |= _pair(world, first, second, share_s)
+    for where, group in groups:
+        world.barrier()
+        if group is not None:
+            found |= _collectives(world, group, where, share_s)
+    return found
+
+
+def _pair(world: World, first: int, second: int, share_s: float) -> Figures:
+    """Seconds one way by size, and of the largest message both ways at once."""
+    peer = second if world.rank == first else first
+
+    def agree(count: int) -> int:
+        number = torch.tensor([count], device=world.device)
+        if world.rank == first:
+            dist.send(number, peer, group=world.everyone)
+        else:
+            dist.recv(number, peer, group=world.everyone)
+        return int(number.item())
+
+    def there_and_back(message: Tensor) -> None:
+        if world.rank == first:
+            dist.send(message, peer, group=world.everyone)
+            dist.recv(message, peer, group=world.everyone)
+        else:
+            dist.recv(message, peer, group=world.everyone)
+            dist.send(message, peer, group=world.everyone)
+
+    def at_once(out: Tensor, back: Tensor) -> None:
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, out, peer, world.everyone),
+                dist.P2POp(dist.irecv, back, peer, world.everyone),
+            ]
+        )
+        for work in works:
+            work.wait()
+
+    def time(work: Callable[[], object]) -> float:
+        return together(work, lambda: devices.now(world.device), agree, share_s)
+
+    times = []
+    for size in MESSAGES:
+        message = torch.zeros(size, dtype=torch.uint8, device=world.device)
+        times.append(time(lambda message=message: there_and_back(message)) / 2)  # type: ignore[misc]
+    both = time(lambda: at_once(message, torch.empty_like(message)))
+    return {f"{first}-{second} one way": times, f"{first}-{second} both": [both]}
+
+
+def _collectives(world: World, group: Group, where: str, share_s: float) -> Figures:
+    ranks, first = group.size(), dist.get_global_rank(group, 0)
+
+    def agree(count: int) -> int:
+        number = torch.tensor([count], device=world.device)
+        dist.broadcast(number, src=first, group=group)
+        return int(number.item())
+
+    found: Figures = {}
+    for name in COLLECTIVES:
+        found[f"{name} {where}"] = [
+            together(
+                _collective(name, num_bytes, ranks, world.device, group),
+                lambda: devices.now(world.device), agree, share_s,
+            )
+            for num_bytes in collective_bytes(ranks)
+        ]  # fmt: skip
+    return found
+
+
+def _collective(
+    name: str, num_bytes: int, ranks: int, device: torch.device, group: Group
+) -> Callable[[], object]:
+    whole = torch.zeros(num_bytes // 4, device=device)
+    part = torch.zeros(num_bytes // 4 // ranks, device=device)
+    other = torch.empty_like(whole)
+    works: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    return works[name]
