@@ -133,18 +133,7 @@ def _with(figures: Figures, prefix: str) -> Figures:
 
 def _device(figures: Figures, sizes: Sizes, about: dict[str, object]) -> Device:
     """`about`, and how fast it is."""
-    last = sizes.products[-1]
-    matmul = [
-        Matmul(
-            dtype=dtype,
-            flops=_short(2 * last[0] * last[1] * last[2] / times[-1]),
-            products=Grid(
-                rows=list(sizes.rows), columns=list(sizes.sides), inner=list(sizes.sides),
-                seconds=_shorts(times),
-            ),
-        )
-        for dtype, times in ((dtype, figures[f"products {dtype}"]) for dtype in sizes.dtypes)
-    ]  # fmt: skip
+    matmul = [_matmul(dtype, figures[f"products {dtype}"], sizes) for dtype in sizes.sides]
     touched = [2 * size for size in sizes.copies]  # A copy reads and writes.
     times = figures["copies"]
     return Device.model_validate(
@@ -154,6 +143,14 @@ def _device(figures: Figures, sizes: Sizes, about: dict[str, object]) -> Device:
             "call_s": _short(figures["call"][0]), "matmul": matmul,
         }
     )  # fmt: skip
+
+
+def _matmul(dtype: str, times: list[float], sizes: Sizes) -> Matmul:
+    columns = [float(size) for size in sizes.columns(dtype)]
+    rows = [float(size) for size in sizes.rows(dtype)]
+    grid = Grid(rows=rows, columns=columns, inner=columns, seconds=_shorts(times))
+    flops = 2 * rows[-1] * columns[-1] ** 2 / times[-1]
+    return Matmul.model_validate({"dtype": dtype, "flops": _short(flops), "products": grid})
 
 
 def _disk(path: str, figures: Figures) -> Disk:
@@ -166,14 +163,17 @@ def _disk(path: str, figures: Figures) -> Disk:
 
 def _with_collectives(link: Link, where: str, found: Sequence[Figures]) -> Link:
     figures = medians([{n: v for n, v in one.items() if n.endswith(where)} for one in found])
-    sizes = collective_bytes(len(found))
+    sizes = [float(size) for size in collective_bytes(len(found))]
     collectives = [
-        Collective(
-            name=name, ranks=len(found),
-            times=Curve(bytes=list(sizes), seconds=_shorts(figures[f"{name} {where}"])),
+        Collective.model_validate(
+            {
+                "name": name,
+                "ranks": len(found),
+                "times": Curve(bytes=sizes, seconds=_shorts(figures[f"{name} {where}"])),
+            }
         )
         for name in COLLECTIVES
-    ]  # fmt: skip
+    ]
     return link.model_copy(update={"collectives": collectives})
 
 

@@ -20,32 +20,56 @@ _TYPES = {
 _SMALLEST_COPY_BYTES = 4096
 
 
+_SMALLEST_SIDE = 64
+_CUBES = 9
+"""All products take about 2.3 times the largest one, and each is done four times."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What is multiplied and copied; the same on every rank."""
 
-    dtypes: Sequence[str]
-    rows: Sequence[int]
-    sides: Sequence[int]
-    """Columns, and the inner dimension."""
-    copies: Sequence[int]
+    sides: dict[str, int]
+    """Side of the largest matrices, by type of number."""
+    copies: list[int]
     """Bytes that are copied."""
 
-    @classmethod
-    def of(cls, device: torch.device, dtypes: Sequence[str] | None, largest: int | None) -> Sizes:
-        """What suits `device`, but for what is given."""
-        side = largest or devices.largest_product(device)
-        return cls(
-            dtypes or devices.number_types(device),
-            [1, *powers(side // 64, side, 4)] if side >= 128 else [1, side // 4, side],
-            powers(side // 16, side, 4),
-            powers(_SMALLEST_COPY_BYTES, devices.largest_copy(device), 4),
-        )
+    def rows(self, dtype: str) -> list[int]:
+        """Rows of the products, rising."""
+        side = self.sides[dtype]
+        return sorted({1, *powers(side // 64, side, 4)})
 
-    @property
-    def products(self) -> list[tuple[int, int, int]]:
+    def columns(self, dtype: str) -> list[int]:
+        """Columns of the products, and sizes of their inner dimension, rising."""
+        side = self.sides[dtype]
+        return powers(side // 16, side, 4)
+
+    def products(self, dtype: str) -> list[tuple[int, int, int]]:
         """Rows, columns and inner size of every product, the inner size counting fastest."""
-        return list(itertools.product(self.rows, self.sides, self.sides))
+        columns = self.columns(dtype)
+        return list(itertools.product(self.rows(dtype), columns, columns))
+
+
+def suitable(
+    device: torch.device, dtypes: Sequence[str] | None, largest: int | None, budget_s: float
+) -> Sizes:
+    """Sizes whose products, as many as there are, take about `budget_s` at most."""
+    types = dtypes or devices.number_types(device)
+    most = largest or devices.largest_product(device)
+    sides = {dtype: _largest_side(device, dtype, most, budget_s / len(types)) for dtype in types}
+    return Sizes(sides, powers(_SMALLEST_COPY_BYTES, devices.largest_copy(device), 4))
+
+
+def _largest_side(device: torch.device, dtype: str, most: int, budget_s: float) -> int:
+    """The largest side that there is time for: some types crawl on devices not made for them."""
+    side = _SMALLEST_SIDE
+    with _precision(dtype):
+        while 2 * side <= most:
+            product = _product(device, _TYPES[dtype], side, side, side)
+            if 8 * _CUBES * seconds(product, lambda: devices.now(device), 0.0) > budget_s:
+                break
+            side *= 2
+    return side
 
 
 def measure(
@@ -71,8 +95,9 @@ def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Itera
     one = torch.zeros(1, device=device)
     yield "call", 1, iter([lambda: one.add_(1.0)])
     yield "copies", len(sizes.copies), (_copy(device, size) for size in sizes.copies)
-    for dtype in sizes.dtypes:
-        yield f"products {dtype}", len(sizes.products), _products(device, dtype, sizes)
+    for dtype in sizes.sides:
+        products = sizes.products(dtype)
+        yield f"products {dtype}", len(products), _products(device, dtype, products)
 
 
 def _copy(device: torch.device, num_bytes: int) -> _Work:
@@ -81,9 +106,11 @@ def _copy(device: torch.device, num_bytes: int) -> _Work:
     return lambda: target.copy_(source)
 
 
-def _products(device: torch.device, dtype: str, sizes: Sizes) -> Iterator[_Work]:
+def _products(
+    device: torch.device, dtype: str, products: Sequence[tuple[int, int, int]]
+) -> Iterator[_Work]:
     with _precision(dtype):
-        for rows, columns, inner in sizes.products:
+        for rows, columns, inner in products:
             yield _product(device, _TYPES[dtype], rows, columns, inner)
 
 

@@ -120,10 +120,13 @@ def _collective(
     whole = torch.zeros(num_bytes // 4, device=device)
     part = torch.zeros(num_bytes // 4 // ranks, device=device)
     other = torch.empty_like(whole)
+    # The names of torch before 2.13, which warns of them.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     works: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: all_gather(whole, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     return works[name]

@@ -56,9 +56,8 @@ def probe(world: World, config: ProbeConfig, watch: Watch) -> Found | None:
     words = _Words(world)
     places = [Place(**said) for said in words.gather(asdict(_place(world)))]
     hosts = hosts_of(places)
-    cpu = torch.device("cpu")
-    shared = Sizes.of(world.device, config.dtypes, config.largest)
-    alone = shared if world.device == cpu else Sizes.of(cpu, None, None)
+    sizes = words.gather([asdict(one) for one in _sizes(world, config)])[0]
+    alone, shared = (Sizes(**one) for one in sizes)
     whole = Assembly(config, places, alone, shared)
     part = _Part(world, config, hosts, words, whole, watch)
     threads = torch.get_num_threads()
@@ -76,6 +75,21 @@ def probe(world: World, config: ProbeConfig, watch: Watch) -> Found | None:
         sorted(_spreads(repeats)),
         [note for several in notes for note in dict.fromkeys(several)],
     )
+
+
+def _sizes(world: World, config: ProbeConfig) -> list[Sizes]:
+    """What one rank with all cores, and what all at once have to do: rank 0 tries it out."""
+    if not world.leads:
+        return []
+    cpu, share_s = torch.device("cpu"), _share_s(config)
+    shared = compute.suitable(world.device, config.dtypes, config.largest, share_s)
+    same = world.device == cpu
+    return [shared if same else compute.suitable(cpu, None, None, share_s), shared]
+
+
+def _share_s(config: ProbeConfig) -> float:
+    """Seconds for one part in one repeat."""
+    return config.seconds / config.repeats / len(_PARTS)
 
 
 def _spreads(repeats: list[list[Figures]]) -> list[float]:
@@ -102,7 +116,7 @@ class _Part:
     def __post_init__(self) -> None:
         self.notes: list[str] = []
         (self.mine,) = [ranks for ranks in self.hosts if self.world.rank in ranks]
-        self.share_s = self.config.seconds / self.config.repeats / len(_PARTS)
+        self.share_s = _share_s(self.config)
 
     def measure(self) -> list[Figures]:
         """Everything once; the figures of all ranks."""
