@@ -97,5 +97,6 @@ def _tell(place: Path, config: ProbeConfig, ranks: int | None, as_json: bool) ->
     if as_json:
         screen.as_json({"out": str(place), "ranks": ranks, "settings": config.model_dump()})
         return
-    screen.say(f"# {ranks or 'a rank for every GPU or core'} -> {place}\n")
+    who = f"{ranks} ranks" if ranks else "a rank for every GPU or core"
+    screen.say(f"# {who} -> {place}\n")
     screen.say(config.to_toml().rstrip())

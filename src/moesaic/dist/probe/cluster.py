@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moesaic.dist.probe.compute import Sizes
 from moesaic.dist.probe.disks import SMALL
-from moesaic.dist.probe.links import COLLECTIVES, MESSAGES, collective_bytes, pairs
+from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures, line, medians
 from moesaic.facts.cluster import Cluster, Collective, Curve, Device, Disk, Grid, Host, Link, Matmul
@@ -100,23 +100,38 @@ class Assembly:
             ranks = hosts[one]
             link = self._link(ranks[0], hosts[other][0], medians(several))
             if inside:
-                yield _with_collectives(link, "within", [found[rank] for rank in ranks])
+                yield self._with_collectives(link, "within", [found[rank] for rank in ranks])
             else:
                 between.append(link)
         slowest = min(between, key=lambda link: link.bandwidth, default=None)
         for link in between:  # The slowest sets the pace of what all hosts do together.
-            yield _with_collectives(link, "across", found) if link is slowest else link
+            yield self._with_collectives(link, "across", found) if link is slowest else link
 
     def _link(self, first: int, second: int, figures: Figures) -> Link:
         one, other = self.places[first], self.places[second]
         one_way, (both,) = figures["one way"], figures["both"]
-        latency_s, a_byte_s = line(MESSAGES, one_way)
+        latency_s, a_byte_s = line(message_bytes(self.config.message_bytes), one_way)
         return Link(
             ends=[one.host, other.host],
             kind=one.fabric if one.host != other.host else _joined_by(one.kind, 1 / a_byte_s),
             latency_s=_short(latency_s), bandwidth=_short(1 / a_byte_s),
             duplex=both < _AT_ONCE * one_way[-1],
         )  # fmt: skip
+
+    def _with_collectives(self, link: Link, where: str, found: Sequence[Figures]) -> Link:
+        figures = medians([{n: v for n, v in one.items() if n.endswith(where)} for one in found])
+        sizes = [float(size) for size in collective_bytes(len(found), self.config.message_bytes)]
+        collectives = [
+            Collective.model_validate(
+                {
+                    "name": name,
+                    "ranks": len(found),
+                    "times": Curve(bytes=sizes, seconds=_shorts(figures[f"{name} {where}"])),
+                }
+            )
+            for name in COLLECTIVES
+        ]
+        return link.model_copy(update={"collectives": collectives})
 
 
 def _joined_by(kind: str, bandwidth: float) -> str:
@@ -159,22 +174,6 @@ def _disk(path: str, figures: Figures) -> Disk:
         path=path, read=rates["read"], write=rates["write"], random_read=rates["random read"],
         random_write=rates["random write"], mixed=rates["mixed"], block_bytes=SMALL,
     )  # fmt: skip
-
-
-def _with_collectives(link: Link, where: str, found: Sequence[Figures]) -> Link:
-    figures = medians([{n: v for n, v in one.items() if n.endswith(where)} for one in found])
-    sizes = [float(size) for size in collective_bytes(len(found))]
-    collectives = [
-        Collective.model_validate(
-            {
-                "name": name,
-                "ranks": len(found),
-                "times": Curve(bytes=sizes, seconds=_shorts(figures[f"{name} {where}"])),
-            }
-        )
-        for name in COLLECTIVES
-    ]
-    return link.model_copy(update={"collectives": collectives})
 
 
 def _short(value: float) -> float:

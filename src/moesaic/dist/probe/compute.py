@@ -51,13 +51,14 @@ class Sizes:
 
 
 def suitable(
-    device: torch.device, dtypes: Sequence[str] | None, largest: int | None, budget_s: float
-) -> Sizes:
+    device: torch.device, dtypes: Sequence[str] | None, largest: int | None,
+    copy_bytes: int | None, budget_s: float,
+) -> Sizes:  # fmt: skip
     """Sizes whose products, as many as there are, take about `budget_s` at most."""
     types = dtypes or devices.number_types(device)
     most = largest or devices.largest_product(device)
     sides = {dtype: _largest_side(device, dtype, most, budget_s / len(types)) for dtype in types}
-    return Sizes(sides, powers(_SMALLEST_COPY_BYTES, devices.largest_copy(device), 4))
+    return Sizes(sides, powers(_SMALLEST_COPY_BYTES, copy_bytes or devices.largest_copy(device), 4))
 
 
 def _largest_side(device: torch.device, dtype: str, most: int, budget_s: float) -> int:

@@ -10,28 +10,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.dist import device as devices
-from moesaic.dist.probe.timing import Figures, together
+from moesaic.dist.probe.timing import Figures, powers, together
 from moesaic.dist.world import Group, World
 
-MESSAGES = (8, 1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of the messages between two ranks."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
 
 
-def collective_bytes(ranks: int) -> list[int]:
+def message_bytes(most: int) -> list[int]:
+    """Bytes of the messages between two ranks."""
+    return [8, *powers(1 << 10, most, 8)]
+
+
+def collective_bytes(ranks: int, most: int) -> list[int]:
     """Bytes that a rank holds in the operations of `ranks` ranks: whole numbers for each of them."""
-    return [-(-size // (4 * ranks)) * 4 * ranks for size in _COLLECTIVE_BYTES]
+    return [-(-size // (4 * ranks)) * 4 * ranks for size in powers(1 << 12, most, 8)]
 
 
 def pairs(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """The ranks whose link is measured: neighbours and farthest of a host, and first ones of two."""
-    inside = [(host[0], host[i]) for host in hosts for i in sorted({1, len(host) - 1}) if 0 < i]
-    inside = [(a, b) for a, b in inside if a != b]
+    inside = [
+        (host[0], other)
+        for host in hosts
+        for other in dict.fromkeys([*host[1:2], host[-1]])
+        if other != host[0]
+    ]
     return inside + list(combinations([host[0] for host in hosts], 2))
 
 
-def measure(world: World, hosts: Sequence[Sequence[int]], budget_s: float) -> Figures:
+def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: float) -> Figures:
     """Seconds of messages and operations: `A-B one way`, `A-B both`, `NAME within`, `NAME across`.
 
     `within` are operations of each host's ranks, all hosts at once; `across` are those of everyone.
@@ -40,20 +46,22 @@ def measure(world: World, hosts: Sequence[Sequence[int]], budget_s: float) -> Fi
     groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
     if len(hosts) > 1:
         groups.append(("across", world.everyone))
-    share_s = budget_s / (len(chosen) * (len(MESSAGES) + 1) + len(groups) * 4 * 5)
+    sizes = message_bytes(most)
+    num_operations = len(COLLECTIVES) * len(collective_bytes(2, most)) * len(groups)
+    share_s = budget_s / (len(chosen) * (len(sizes) + 1) + num_operations)
     found: Figures = {}
     for first, second in chosen:
         world.barrier()
         if world.rank in (first, second):
-            found |= _pair(world, first, second, share_s)
+            found |= _pair(world, first, second, sizes, share_s)
     for where, group in groups:
         world.barrier()
         if group is not None:
-            found |= _collectives(world, group, where, share_s)
+            found |= _collectives(world, group, where, most, share_s)
     return found
 
 
-def _pair(world: World, first: int, second: int, share_s: float) -> Figures:
+def _pair(world: World, first: int, second: int, sizes: list[int], share_s: float) -> Figures:
     """Seconds one way by size, and of the largest message both ways at once."""
     peer = second if world.rank == first else first
 
@@ -87,14 +95,14 @@ def _pair(world: World, first: int, second: int, share_s: float) -> Figures:
         return together(work, lambda: devices.now(world.device), agree, share_s)
 
     times = []
-    for size in MESSAGES:
+    for size in sizes:
         message = torch.zeros(size, dtype=torch.uint8, device=world.device)
         times.append(time(lambda message=message: there_and_back(message)) / 2)  # type: ignore[misc]
     both = time(lambda: at_once(message, torch.empty_like(message)))
     return {f"{first}-{second} one way": times, f"{first}-{second} both": [both]}
 
 
-def _collectives(world: World, group: Group, where: str, share_s: float) -> Figures:
+def _collectives(world: World, group: Group, where: str, most: int, share_s: float) -> Figures:
     ranks, first = group.size(), dist.get_global_rank(group, 0)
 
     def agree(count: int) -> int:
@@ -109,7 +117,7 @@ def _collectives(world: World, group: Group, where: str, share_s: float) -> Figu
                 _collective(name, num_bytes, ranks, world.device, group),
                 lambda: devices.now(world.device), agree, share_s,
             )
-            for num_bytes in collective_bytes(ranks)
+            for num_bytes in collective_bytes(ranks, most)
         ]  # fmt: skip
     return found
 

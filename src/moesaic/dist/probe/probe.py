@@ -82,9 +82,10 @@ def _sizes(world: World, config: ProbeConfig) -> list[Sizes]:
     if not world.leads:
         return []
     cpu, share_s = torch.device("cpu"), _share_s(config)
-    shared = compute.suitable(world.device, config.dtypes, config.largest, share_s)
+    asked = (config.dtypes, config.largest, config.copy_bytes)
+    shared = compute.suitable(world.device, *asked, share_s)
     same = world.device == cpu
-    return [shared if same else compute.suitable(cpu, None, None, share_s), shared]
+    return [shared if same else compute.suitable(cpu, None, None, None, share_s), shared]
 
 
 def _share_s(config: ProbeConfig) -> float:
@@ -145,7 +146,7 @@ class _Part:
     def _links(self) -> Figures:
         if self.world.size == 1 or not self.config.links:
             return {}
-        return links.measure(self.world, self.hosts, self.share_s)
+        return links.measure(self.world, self.hosts, self.config.message_bytes, self.share_s)
 
     def _disks(self) -> Figures:
         found: Figures = {}

@@ -26,8 +26,12 @@ class ProbeConfig(Section):
     """Types of numbers to multiply; unset: those that the device is meant for."""
     largest: int | None = Field(default=None, ge=64, le=65536)
     """Side of the largest matrices; unset: 1024 on a CPU, 8192 on a GPU."""
+    copy_bytes: int | None = Field(default=None, ge=1 << 14, le=1 << 34)
+    """Size of the largest copy, which no cache should hold; unset: 128 MiB on a CPU, 1 GiB on a GPU."""
     links: bool = True
     """Whether to measure messages between ranks."""
+    message_bytes: int = Field(default=16 << 20, ge=1 << 14, le=1 << 30)
+    """Size of the largest message."""
     disks: list[str] = ["."]
     """A directory on every disk to measure; [] for none."""
     disk_bytes: int = Field(default=128 << 20, ge=1 << 20, le=256 << 20)
