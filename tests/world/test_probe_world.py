@@ -16,7 +16,8 @@ from moesaic.dist.world import World
 from moesaic.testing.ranks import Ranks
 
 TINY: dict[str, Any] = {
-    "seconds": 0.4, "largest": 64, "dtypes": ["fp32"], "disk_bytes": 1 << 20, "device": "cpu", "copy_bytes": 1 << 20, "message_bytes": 1 << 16,
+    "seconds": 0.4, "largest": 64, "dtypes": ["fp32"], "copy_bytes": 1 << 20,
+    "message_bytes": 1 << 16, "disk_bytes": 1 << 20, "device": "cpu",
 }  # fmt: skip
 
 

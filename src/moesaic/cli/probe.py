@@ -18,6 +18,7 @@ from moesaic.cli.launch import (
     tell_bug,
 )
 from moesaic.cli.measure import Part, encode, take_part
+from moesaic.dist.probe import disks
 from moesaic.dist.probe.settings import ProbeConfig
 
 MODULE = "moesaic.cli.measure"
@@ -49,6 +50,8 @@ def probe(
             _tell(place, config, ranks, as_json)
         return 0
     part = Part(config.model_dump(), str(place), as_json, sys.argv)
+    for path in config.disks:
+        disks.check(Path(path))
     if launched():
         take_part(part)
         return 0
@@ -72,10 +75,7 @@ def _check_place(place: Path) -> None:
 def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:
     """How many ranks to start; refuses what this machine cannot do."""
     from moesaic.dist import device
-    from moesaic.dist.probe import disks
 
-    for path in config.disks:
-        disks.check(Path(path))
     kind = device.resolve(config.device, key="device")
     ranks = ranks or device.num_devices(kind)
     device.resolve(config.device, ranks - 1, key="device")

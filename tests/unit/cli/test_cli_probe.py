@@ -15,10 +15,13 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.facts.cluster import load_cluster
 
-TINY = (
-    "--set seconds=0.4 --set largest=64 --set dtypes=['fp32'] --set disk_bytes=1048576 "
-    "--set copy_bytes=1048576 --set message_bytes=65536 --set device=cpu --set disks=['disk']"
-).split()
+TINY = [
+    f"--set={item}"
+    for item in (
+        "seconds=0.4", "largest=64", "dtypes=['fp32']", "copy_bytes=1048576",
+        "message_bytes=65536", "disk_bytes=1048576", "device=cpu", "disks=['disk']",
+    )
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -171,7 +172,7 @@ def _matmul(dtype: str, times: list[float], sizes: Sizes) -> Matmul:
 def _disk(path: str, figures: Figures) -> Disk:
     rates = {name: _short(values[0]) for name, values in _with(figures, f"disk {path} ").items()}
     return Disk(
-        path=path, read=rates["read"], write=rates["write"], random_read=rates["random read"],
+        path=os.path.abspath(path), read=rates["read"], write=rates["write"], random_read=rates["random read"],
         random_write=rates["random write"], mixed=rates["mixed"], block_bytes=SMALL,
     )  # fmt: skip
 

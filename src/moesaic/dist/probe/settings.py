@@ -32,7 +32,7 @@ class ProbeConfig(Section):
     """Whether to measure messages between ranks."""
     message_bytes: int = Field(default=16 << 20, ge=1 << 14, le=1 << 30)
     """Size of the largest message."""
-    disks: list[str] = ["."]
+    disks: list[str] = Field(default_factory=lambda: ["."])
     """A directory on every disk to measure; [] for none."""
     disk_bytes: int = Field(default=128 << 20, ge=1 << 20, le=256 << 20)
     """Size of the file that a disk is measured with; it is gone afterwards."""
