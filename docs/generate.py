@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from moesaic.base import keys
 from moesaic.cli.inspect import InspectConfig
+from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
 from moesaic.facts.job import Job
@@ -34,6 +35,7 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "The job": (Job, "`moesaic train JOB.toml`"),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
     "convert": (ConvertConfig, "`moesaic convert SOURCE --out DIR --set KEY=VALUE`"),
+    "probe": (ProbeConfig, "`moesaic probe --set KEY=VALUE`"),
     "inspect": (InspectConfig, "`moesaic inspect PATH --set KEY=VALUE`"),
 }
 

@@ -51,9 +51,8 @@ ENVIRONMENT = {
         "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
         "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
     },
-    "cli/train.py": {"WORLD_SIZE", "RANK"},
     "cli/rank.py": {"TORCHELASTIC_ERROR_FILE"},
-    "cli/launch.py": {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"},
+    "cli/launch.py": {"WORLD_SIZE", "RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"},
     "testing/ranks.py": {"GLOO_SOCKET_IFNAME"},
 }  # fmt: skip
 """The environment variables that are read or set, by file: torchrun's own, and its children's."""

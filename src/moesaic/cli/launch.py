@@ -11,12 +11,19 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from moesaic.base.errors import MoesaicError, UserError
-from moesaic.cli.rank import Part, encode
+from moesaic.cli import screen
 
 RELAUNCH, INTERRUPTED = 75, 130
+
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", metavar="N", help="Ranks to start on this machine.", show_default="1"),
+]
 
 
 class RankFailed(MoesaicError):
@@ -32,8 +39,34 @@ class CutOff(MoesaicError):
         """What the command line exits with."""
 
 
-def launch(part: Part, ranks: int) -> None:
-    """Run `ranks` ranks to their end.
+def launched() -> bool:
+    """Whether torchrun, or the like, started this process as one rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leads() -> bool:
+    """Whether this process speaks for all."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+def speaker() -> str:
+    """What a message of this process opens with: `rank 1: ` under torchrun, if it is not rank 0."""
+    return "" if leads() else f"rank {os.environ['RANK']}: "
+
+
+def num_ranks(nproc: int | None) -> int | None:
+    """How many ranks there will be, or are; None where nobody said."""
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc}: give a number from 1")
+    if not launched():
+        return nproc
+    if nproc is not None:
+        raise UserError(f"--nproc {nproc} under torchrun, which starts the ranks: leave it out")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def launch(module: str, part: str, ranks: int) -> None:
+    """Run `ranks` ranks to their end, each as `python -m module part`.
 
     Raises what the first one to fail met: UserError, RankFailed, or CutOff where a signal ended it.
     """
@@ -51,13 +84,20 @@ def launch(part: Part, ranks: int) -> None:
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-m", "moesaic.cli.rank", encode(part))
+            elastic_launch(config, sys.executable)("-m", module, part)
         except ChildFailedError as error:
             raise _cause(Path(logs), error.failures) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise CutOff("interrupted", INTERRUPTED) from None
             raise CutOff(f"ended by {error.sigval.name}") from None
+
+
+def tell_bug(error: RankFailed) -> int:
+    """Tell what ended a rank; returns the exit status."""
+    screen.err().print(str(error).rstrip())
+    screen.fail("a rank failed, which is a bug of moesaic: its traceback stands above")
+    return 1
 
 
 def _share_machine(ranks: int) -> None:

@@ -19,11 +19,12 @@ from moesaic.cli import screen
 from moesaic.cli.convert import convert
 from moesaic.cli.generate import generate
 from moesaic.cli.inspect import inspect
-from moesaic.cli.launch import INTERRUPTED, CutOff
+from moesaic.cli.launch import INTERRUPTED, CutOff, speaker
 from moesaic.cli.plan import plan
+from moesaic.cli.probe import probe
 from moesaic.cli.rank import LESS_MEMORY
 from moesaic.cli.report import report
-from moesaic.cli.train import speaker, train
+from moesaic.cli.train import train
 
 USER_ERROR = 2
 MORE_MEMORY = {"train": LESS_MEMORY, "generate": "give fewer prompts, or lower max_tokens"}
@@ -70,7 +71,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
     app.callback()(_opening)
-    for verb in (train, generate, convert, inspect, report, plan):
+    for verb in (train, generate, convert, inspect, report, probe, plan):
         app.command()(verb)
     return app
 

@@ -1,4 +1,4 @@
-"""One rank's part in a training run, and the process of a rank that `--nproc` started.
+"""One rank's part in a training run, and the process of any rank that `--nproc` started.
 
 Such a process says nothing of its own: a failure goes to the file that torch's agent names, and
 the parent, which reads them all, tells the user once. It ends when its parent does.
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -79,19 +80,27 @@ def default_out(job: Path) -> Path:
 
 def main() -> int:
     """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
-    from moesaic.dist.world import lost_peer
-
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
+    return bounded(lambda: take_part(part), LESS_MEMORY)
+
+
+def bounded(work: Callable[[], object], on_memory: str) -> int:
+    """Do a rank's work; returns the exit status, what ended it being on record.
+
+    `on_memory` is what helps against too little memory.
+    """
+    from moesaic.dist.world import lost_peer
+
     try:
-        take_part(part)
+        work()
     except UserError as error:
         _record(str(error), "user")
         return 2
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the boundary: the parent prints it
-        mistake = as_user_error(error, LESS_MEMORY)
+        mistake = as_user_error(error, on_memory)
         if mistake is not None:
             _record(str(mistake), "user")
             return 2
@@ -116,7 +125,7 @@ def _record(text: str, kind: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its parent is gone, however that ended."""
     parent = os.getppid()
     if sys.platform == "linux":  # At once: before a lost connection has much to say.
@@ -136,5 +145,5 @@ def encode(part: Part) -> str:
 
 
 if __name__ == "__main__":
-    _end_with_parent()
+    end_with_parent()
     sys.exit(main())

@@ -6,7 +6,6 @@ rank starts or anything is written.
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -21,9 +20,19 @@ import typer
 from moesaic.base.errors import UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
-from moesaic.cli.launch import INTERRUPTED, CutOff, RankFailed, launch
+from moesaic.cli.launch import (
+    INTERRUPTED,
+    CutOff,
+    Nproc,
+    RankFailed,
+    launch,
+    launched,
+    leads,
+    num_ranks,
+    tell_bug,
+)
 from moesaic.cli.progress import duration
-from moesaic.cli.rank import Part, default_out, take_part
+from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Memory, count, memory
@@ -31,10 +40,6 @@ from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, refuse_run
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
-]
-Nproc = Annotated[
-    int | None,
-    typer.Option("--nproc", metavar="N", help="Ranks to start on this machine.", show_default="1"),
 ]
 Resume = Annotated[
     str | None,
@@ -60,54 +65,30 @@ def train(
         flags.explain(Job, explain, as_json)
         return 0
     path = flags.need(job, "JOB.toml", "train")
-    ranks = _num_ranks(nproc)
+    ranks = num_ranks(nproc) or 1
     loaded = load_job(path, sets or ())
     plan = lay_out(loaded.job.layout, loaded.job.model, ranks)
     check_inputs(loaded.job, str(path))
     chosen, resume = _find_place(path, out, resume)
     place = str(chosen) if chosen else None
     part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv)
-    if _leads():
+    if leads():
         for warning in loaded.warnings:
             screen.warn(warning)
     if dry_run:
         _check_weights(loaded.job)
         _tell(path, loaded, plan, as_json)
         return 0
-    _check_machine(loaded.job, 1 if _launched() else ranks)
-    return _run(part, 1 if _launched() else ranks)
-
-
-def _launched() -> bool:
-    """Whether torchrun, or the like, started this process as one rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _leads() -> bool:
-    return not _launched() or os.environ["RANK"] == "0"
-
-
-def speaker() -> str:
-    """What a message of this process opens with: `rank 1: ` under torchrun, if it is not rank 0."""
-    return "" if _leads() else f"rank {os.environ['RANK']}: "
-
-
-def _num_ranks(nproc: int | None) -> int:
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc}: give a number from 1")
-    if not _launched():
-        return nproc or 1
-    if nproc is not None:
-        raise UserError(f"--nproc {nproc} under torchrun, which starts the ranks: leave it out")
-    return int(os.environ["WORLD_SIZE"])
+    _check_machine(loaded.job, 1 if launched() else ranks)
+    return _run(part, 1 if launched() else ranks)
 
 
 def _find_place(job: Path, out: Path | None, resume: str | None) -> tuple[Path | None, str | None]:
     """The run's directory and the checkpoint to go on from, both as the engine takes them."""
     if resume is None:
-        if out is not None and _leads():
+        if out is not None and leads():
             refuse_run(out)
-        return (out or (None if _launched() else default_out(job))), None
+        return (out or (None if launched() else default_out(job))), None
     if resume == "auto":
         if out is None:
             raise UserError("--resume needs --out RUN, the run to go on with")
@@ -164,16 +145,14 @@ def _run(part: Part, ranks: int) -> int:
     out = Path(part.out) if part.out else None
     try:
         if ranks > 1:
-            launch(part, ranks)
+            launch("moesaic.cli.rank", encode(part), ranks)
         else:
             with _tidy_end():
-                out, leads = take_part(part)
-            if not leads:
+                out, speaks = take_part(part)
+            if not speaks:
                 return 0
     except RankFailed as error:
-        screen.err().print(str(error).rstrip())
-        screen.fail("a rank failed, which is a bug of moesaic: its traceback stands above")
-        return 1
+        return tell_bug(error)
     except KeyboardInterrupt:
         raise _cut_off(CutOff("interrupted", INTERRUPTED), part, ranks) from None
     except CutOff as error:
@@ -201,7 +180,7 @@ def _cut_off(error: CutOff, part: Part, ranks: int) -> CutOff:
     """Note in the run's log how it ended, and say how it goes on."""
     from moesaic.train.directory import note_end
 
-    if part.out and _leads():
+    if part.out and leads():
         note_end(Path(part.out), str(error))
     return CutOff(f"{error}{_how_to_go_on(part, ranks)}", error.status)
 
@@ -210,7 +189,7 @@ def _how_to_go_on(part: Part, ranks: int) -> str:
     """The command that goes on from the newest checkpoint, if there is one."""
     if part.out is None or not _holds_checkpoint(Path(part.out)):
         return ""
-    if _launched():
+    if launched():
         return f"; to go on: the same command with {shlex.join(('--out', part.out))} --resume"
     words = ["moesaic", "train", part.job]
     words += ["--nproc", str(ranks)] if ranks > 1 else []

@@ -6,6 +6,7 @@ Everything else asks here for a device, its communication backend, its memory an
 from __future__ import annotations
 
 import os
+import platform
 import time
 from pathlib import Path
 
@@ -63,6 +64,59 @@ def describe(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     threads = torch.get_num_threads()
     return f"cpu ({os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''} a rank)"
+
+
+def kind(device: torch.device) -> str:
+    """What a cluster's file calls such devices."""
+    return "gpu" if device.type == "cuda" else "cpu"
+
+
+def model(device: torch.device) -> str:
+    """What the maker calls it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.machine()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def host_bytes() -> int:
+    """Main memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_devices(device: torch.device) -> int:
+    """How many ranks this machine has a device for: GPUs, or cores."""
+    return torch.cuda.device_count() if device.type == "cuda" else num_cores()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of `device`; of a CPU, the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_bytes()
+
+
+def number_types(device: torch.device) -> list[str]:
+    """Types of numbers that `device` is meant to multiply, as a cluster's file calls them."""
+    if device.type == "cuda":
+        return ["fp64", "fp32", "tf32", "bf16", "fp16"]
+    return ["fp64", "fp32", "bf16"]
+
+
+def largest_product(device: torch.device) -> int:
+    """Side of square matrices by which `device` has reached the speed it keeps."""
+    return 8192 if device.type == "cuda" else 1024
+
+
+def largest_copy(device: torch.device) -> int:
+    """Bytes that no cache of `device` holds."""
+    return 1 << 30 if device.type == "cuda" else 1 << 27
 
 
 def peak_bytes(device: torch.device) -> int:

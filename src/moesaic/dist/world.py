@@ -79,11 +79,19 @@ class World:
         return cls(rank, size, device, generation, deadline, prefixed, everyone)
 
     @classmethod
-    def from_launcher(cls, device_name: str = "auto", deadline: timedelta | None = None) -> World:
-        """The world that torchrun set up in the environment; a solo world where it did not."""
+    def from_launcher(
+        cls,
+        device_name: str = "auto",
+        deadline: timedelta | None = None,
+        key: str = "train.device",
+    ) -> World:
+        """The world that torchrun set up in the environment; a solo world where it did not.
+
+        `key` is the setting that named the device.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = devices.resolve(device_name, local_rank)
+        device = devices.resolve(device_name, local_rank, key)
         if size == 1:
             return cls.solo(device)
         deadline = deadline or timedelta(minutes=10)

@@ -54,7 +54,8 @@ def run(line: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 LIGHT = [
     "", "--help", "--version", "train --help", "generate -h", "convert --help", "inspect --help",
-    "report --help", "train --explain all", "train --explain train.batch",
+    "report --help", "probe --help", "probe --explain all", "probe --dry-run",
+    "train --explain all", "train --explain train.batch",
     "generate --explain all", "convert --explain to", "inspect --explain verify",
     "report --explain all", "train job.toml --dry-run --nproc 2",
     "train job.toml --dry-run --nproc 2 --json",
@@ -79,7 +80,7 @@ for line in {LIGHT!r}:
 
 def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
     text = run("--help", capfd)
-    for verb in ("train", "generate", "convert", "inspect", "report"):
+    for verb in ("train", "generate", "convert", "inspect", "report", "probe"):
         assert verb in text
         flags = run(f"{verb} --help", capfd)
         for flag in ("--set", "--out", "--dry-run", "--json", "--explain"):

@@ -1,0 +1,161 @@
+"""One rank's part in a probe, and the process of a rank that `moesaic probe` started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moesaic import __version__
+from moesaic.base.config import parse
+from moesaic.base.errors import unwritable
+from moesaic.cli import screen
+from moesaic.cli.rank import bounded, end_with_parent
+from moesaic.dist.probe.settings import ProbeConfig
+
+if TYPE_CHECKING:
+    from moesaic.dist.probe.probe import Found, Watch
+
+LESS_MEMORY = "start fewer ranks with --nproc, or lower largest"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank must know to take part; every rank is told the same."""
+
+    settings: dict[str, Any]
+    out: str
+    """The file to write."""
+    as_json: bool
+    """Print JSON."""
+    command: list[str]
+    """The command line as the user gave it."""
+
+
+def take_part(part: Part) -> None:
+    """Measure; rank 0 writes the file and says what was found."""
+    from moesaic.dist.probe.probe import deadline, num_parts, probe
+    from moesaic.dist.world import World
+
+    config = parse(ProbeConfig, part.settings, "settings")
+    world = World.from_launcher(config.device, deadline(config), key="device")
+    try:
+        with _watched(world.leads, num_parts(config)) as watch:
+            found = probe(world, config, watch)
+    finally:
+        world.leave()
+    if found is not None:
+        for note in found.notes:
+            screen.warn(note)
+        _write(Path(part.out), found)
+        _tell(part, found)
+
+
+@contextmanager
+def _watched(shown: bool, total: int) -> Iterator[Watch]:
+    console = screen.err()
+    with Progress(
+        TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not (shown and console.is_terminal),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=total)
+        begun: list[str] = []
+
+        def watch(name: str) -> None:
+            bar.update(task, completed=len(begun), description=name)
+            begun.append(name)
+
+        yield watch
+
+
+def _write(path: Path, found: Found) -> None:
+    """The file, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    opening = (
+        f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
+        f"{len(found.repeats)} times over.\n# {_agreement(found)}.\n\n"
+    )
+    try:
+        partial.write_text(opening + found.cluster.to_toml(), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise unwritable(f"--out '{path}'", error) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _agreement(found: Found) -> str:
+    """How well the repeats agree."""
+    most = found.spreads[int(0.9 * (len(found.spreads) - 1))]
+    return (
+        f"Of {len(found.spreads):,} points half repeat within {median(found.spreads):.0%}, nine "
+        f"tenths within {most:.0%}"
+    )
+
+
+def _tell(part: Part, found: Found) -> None:
+    from moesaic.dist.probe.cluster import headlines
+    from moesaic.dist.probe.timing import spread
+
+    repeats = zip(*(headlines(one) for one in found.repeats), strict=True)
+    rows = [
+        (headline, spread([one.value for one in several]))
+        for headline, several in zip(headlines(found.cluster), repeats, strict=True)
+    ]
+    if part.as_json:
+        screen.as_json(
+            {
+                "out": part.out,
+                "figures": [{**line._asdict(), "spread": apart} for line, apart in rows],
+                "points": {"count": len(found.spreads), "median_spread": median(found.spreads)},
+                "notes": found.notes,
+                "cluster": found.cluster.model_dump(mode="json", by_alias=True),
+            }
+        )
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "figure", "repeats within"):
+        table.add_column(title, justify="left" if not title else "right")
+    thing = ""
+    for line, apart in rows:
+        if line.thing != thing:
+            thing = line.thing
+            table.add_row(thing, style="bold")
+        table.add_row(f"  {line.what}", _quantity(line.value, line.unit), f"{apart:.0%}")
+    screen.show(table)
+    screen.say(f"\n{_agreement(found)}.")
+    screen.say(f"wrote {part.out}")
+
+
+def _quantity(value: float, unit: str) -> str:
+    """A figure for people: 12.3 GB/s."""
+    scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+    prefix = next((name for name, scale in scales.items() if value >= scale), "n")
+    return f"{value / scales[prefix]:.3g} {prefix}{unit}"
+
+
+def encode(part: Part) -> str:
+    """The argument of a rank's process."""
+    return json.dumps(asdict(part))
+
+
+def main() -> int:
+    """The process of one rank: `python -m moesaic.cli.measure PART-AS-JSON`."""
+    part = Part(**json.loads(sys.argv[1]))
+    sys.argv = part.command
+    return bounded(lambda: take_part(part), LESS_MEMORY)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""`moesaic probe`: what this machine, or all that torchrun started ranks on, can do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moesaic.base.errors import UserError
+from moesaic.cli import flags, screen
+from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.launch import (
+    Nproc,
+    RankFailed,
+    launch,
+    launched,
+    leads,
+    num_ranks,
+    tell_bug,
+)
+from moesaic.cli.measure import Part, encode, take_part
+from moesaic.dist.probe import disks
+from moesaic.dist.probe.settings import ProbeConfig
+
+MODULE = "moesaic.cli.measure"
+
+
+def probe(
+    nproc: Nproc = None,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    explain: Explain = None,
+) -> int:
+    """Measure devices, links and disks, and write them to cluster.toml.
+
+    Unless --nproc says otherwise there is a rank for every GPU, or for every core where there is
+    none. Under torchrun the hosts of all ranks are measured, and what joins them.
+    """
+    if explain is not None:
+        flags.explain(ProbeConfig, explain, as_json)
+        return 0
+    config = flags.settings(ProbeConfig, sets)
+    ranks = num_ranks(nproc)
+    place = out or Path("cluster.toml")
+    if leads():
+        _check_place(place)
+    if dry_run:
+        if leads():
+            _tell(place, config, ranks, as_json)
+        return 0
+    part = Part(config.model_dump(), str(place), as_json, sys.argv)
+    for path in config.disks:
+        disks.check(Path(path))
+    if launched():
+        take_part(part)
+        return 0
+    return _run(part, _num_ranks(config, ranks))
+
+
+def _check_place(place: Path) -> None:
+    if place.is_dir():
+        raise UserError(
+            f"--out '{place}' is a directory: name a file, such as {place}/cluster.toml"
+        )
+    if place.exists():
+        raise UserError(
+            f"--out '{place}' is there already, perhaps with changes of yours: remove it, or name "
+            "another file"
+        )
+    if not place.absolute().parent.is_dir():
+        raise UserError(f"--out '{place}' is in a directory that is not there: make it first")
+
+
+def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:
+    """How many ranks to start; refuses what this machine cannot do."""
+    from moesaic.dist import device
+
+    kind = device.resolve(config.device, key="device")
+    ranks = ranks or device.num_devices(kind)
+    device.resolve(config.device, ranks - 1, key="device")
+    return ranks
+
+
+def _run(part: Part, ranks: int) -> int:
+    if ranks == 1:
+        take_part(part)
+        return 0
+    try:
+        launch(MODULE, encode(part), ranks)
+    except RankFailed as error:
+        return tell_bug(error)
+    return 0
+
+
+def _tell(place: Path, config: ProbeConfig, ranks: int | None, as_json: bool) -> None:
+    if as_json:
+        screen.as_json({"out": str(place), "ranks": ranks, "settings": config.model_dump()})
+        return
+    who = f"{ranks} ranks" if ranks else "a rank for every GPU or core"
+    screen.say(f"# {who} -> {place}\n")
+    screen.say(config.to_toml().rstrip())

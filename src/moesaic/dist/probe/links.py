@@ -1,0 +1,140 @@
+"""How fast messages travel: between two ranks, and in whole operations of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesaic.dist import device as devices
+from moesaic.dist.probe.timing import Figures, powers, together
+from moesaic.dist.world import Group, World
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def message_bytes(most: int) -> list[int]:
+    """Bytes of the messages between two ranks."""
+    return [8, *powers(1 << 10, most, 8)]
+
+
+def collective_bytes(ranks: int, most: int) -> list[int]:
+    """Bytes that a rank holds in the operations of `ranks` ranks: whole numbers for each of them."""
+    return [-(-size // (4 * ranks)) * 4 * ranks for size in powers(1 << 12, most, 8)]
+
+
+def pairs(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The ranks whose link is measured: neighbours and farthest of a host, and first ones of two."""
+    inside = [
+        (host[0], other)
+        for host in hosts
+        for other in dict.fromkeys([*host[1:2], host[-1]])
+        if other != host[0]
+    ]
+    return inside + list(combinations([host[0] for host in hosts], 2))
+
+
+def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: float) -> Figures:
+    """Seconds of messages and operations: `A-B one way`, `A-B both`, `NAME within`, `NAME across`.
+
+    `within` are operations of each host's ranks, all hosts at once; `across` are those of everyone.
+    """
+    chosen = pairs(hosts)
+    groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
+    if len(hosts) > 1:
+        groups.append(("across", world.everyone))
+    sizes = message_bytes(most)
+    num_operations = len(COLLECTIVES) * len(collective_bytes(2, most)) * len(groups)
+    share_s = budget_s / (len(chosen) * (len(sizes) + 1) + num_operations)
+    found: Figures = {}
+    for first, second in chosen:
+        world.barrier()
+        if world.rank in (first, second):
+            found |= _pair(world, first, second, sizes, share_s)
+    for where, group in groups:
+        world.barrier()
+        if group is not None:
+            found |= _collectives(world, group, where, most, share_s)
+    return found
+
+
+def _pair(world: World, first: int, second: int, sizes: list[int], share_s: float) -> Figures:
+    """Seconds one way by size, and of the largest message both ways at once."""
+    peer = second if world.rank == first else first
+
+    def agree(count: int) -> int:
+        number = torch.tensor([count], device=world.device)
+        if world.rank == first:
+            dist.send(number, peer, group=world.everyone)
+        else:
+            dist.recv(number, peer, group=world.everyone)
+        return int(number.item())
+
+    def there_and_back(message: Tensor) -> None:
+        if world.rank == first:
+            dist.send(message, peer, group=world.everyone)
+            dist.recv(message, peer, group=world.everyone)
+        else:
+            dist.recv(message, peer, group=world.everyone)
+            dist.send(message, peer, group=world.everyone)
+
+    def at_once(out: Tensor, back: Tensor) -> None:
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, out, peer, world.everyone),
+                dist.P2POp(dist.irecv, back, peer, world.everyone),
+            ]
+        )
+        for work in works:
+            work.wait()
+
+    def time(work: Callable[[], object]) -> float:
+        return together(work, lambda: devices.now(world.device), agree, share_s)
+
+    times = []
+    for size in sizes:
+        message = torch.zeros(size, dtype=torch.uint8, device=world.device)
+        times.append(time(lambda message=message: there_and_back(message)) / 2)  # type: ignore[misc]
+    both = time(lambda: at_once(message, torch.empty_like(message)))
+    return {f"{first}-{second} one way": times, f"{first}-{second} both": [both]}
+
+
+def _collectives(world: World, group: Group, where: str, most: int, share_s: float) -> Figures:
+    ranks, first = group.size(), dist.get_global_rank(group, 0)
+
+    def agree(count: int) -> int:
+        number = torch.tensor([count], device=world.device)
+        dist.broadcast(number, src=first, group=group)
+        return int(number.item())
+
+    found: Figures = {}
+    for name in COLLECTIVES:
+        found[f"{name} {where}"] = [
+            together(
+                _collective(name, num_bytes, ranks, world.device, group),
+                lambda: devices.now(world.device), agree, share_s,
+            )
+            for num_bytes in collective_bytes(ranks, most)
+        ]  # fmt: skip
+    return found
+
+
+def _collective(
+    name: str, num_bytes: int, ranks: int, device: torch.device, group: Group
+) -> Callable[[], object]:
+    whole = torch.zeros(num_bytes // 4, device=device)
+    part = torch.zeros(num_bytes // 4 // ranks, device=device)
+    other = torch.empty_like(whole)
+    # The names of torch before 2.13, which warns of them.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    works: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: all_gather(whole, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    return works[name]

@@ -1,0 +1,135 @@
+"""`moesaic probe`: a file that parses, and nothing else left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.facts.cluster import load_cluster
+
+TINY = [
+    f"--set={item}"
+    for item in (
+        "seconds=0.4", "largest=64", "dtypes=['fp32']", "copy_bytes=1048576",
+        "message_bytes=65536", "disk_bytes=1048576", "device=cpu", "disks=['disk']",
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    return tmp_path
+
+
+def start(*words: str, module: str = "moesaic") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *module.split(), "probe", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def ranks_of(parent: int) -> list[int]:
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed}
+    return [pid for pid, command in commands.items() if b"moesaic.cli.measure" in command]
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def test_ranks_measure_and_the_file_parses(place: Path) -> None:
+    process = start("--nproc", "2", *TINY, "--set", "name=mine", "--json")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    facts = json.loads(out)
+    cluster = load_cluster(place / "cluster.toml")
+    assert cluster.name == "mine"
+    assert facts["cluster"] == cluster.model_dump(mode="json", by_alias=True)
+    assert [device.count for device in cluster.hosts[0].devices] == [2, 1]
+    assert [link.kind for link in cluster.links] == ["loopback"]
+    assert {figure["what"] for figure in facts["figures"]} >= {"fp32 products", "read", "latency"}
+    assert all(figure["value"] > 0 <= figure["spread"] for figure in facts["figures"])
+    assert (place / "cluster.toml").read_text().startswith("# Measured by moesaic ")
+    assert sorted(path.name for path in place.rglob("*")) == ["cluster.toml", "disk"]
+
+
+def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:
+    module = "torch.distributed.run --standalone --nproc-per-node 2 -m moesaic"
+    process = start(*TINY, "--out", "two.toml", module=module)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert out.count("wrote two.toml") == 1
+    assert "repeats within" in out
+    assert len(load_cluster(place / "two.toml").links) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_probe_that_is_ended(number: signal.Signals, place: Path) -> None:
+    process = start("--nproc", "2", *TINY, "--set", "seconds=600")
+    try:
+        end = time.monotonic() + 60
+        while len(ranks := ranks_of(process.pid)) < 2:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(4)  # By now they measure.
+    finally:
+        os.kill(process.pid, number)
+        process.communicate(timeout=60)
+    statuses = {signal.SIGKILL: -9, signal.SIGTERM: 75, signal.SIGINT: 130}
+    assert process.returncode == statuses[number]
+    end = time.monotonic() + 20
+    while not all(gone(pid) for pid in ranks):
+        assert time.monotonic() < end, "a rank outlived its parent"
+        time.sleep(0.05)
+    assert [path.name for path in place.rglob("*")] == ["disk"]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--out disk", "--out 'disk' is a directory: name a file, such as disk/cluster.toml"),
+        ("--out there.toml", "--out 'there.toml' is there already, perhaps with changes of yours: "
+         "remove it, or name another file"),
+        ("--out no/where.toml", "--out 'no/where.toml' is in a directory that is not there: make "
+         "it first"),
+        ("--nproc 0", "--nproc 0: give a number from 1"),
+        ("--set disks=['nowhere']", "disks = 'nowhere' is no directory: name one on the disk to "
+         "measure"),
+        ("--set device=gpu", "device = 'gpu' is no device: use auto, cpu or cuda"),
+        ("--set second=3", "--set second=3: unknown key 'second': did you mean 'seconds'?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_ends_with_one_sentence(
+    line: str, sentence: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "there.toml").write_text("mine")
+    assert main(["probe", *line.split()]) == 2
+    assert capfd.readouterr() == ("", f"error: {sentence}\n")
+    assert sorted(path.name for path in place.rglob("*")) == ["disk", "there.toml"]
+    assert (place / "there.toml").read_text() == "mine"
+
+
+def test_a_dry_run_measures_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--dry-run", "--nproc", "2", "--set", "seconds=7"]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("# 2 ranks -> cluster.toml\n")
+    assert "seconds = 7.0" in text
+    assert main(["probe", "--dry-run", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["ranks"] is None
+    assert [path.name for path in place.iterdir()] == ["disk"]

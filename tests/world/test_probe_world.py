@@ -1,0 +1,74 @@
+"""The real probe, tiny: on one rank, on two, and on two hosts that are one."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.dist.probe.cluster import headlines
+from moesaic.dist.probe.probe import num_parts, probe
+from moesaic.dist.probe.settings import ProbeConfig
+from moesaic.dist.world import World
+from moesaic.testing.ranks import Ranks
+
+TINY: dict[str, Any] = {
+    "seconds": 0.4, "largest": 64, "dtypes": ["fp32"], "copy_bytes": 1 << 20,
+    "message_bytes": 1 << 16, "disk_bytes": 1 << 20, "device": "cpu",
+}  # fmt: skip
+
+
+def measure(world: World, directory: Path, ranks_of_a_host: int) -> Any:
+    """What was found, and the parts that this rank was told of."""
+    node, parts = platform.node, list[str]()
+    name = f"host-{world.rank // ranks_of_a_host}"
+    platform.node = lambda: name
+    try:
+        found = probe(world, ProbeConfig(**TINY, disks=[str(directory)]), parts.append)
+    finally:
+        platform.node = node
+    return found, parts
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+@pytest.mark.parametrize(("size", "ranks_of_a_host"), [(1, 1), (2, 2), (4, 2)])
+def test_everything_that_is_there_is_measured(
+    size: int, ranks_of_a_host: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks.run(size, measure, tmp_path, ranks_of_a_host)
+    assert [found is None for found, _ in results] == [False] + [True] * (size - 1)
+    assert all(len(parts) == num_parts(ProbeConfig()) for _, parts in results)
+    found = results[0][0]
+    num_hosts = size // ranks_of_a_host
+    assert [host.name for host in found.cluster.hosts] == [f"host-{i}" for i in range(num_hosts)]
+    for host in found.cluster.hosts:
+        counts = [device.count for device in host.devices]
+        assert counts == ([ranks_of_a_host, 1] if ranks_of_a_host > 1 else [1])
+        assert bool(found.notes) or len(host.disks) == 1
+    ends = {tuple(link.ends) for link in found.cluster.links}
+    inside = {(f"host-{i}", f"host-{i}") for i in range(num_hosts) if ranks_of_a_host > 1}
+    assert ends == inside | ({("host-0", "host-1")} if num_hosts > 1 else set())
+    assert all(one.collectives for one in found.cluster.links)
+    for host in found.cluster.model_dump()["hosts"]:
+        assert host.pop("price_per_hour") == 0.0
+        for device in host["devices"]:
+            assert device.pop("price_per_hour") == 0.0
+        assert all(number > 0 for number in numbers(host))
+    assert all(number > 0 for number in numbers(found.cluster.model_dump()["links"]))
+    assert len(found.repeats) == 2
+    assert [one.what for one in headlines(found.repeats[1])] == [
+        one.what for one in headlines(found.cluster)
+    ]
+    assert found.spreads == sorted(found.spreads)
+    assert found.spreads[0] >= 0
+    assert list(tmp_path.iterdir()) == []
