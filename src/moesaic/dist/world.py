@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -157,6 +158,19 @@ class World:
             kind: type[UserError] = getattr(errors, word[1])
             raise kind(word[2])
         return word[0]
+
+    def await_words(self, store: Store, names: list[str]) -> bool:
+        """Wait for `names` to be set in `store`; whether that was before the deadline.
+
+        The store's own wait would not hear signals: an interrupt would come through at its end.
+        """
+        until, pause_s = time.monotonic() + self.deadline.total_seconds(), 0.001
+        while not store.check(names):
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.05)
+        return True
 
     def leave(self) -> None:
         """End this generation in this process."""

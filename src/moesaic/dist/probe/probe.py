@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore
 
+from moesaic.base.errors import StoreError
 from moesaic.dist import device as devices
 from moesaic.dist.probe import compute, disks, links
 from moesaic.dist.probe.cluster import Assembly, Place, hosts_of
@@ -167,7 +168,7 @@ class _Words:
     """What ranks tell one another through the store: waiting for it costs no core."""
 
     def __init__(self, world: World) -> None:
-        self._rank, self._size = world.rank, world.size
+        self._world, self._rank, self._size = world, world.rank, world.size
         self._store = PrefixStore("probe", world.store)
         self._said = 0
 
@@ -175,7 +176,10 @@ class _Words:
         """Every rank's `word`, which is JSON, by rank."""
         self._said += 1
         self._store.set(f"{self._said}/{self._rank}", json.dumps(word))
-        return [json.loads(self._store.get(f"{self._said}/{r}")) for r in range(self._size)]
+        names = [f"{self._said}/{rank}" for rank in range(self._size)]
+        if not self._world.await_words(self._store, names):
+            raise StoreError(f"no word from some rank for {self._world.deadline}: see that all live")
+        return [json.loads(self._store.get(name)) for name in names]
 
 
 def _under(prefix: str, figures: Figures) -> Figures:

@@ -94,17 +94,13 @@ class _Meeting:
     def hear(self, name: str, rank: int) -> dict[str, Any]:
         """The word left by `rank` under `name`; an error in it is raised here."""
         beats = 0
-        while True:
-            try:
-                self._store.wait([name], self._world.deadline)
-                break
-            except dist.DistStoreError:
-                seen = self._store.add(f"beat/{rank}", 0)
-                if seen == beats:
-                    raise MoesaicError(
-                        f"{self._what}: no sign of life from rank {rank} for {self._world.deadline}"
-                    ) from None
-                beats = seen
+        while not self._world.await_words(self._store, [name]):
+            seen = self._store.add(f"beat/{rank}", 0)
+            if seen == beats:
+                raise MoesaicError(
+                    f"{self._what}: no sign of life from rank {rank} for {self._world.deadline}"
+                )
+            beats = seen
         word: dict[str, Any] = json.loads(self._store.get(name))
         if "error" in word:
             kind = getattr(errors, word["error"], MoesaicError)
