@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError, unwritable
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
@@ -36,10 +35,6 @@ Nproc = Annotated[
 ]
 _SHOWN_RANKS = 16
 _HOUR_S = 3600.0
-
-
-class PlanConfig(Section):
-    """A plan is of a job: its keys are the job's."""
 
 
 def plan(
