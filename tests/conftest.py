@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from moesaic.testing.ranks import Ranks
+
+hypothesis.settings.register_profile("brief", max_examples=40, deadline=None)
+hypothesis.settings.load_profile("brief")
 
 
 @pytest.fixture(scope="session")
