@@ -47,8 +47,8 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert worst_element(one.state, other.state) < 1e-9
 
 
-# Micro-batches of 8, 4 and 2 samples; with 2, half of four ranks hold no token at all.
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+# Micro-batches of 8 samples and of 2, of which half of four ranks hold no token at all.
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("size", "ep", "shard"), LAYOUTS)
 def test_fp64(ranks: Ranks, size: int, ep: int, shard: int, micro_batches: int) -> None:
     train = {"micro_batches": micro_batches}

@@ -136,6 +136,19 @@ class LanguageModel(nn.Module):
         if self.config.tied:
             self.head.weight = self.embed.weight
 
+    def materialise(self, device: torch.device) -> None:
+        """Give every parameter memory on `device`, its values to be filled in.
+
+        `to_empty` does so too, but for a model on `meta` it first imports half of torch's compiler.
+        """
+        memory: dict[int, nn.Parameter] = {}
+        for module in self.modules():
+            for name, old in list(module.named_parameters(recurse=False)):
+                if id(old) not in memory:
+                    new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    memory[id(old)] = nn.Parameter(new)
+                setattr(module, name, memory[id(old)])
+
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The named blocks, in order."""
         yield "embed", self.embed

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Held:
         yield Piece(kind, self.name, shape, offset, values, self.owners)
 
     def _first_row(self, rank: int) -> int:
-        if not isinstance(self.parameter, DTensor):
+        if not _is_sharded(self.parameter):
             return 0
         mesh = self.parameter.device_mesh
         rows, parts = self.parameter.shape[0], mesh.size(mesh.ndim - 1)
@@ -69,7 +72,12 @@ class Held:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient, detached, sharing memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether FSDP has shared it out; runs without FSDP never import its slow modules."""
+    return hasattr(tensor, "device_mesh")
 
 
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:

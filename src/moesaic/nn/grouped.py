@@ -21,9 +21,14 @@ _SHARE_BYTES = 2 << 20
 """Between two products of a share of slots, on the CPU."""
 
 
-@torch.library.custom_op("moesaic::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """rows[s] @ weight[s] for every slot s, or rows[s] @ weight[s].T if `transposed`."""
+_OPS = torch.library.Library("moesaic", "DEF")
+# `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
+# a second, and every call costs five times as much.
+_OPS.define("grouped_mm(Tensor rows, Tensor weight, Tensor counts, bool transposed) -> Tensor")
+_OPS.define("grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out) -> ()")
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     out = rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
     if _by_library(rows, weight):
         operand = weight.transpose(1, 2) if transposed else weight
@@ -39,14 +44,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -
     return out
 
 
-@grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
-
-
-@torch.library.custom_op("moesaic::grouped_outer", mutates_args=("out",))
-def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
-    """left[s].T @ right[s] for every slot s, into out[s]; zero for a slot without rows."""
+def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
     direct = out.dtype == left.dtype
     start = 0
     for slot, count in enumerate(counts.tolist()):
@@ -61,9 +59,29 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> N
         start = stop
 
 
-@grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
+def _fake_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
+
+
+def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
     return None
+
+
+_OPS.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
+_OPS.impl("grouped_outer", _grouped_outer, "CompositeExplicitAutograd")
+torch.library.register_fake("moesaic::grouped_mm", _fake_mm, lib=_OPS)
+torch.library.register_fake("moesaic::grouped_outer", _fake_outer, lib=_OPS)
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """rows[s] @ weight[s] for every slot s, or rows[s] @ weight[s].T if `transposed`."""
+    product: Tensor = torch.ops.moesaic.grouped_mm.default(rows, weight, counts, transposed)
+    return product
+
+
+def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
+    """left[s].T @ right[s] for every slot s, into out[s]; zero for a slot without rows."""
+    torch.ops.moesaic.grouped_outer.default(left, right, counts, out)
 
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:
@@ -150,8 +168,7 @@ class Share:
     def multiply(self, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
         """The share's `rows` times its slots of `weight`, in the dtype of `rows`."""
         weight = weight[self.slots].to(rows.dtype)
-        product: Tensor = grouped_mm(rows, weight, self.counts, transposed)
-        return product
+        return grouped_mm(rows, weight, self.counts, transposed)
 
 
 def _shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:

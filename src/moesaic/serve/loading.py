@@ -22,8 +22,7 @@ def load_model(origin: Origin, device: torch.device, precision: str = "keep") ->
     dtype = PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
     with torch.device("meta"):
         model = LanguageModel(origin.model)
-    model.to(dtype).to_empty(device=device)
-    model.tie()  # to_empty makes two of one shared parameter
+    model.to(dtype).materialise(device)
     for piece in pieces(model):
         piece.tensor.copy_(origin.tensors.read(piece.name))
     return model.eval()

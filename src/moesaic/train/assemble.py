@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from moesaic.dist import device as devices
 from moesaic.dist.state import Source
@@ -45,8 +44,8 @@ def assemble(
         layer.recompute = job.train.recompute
     if plan.shard > 1:
         _shard(model, plan, world)
-    model.to_empty(device=world.device)
-    model.tie()  # to_empty makes two of one shared parameter
+    else:
+        model.materialise(world.device)
     optimizer = AdamW(job.optimizer)
     holdings = held(model, plan, world.rank)
     for item in holdings:
@@ -68,11 +67,13 @@ def _groups(plan: Plan, world: World) -> tuple[Ranks, Group | None]:
 
 
 def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
-    """Shard dense parameters over `plan.shard` ranks and replicate over the rest (FSDP2).
+    """Shard dense parameters over `plan.shard` ranks, replicate over the rest (FSDP2), materialise.
 
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
     embedding and head, so that a tied weight is one parameter.
     """
+    from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
+
     grid = torch.arange(plan.ranks).view(-1, plan.shard)
     shard, replicate = world.partition(grid.tolist()), world.partition(grid.T.tolist())
     assert shard is not None
@@ -87,3 +88,5 @@ def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
         sharded = fully_shard(module, mesh=mesh, ignored_params=arenas)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=world.device)
+    model.tie()  # to_empty makes two of one shared parameter

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -25,6 +24,9 @@ from moesaic.base.lock import locked
 from moesaic.base.records import RecordWriter
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
 
 SCHEMA = pa.schema(
     [
@@ -137,6 +139,8 @@ class RouteReplay:
     """
 
     def __init__(self, path: Path, job: Job, digest: str) -> None:
+        import pyarrow.dataset as ds  # Brings pandas along, which starts slowly.
+
         self._path, self._job = path, job
         self._starts: list[_Start] = []
         for _, first, directory in _starts(path.expanduser()):
@@ -178,6 +182,8 @@ class RouteReplay:
 
     def choices(self, step: int, samples: Tensor) -> dict[int, Tensor]:
         """Choices by layer, [tokens, choices], for the samples of one micro-batch."""
+        import pyarrow.dataset as ds
+
         ids = samples.tolist()
         where = (ds.field("step") == step) & ds.field("sample").isin(pa.array(ids, pa.int64()))
         found: dict[int, dict[int, Tensor]] = {}

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from moesaic.base.errors import DivergedError
 from moesaic.dist.collectives import sum_, sum_buckets_
@@ -29,6 +29,9 @@ from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
 from moesaic.train.phases import Phases
 from moesaic.train.routes import RouteRecorder, RouteReplay
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,10 @@ class Run:
         self.model.train()
         losses = []
         for index, batch in enumerate(micro):
-            if isinstance(self.model, FSDPModule):
+            if self.plan.shard > 1:
                 # Every micro-batch leaves a shard of the gradient; copies add up at the last one.
-                self.model.set_requires_all_reduce(index == len(micro) - 1)
+                sharded = cast("FSDPModule", self.model)
+                sharded.set_requires_all_reduce(index == len(micro) - 1)
             with phases("forward"), self._precision():
                 context = lm.make_context(self.model, batch, self.job, self.counters["step"])
                 context.training = True

@@ -78,8 +78,10 @@ def test_a_gradient_takes_the_memory_of_a_spare_one() -> None:
 def test_torch_library_sees_well_formed_ops() -> None:
     rows, counts = torch.randn(5, 4), torch.tensor([3, 0, 2])
     weight = arena_views(torch.randn(3, 60), 5, 4)[0]
-    torch.library.opcheck(grouped_mm, (rows, weight, counts, True))
-    torch.library.opcheck(grouped_outer, (rows, rows, counts, torch.empty(3, 4, 4)))
+    torch.library.opcheck(torch.ops.moesaic.grouped_mm.default, (rows, weight, counts, True))
+    torch.library.opcheck(
+        torch.ops.moesaic.grouped_outer.default, (rows, rows, counts, torch.empty(3, 4, 4))
+    )
 
 
 def test_flops_are_counted() -> None:
