@@ -5,6 +5,7 @@ Everything else asks here for a device, its communication backend, its memory an
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import time
@@ -13,6 +14,9 @@ from pathlib import Path
 import torch
 
 from moesaic.base.errors import ConfigError
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""glibc's names for how much is kept at most (-1: all), and how often memory comes by itself."""
 
 
 def resolve(name: str, local_rank: int = 0, key: str = "train.device") -> torch.device:
@@ -51,6 +55,20 @@ def activate(device: torch.device) -> None:
     """Make `device` this process's current one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Have the C library keep what is freed for the next tensor, as allocators of GPUs do.
+
+    Large tensors would come from fresh pages and go back at once, and the kernel's clearing of
+    pages costs more than what is computed in them.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # glibc; others have ways of their own.
+        library.mallopt(_MMAP_MAX, 0)
+        library.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def backend(device: torch.device) -> str:

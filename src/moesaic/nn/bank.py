@@ -23,18 +23,6 @@ class Bank(nn.Module):
         self.experts = list(experts)
         self.hidden, self.ffn = hidden, ffn
         self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * ffn * hidden))
-        self.spare: list[Tensor] = []
-        """A gradient that is done with, whose memory the next one may take: nobody may hold on to
-        what `recycle` was given."""
-
-    def recycle(self, gradient: Tensor) -> None:
-        """Keep the memory of a gradient for the next one, where new memory is dear.
-
-        On a CPU the pages of new memory cost more than writing to them; a GPU's allocator keeps
-        what it had.
-        """
-        if gradient.device.type == "cpu":
-            self.spare[:] = [gradient]
 
     def acquire(self) -> Tensor:
         """The arena, with every home expert in its slot, to be used until `release`."""

@@ -109,20 +109,13 @@ class GatedExperts(torch.autograd.Function):
     """down(silu(gate(x)) * up(x)) for rows sorted by slot, straight from and to one arena.
 
     gate and up are one product. On the CPU a few slots are taken at a time, so that what stands
-    between two products never leaves the cache. The gradient of the arena is written once, into
-    memory of `spare` if there is any. Slots without rows get zeros.
+    between two products never leaves the cache. The gradient of the arena is written once. Slots
+    without rows get zeros.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        arena: Tensor,
-        counts: Tensor,
-        ffn: int,
-        spare: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Compute in the dtype of `rows`; what is in `spare` has the shape of `arena`."""
+    def forward(ctx: Any, rows: Tensor, arena: Tensor, counts: Tensor, ffn: int) -> Tensor:
+        """Compute in the dtype of `rows`."""
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
         inners, results = [], []
         for share in _shares(rows, counts, ffn):
@@ -131,15 +124,15 @@ class GatedExperts(torch.autograd.Function):
             results.append(share.multiply(F.silu(gate).mul_(up), down, transposed=True))
             inners.append(inner)
         ctx.save_for_backward(rows, arena, counts, *inners)
-        ctx.ffn, ctx.spare = ffn, spare
+        ctx.ffn = ffn
         return _join(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Gradients of rows and arena."""
         rows, arena, counts, *inners = ctx.saved_tensors
         ffn, grad = ctx.ffn, grads[0].contiguous()
-        grad_arena = ctx.spare.pop() if ctx.spare else torch.empty_like(arena)
+        grad_arena = torch.empty_like(arena)
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
         grad_gate_up, grad_down = arena_views(grad_arena, ffn, rows.shape[1])
         grad_rows = []
@@ -154,7 +147,7 @@ class GatedExperts(torch.autograd.Function):
             grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
             grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
             grad_rows.append(share.multiply(grad_inner, gate_up, transposed=False))
-        return _join(grad_rows), grad_arena, None, None, None
+        return _join(grad_rows), grad_arena, None, None
 
 
 @dataclass(frozen=True)

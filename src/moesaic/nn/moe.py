@@ -29,7 +29,7 @@ class MoE(nn.Module):
         sent = self.dispatcher.start(tokens_TH.to(compute_dtype(x)), counted)
         rows, slot_counts = self.dispatcher.finish(sent)
         arena = self.bank.acquire()
-        results = GatedExperts.apply(rows, arena, slot_counts, self.bank.ffn, self.bank.spare)
+        results = GatedExperts.apply(rows, arena, slot_counts, self.bank.ffn)
         self.bank.release()
         combined = self.dispatcher.combine(results, routing.weights_TK, counted, sent)
         return combined.view(x.shape)

@@ -178,13 +178,10 @@ class Run:
         lr = learning_rate(step, train.steps, self.job.optimizer.lr, self.job.schedule)
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
         for item in self.holdings:
-            grad = item.grad
             self.optimizer.update(
-                item.name, item.local, grad, step, lr=lr, clip=clip, decay=item.decays
+                item.name, item.local, item.grad, step, lr=lr, clip=clip, decay=item.decays
             )
             item.parameter.grad = None
-            if item.bank is not None:
-                item.bank.recycle(grad)
         return lr
 
     def _facts(
@@ -215,8 +212,6 @@ class Run:
     def validate(self, samples: Samples, limit: int) -> tuple[float, int]:
         """Mean loss over the first `limit` samples, and the number of targets."""
         self.model.eval()
-        for _, bank in self.model.banks():
-            bank.spare.clear()
         count = min(limit, len(samples))
         size = max(self.job.train.batch // self.job.train.micro_batches, 1)
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,23 +54,6 @@ def test_shares_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch
         results.append((out, *torch.autograd.grad(out, (rows, arena), cotangent)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def test_a_gradient_takes_the_memory_of_a_spare_one() -> None:
-    rows = torch.randn(5, 4)
-    arena = torch.randn(3, 60, requires_grad=True)
-    counts = torch.tensor([3, 0, 2])
-    GatedExperts.apply(rows, arena, counts, 5).sum().backward()
-    fresh, arena.grad = arena.grad, None
-    spare = [torch.full_like(arena, math.nan).detach()]
-    memory = spare[0].data_ptr()
-    GatedExperts.apply(rows, arena, counts, 5, spare).sum().backward()
-    assert arena.grad.data_ptr() == memory
-    assert torch.equal(arena.grad, fresh)
-    assert not spare
-    # With nothing to spare, as in a second micro-batch, gradients add up as ever.
-    GatedExperts.apply(rows, arena, counts, 5, spare).sum().backward()
-    assert torch.equal(arena.grad, fresh + fresh)
 
 
 def test_torch_library_sees_well_formed_ops() -> None:

@@ -89,7 +89,7 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         gathered_bytes=_gathered(dense, plan) * s.wide,
         activations_bytes=sum(kept.values()) - (recomputed if job.train.recompute else 0),
         head_bytes=head,
-        idle_gradients_bytes=(held if several else num_experts if on_cpu else 0) * s.wide,
+        idle_gradients_bytes=(held if several else 0) * s.wide,
     )
 
 
