@@ -53,7 +53,7 @@ def _read_head(directory: Path) -> tuple[str, int] | None:
     try:
         raw = json.loads((directory / HEAD).read_bytes())
         return str(raw["checkpoint"]), int(raw["serial"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise StoreError(
