@@ -107,9 +107,25 @@ def test_slower_links_make_longer_steps_and_equal_ranks_wait_for_nobody() -> Non
     assert found.waiting_s(7) == pytest.approx(found.waiting_s(1), abs=1e-6)
 
 
-def test_a_thousand_devices() -> None:
-    job = tiny_job(layout={"ep": 8}, train={"batch": 4096})
-    plan = lay_out(job.layout, job.model, 1024)
-    found = run(Costs.of(job, plan, cluster(hosts=128)).events(), 1024)
-    assert found.end_s.shape == (1024,)
-    assert found.step_s > 0
+def test_a_thousand_devices_take_the_sum_of_their_events() -> None:
+    """All have the same work but for the norm, which the first owners count: they never wait."""
+    job = tiny_job(layout={"ep": 8, "shard": 8}, train={"batch": 2000})
+    plan = lay_out(job.layout, job.model, 1000)
+    events = Costs.of(job, plan, cluster(hosts=125)).events()
+    found = run(events, 1000)
+    assert found.end_s.shape == (1000,)
+    assert found.step_s == pytest.approx(sum(float(event.seconds.max()) for event in events))
+    assert found.waiting_s(0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_equal_work_is_worked_out_once() -> None:
+    """What keeps large clusters fast: layers share their seconds, and waiting costs nothing."""
+    job = tiny_job(layout={"ep": 8}, train={"batch": 64})
+    plan = lay_out(job.layout, job.model, 64)
+    events = Costs.of(job, plan, cluster(hosts=8)).events()
+    arrays = {id(event.seconds) for event in events}
+    groups = {id(event.groups) for event in events if event.groups}
+    assert len(arrays) < len(events) / job.model.layers
+    assert len(groups) <= 5
+    spans = run(events, 64).spans
+    assert all(span.begin_s is span.start_s for span in spans if not span.event.groups)
