@@ -111,7 +111,7 @@ def slowly(made: Cluster, operation: str, groups: list[list[int]], num_bytes: fl
     places, widths = all_places(made), {id(link): link.bandwidth for link in made.links}
     waits = operation == "broadcast"  # Only there does a turn wait for the bytes of the last.
     late_s = [0.0] * len(groups)
-    loads: list[list[Ports]] = []
+    demands: list[list[Ports]] = []
     for index, group in enumerate(groups):
         late, ports = list[float](), list[Ports]()
         for turn in turns_of(operation, len(group)):
@@ -120,13 +120,13 @@ def slowly(made: Cluster, operation: str, groups: list[list[int]], num_bytes: fl
             at = [(places[group[a]], places[group[b]], share) for a, b, share in turn]
             late.append(max(count(made, a, b, share, ports[-1]) for a, b, share in at))
         late_s[index] = sum(late) if waits else len(late) * max(late, default=0.0)
-        loads.append(ports)
+        demands.append(ports)
     seconds = []
-    for own, late in zip(loads, late_s, strict=True):
+    for own, late in zip(demands, late_s, strict=True):
         busy_s = 0.0
         for number, ports in enumerate(own):
             total: Ports = Counter()
-            for other in loads:
+            for other in demands:
                 total.update(other[number] if number < len(other) else {})
             busy_s += max(total[port] / widths[port[0]] for port in ports)
         seconds.append(late + busy_s * num_bytes)
@@ -184,10 +184,10 @@ def test_more_bytes_and_more_sharing_are_never_faster(
 def test_what_is_sent_is_received(case: tuple[Cluster, str, list[list[int]]]) -> None:
     made, operation, groups = case
     for group in groups:
-        for load in Traffic(made, all_places(made)).loads(operation, group):
-            for link in {port.link for port in load.shares}:
+        for demand in Traffic(made, all_places(made)).demands(operation, group):
+            for link in {port.link for port in demand.shares}:
                 sums = {"in": 0.0, "out": 0.0, "": 0.0}
-                for port, share in load.shares.items():
+                for port, share in demand.shares.items():
                     sums[port.way] += share if port.link == link else 0.0
                 assert sums["in"] == pytest.approx(sums["out"])
 

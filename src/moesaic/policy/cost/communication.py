@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stage:
+class Burst:
     """Messages that need not wait for one another, but for the latencies of their turns."""
 
     turns: int
@@ -22,22 +22,22 @@ class Stage:
     """From and to, as positions in the group; None: from each to each other."""
 
 
-def stages(operation: str, ranks: int) -> list[Stage]:
+def bursts(operation: str, ranks: int) -> list[Burst]:
     """How `operation` is carried out by `ranks` ranks; sizes count as in `Message.num_bytes`."""
     if ranks < 2:
         return []
     others = ranks - 1
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     if operation == "all_reduce":
-        return [Stage(2 * others, 2 * others / ranks, ring)]
+        return [Burst(2 * others, 2 * others / ranks, ring)]
     if operation in ("all_gather", "reduce_scatter"):
-        return [Stage(others, others / ranks, ring)]
+        return [Burst(others, others / ranks, ring)]
     if operation == "all_to_all":
-        return [Stage(others, 1.0 / ranks, None)]
+        return [Burst(others, 1.0 / ranks, None)]
     if operation == "broadcast":
-        return [Stage(1, 1.0, edges) for edges in _branches(ranks)]
+        return [Burst(1, 1.0, edges) for edges in _branches(ranks)]
     if operation == "send":
-        return [Stage(1, 1.0, [(0, others)])]
+        return [Burst(1, 1.0, [(0, others)])]
     raise AssertionError(f"no algorithm for {operation}")
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moesaic.facts.cluster import Cluster, Curve, Hop, Link, Place, inside, route
-from moesaic.policy.cost.communication import stages
+from moesaic.policy.cost.communication import bursts
 
 
 class Port(NamedTuple):
@@ -49,8 +49,8 @@ class Pace:
 
 
 @dataclass
-class Load:
-    """What one group brings to ports in one stage, for each byte of the operation's size."""
+class Demand:
+    """What one group brings to ports in one burst, for each byte of the operation's size."""
 
     turns: int = 0
     shares: dict[Port, float] = field(default_factory=lambda: defaultdict(float))
@@ -72,7 +72,7 @@ class Load:
 
 
 class Traffic:
-    """Loads and paces of operations between the ranks of a cluster."""
+    """Demands and paces of operations between the ranks of a cluster."""
 
     def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
         self._cluster, self._places = cluster, places
@@ -81,55 +81,55 @@ class Traffic:
 
     def paces(self, operation: str, groups: Sequence[Sequence[int]]) -> list[Pace]:
         """How long `operation` takes each of `groups`, all of which do it at the same time."""
-        loads = [self.loads(operation, group) for group in groups]
-        stages_of_all = itertools.zip_longest(*loads, fillvalue=Load())
-        sums = [_sum(load.shares for load in together) for together in stages_of_all]
+        demands = [self.demands(operation, group) for group in groups]
+        bursts_of_all = itertools.zip_longest(*demands, fillvalue=Demand())
+        sums = [_sum(demand.shares for demand in together) for together in bursts_of_all]
         return [
             self._pace(own, sums, self._measured(operation, group) if own else None)
-            for group, own in zip(groups, loads, strict=True)
+            for group, own in zip(groups, demands, strict=True)
         ]
 
-    def loads(self, operation: str, group: Sequence[int]) -> list[Load]:
-        """What `group` brings to ports, stage by stage."""
+    def demands(self, operation: str, group: Sequence[int]) -> list[Demand]:
+        """What `group` brings to ports, burst by burst."""
         places, found = [self._places[rank] for rank in group], []
-        for stage in stages(operation, len(group)):
-            load = Load(stage.turns)
-            if stage.edges is None:
-                self._exchange(load, places, stage.share)
+        for burst in bursts(operation, len(group)):
+            demand = Demand(burst.turns)
+            if burst.edges is None:
+                self._exchange(demand, places, burst.share)
             else:
-                for here, there in stage.edges:
-                    self._send(load, places[here], places[there], stage.share)
-            found.append(load)
+                for here, there in burst.edges:
+                    self._send(demand, places[here], places[there], burst.share)
+            found.append(demand)
         return found
 
     def _pace(
-        self, own: Sequence[Load], sums: Sequence[Mapping[Port, float]], measured: Curve | None
+        self, own: Sequence[Demand], sums: Sequence[Mapping[Port, float]], measured: Curve | None
     ) -> Pace:
-        alone = sum(self._busy(load, load.shares) for load in own)
-        byte_s = sum(self._busy(load, total) for load, total in zip(own, sums, strict=False))
-        latency_s = sum(load.turns * load.turn_s for load in own)
+        alone = sum(self._busy(demand, demand.shares) for demand in own)
+        byte_s = sum(self._busy(demand, total) for demand, total in zip(own, sums, strict=False))
+        latency_s = sum(demand.turns * demand.turn_s for demand in own)
         return Pace(latency_s, byte_s, byte_s / alone if alone else 1.0, measured)
 
-    def _busy(self, load: Load, among: Mapping[Port, float]) -> float:
-        """Seconds a byte of the fullest port that `load` uses, when all bring `among`."""
-        return max(among[port] / self._bandwidths[port.link] for port in load.shares)
+    def _busy(self, demand: Demand, among: Mapping[Port, float]) -> float:
+        """Seconds a byte of the fullest port that `demand` uses, when all bring `among`."""
+        return max(among[port] / self._bandwidths[port.link] for port in demand.shares)
 
-    def _send(self, load: Load, here: Place, there: Place, share: float) -> None:
+    def _send(self, demand: Demand, here: Place, there: Place, share: float) -> None:
         if here.host != there.host:
-            self._travel(load, here.host, there.host, share)
+            self._travel(demand, here.host, there.host, share)
         else:
             link = inside(self._cluster, here.host)
-            load.slower(link.latency_s)
-            load.over(link, here, there, share)
+            demand.slower(link.latency_s)
+            demand.over(link, here, there, share)
 
-    def _travel(self, load: Load, here: str, there: str, share: float) -> None:
+    def _travel(self, demand: Demand, here: str, there: str, share: float) -> None:
         """Bytes from host to host, over all links on their way."""
         way = self._route(here, there)
-        load.slower(sum(hop.link.latency_s for hop in way))
+        demand.slower(sum(hop.link.latency_s for hop in way))
         for hop in way:
-            load.over(hop.link, hop.here, hop.there, share)
+            demand.over(hop.link, hop.here, hop.there, share)
 
-    def _exchange(self, load: Load, places: Sequence[Place], share: float) -> None:
+    def _exchange(self, demand: Demand, places: Sequence[Place], share: float) -> None:
         """From each to each other: a host's ranks share its end of the links to other hosts."""
         by_host: dict[str, list[Place]] = {}
         for place in places:
@@ -137,11 +137,11 @@ class Traffic:
         for host, own in by_host.items():
             if len(own) > 1:
                 link = inside(self._cluster, host)
-                load.slower(link.latency_s)
+                demand.slower(link.latency_s)
                 for place in own:
-                    load.over(link, place, place, share * (len(own) - 1))
+                    demand.over(link, place, place, share * (len(own) - 1))
         for (here, own), (there, others) in itertools.permutations(by_host.items(), 2):
-            self._travel(load, here, there, share * len(own) * len(others))
+            self._travel(demand, here, there, share * len(own) * len(others))
 
     def _route(self, here: str, there: str) -> list[Hop]:
         if (here, there) not in self._routes:
@@ -163,9 +163,9 @@ class Traffic:
         return None
 
 
-def _sum(loads: Iterable[Mapping[Port, float]]) -> dict[Port, float]:
+def _sum(demands: Iterable[Mapping[Port, float]]) -> dict[Port, float]:
     total: dict[Port, float] = defaultdict(float)
-    for load in loads:
-        for port, share in load.items():
+    for demand in demands:
+        for port, share in demand.items():
             total[port] += share
     return total
