@@ -114,7 +114,7 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
     for name in COLLECTIVES:
         found[f"{name} {where}"] = [
             together(
-                _collective(name, num_bytes, ranks, world.device, group),
+                collective(name, num_bytes, ranks, world.device, group),
                 lambda: devices.now(world.device), agree, share_s,
             )
             for num_bytes in collective_bytes(ranks, most)
@@ -122,9 +122,10 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
     return found
 
 
-def _collective(
+def collective(
     name: str, num_bytes: int, ranks: int, device: torch.device, group: Group
 ) -> Callable[[], object]:
+    """The operation `name` of ranks that hold `num_bytes` each (all_gather: after it)."""
     whole = torch.zeros(num_bytes // 4, device=device)
     part = torch.zeros(num_bytes // 4 // ranks, device=device)
     other = torch.empty_like(whole)
