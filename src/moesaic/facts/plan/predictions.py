@@ -30,7 +30,7 @@ class Predictions(Section):
     """Seconds by block of the model, likewise; `step` is what belongs to none."""
     tokens_per_s: float = Field(gt=0)
     """Tokens of all ranks in a second."""
-    memory_bytes: dict[str, float]
+    memory_bytes: dict[str, int]
     """Bytes that the rank holds, by what they are for; `peak`: most of them at one time."""
 
 
