@@ -245,6 +245,9 @@ def _close(out: Path, as_json: bool) -> None:
         return
     screen.say(_headline(facts))
     prompt = f'moesaic generate {shlex.quote(str(out))} --prompt "..."'
+    if facts["prediction"] is not None:
+        ratio = facts["prediction"]["step_ratio"]
+        screen.say(f"  a step took {ratio:.2f} times what the plan predicted")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.say(f"  {name:<11} {value}")

@@ -28,6 +28,7 @@ from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
+from moesaic.train.expectation import Expectation
 from moesaic.train.jobfile import LoadedJob
 from moesaic.train.machines import check_machines
 from moesaic.train.record import RunRecord
@@ -214,6 +215,7 @@ class _Session:
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
         )  # fmt: skip
         run.hook = self._enter
+        self.expectation = Expectation(run.plan, world)
         self.figures: dict[str, Any] = {}
 
     def go(self, origin: str | None) -> dict[str, Any]:
@@ -239,6 +241,9 @@ class _Session:
         self._validate()
         self._save()
         self.saver.wait()
+        compared = self.expectation.compare()
+        if compared is not None:
+            self.record.event("prediction", step=self.run.counters["step"], **compared)
         self.world.barrier()  # the rank that serves the store must not leave before the others
         self.progress.done()
         seconds = time.perf_counter() - began
@@ -286,7 +291,9 @@ class _Session:
             facts = self.run.step(self.data.train)
         except DivergedError as error:
             raise DivergedError(f"{error}: {self._advise()}") from None
-        self.figures = {**self.figures, **self.record.step(facts, time.perf_counter() - began)}
+        step_s = time.perf_counter() - began
+        self.expectation.add(step_s, facts.phases)
+        self.figures = {**self.figures, **self.record.step(facts, step_s)}
         self.figures["step"] = facts.step
         self.progress.step(self.figures)
 

@@ -6,9 +6,11 @@ One JSON file that `moesaic plan` writes, people edit, training obeys and every 
 from moesaic.facts.plan.checks import check, check_places, load_plan, ruled
 from moesaic.facts.plan.layout import block_names, lay_out, planned
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
-from moesaic.facts.plan.predictions import Measured, Predictions, measure
+from moesaic.facts.plan.predictions import FIRST, WINDOW, Measured, Predictions, measure
 
 __all__ = [
+    "FIRST",
+    "WINDOW",
     "Measured",
     "Plan",
     "Predictions",
