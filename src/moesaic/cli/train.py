@@ -102,8 +102,9 @@ def _count_ranks(loaded: LoadedJob, nproc: int | None) -> int:
         return asked or 1
     if asked not in (None, plan.ranks):
         there = f"torchrun started {asked}" if launched() else f"--nproc {asked}"
+        many = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
         raise ConfigError(
-            f"{origin} is for {plan.ranks} ranks, and {there}: start {plan.ranks}, or plan anew "
+            f"{origin} is for {many}, and {there}: start {plan.ranks}, or plan anew "
             f"for {asked} (moesaic plan --nproc {asked})"
         )
     hosts = len({place.host for place in plan.places})

@@ -116,6 +116,9 @@ def test_hot_expert_is_named_with_its_rank() -> None:
     assert "Expert 5 of layer 1 is hot" in said
     assert "4.50x" in said
     assert "rank 1 of its expert-parallel group" in said
+    uneven = loads([[1] * 8, [0.5, 0.5, 0.5, 0.5, 0.5, 4.5, 0.5, 0.5]])
+    said = text(experts.hot(uneven, setting, [[0, 1, 2, 5], [3, 4, 6, 7]]))
+    assert "rank 0 of its expert-parallel group" in said
     assert "routing.capacity" in said
 
 
