@@ -160,7 +160,7 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
         blocks_s={name or "step": _short(s) for name, s in facts["blocks_s"].items()},
         tokens_per_s=_short(facts["tokens_per_s"]),
         memory_bytes={
-            name.removesuffix("_bytes"): num_bytes
+            name.removesuffix("_bytes"): int(num_bytes)
             for name, num_bytes in facts["memory_per_rank"].items()
             if not name.startswith("idle")
         },

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from moesaic.facts.plan import (
     planned,
     ruled,
 )
+from moesaic.facts.workload.loads import slots_of, traffic
 from moesaic.testing.jobs import tiny_job
 
 MODEL = parse(ModelConfig, PRESETS["tiny-olmoe"], "preset")
@@ -138,7 +140,7 @@ def test_no_plan_at_all(text: str, words: str, tmp_path: Path) -> None:
 def test_it_is_written_and_read_back(tmp_path: Path) -> None:
     predictions = Predictions(
         cluster="c", step_s=2.0, phases_s={"forward": 2.0}, blocks_s={"step": 2.0},
-        tokens_per_s=50.0, memory_bytes={"peak": 1e9},
+        tokens_per_s=50.0, memory_bytes={"peak": 1 << 30},
     )  # fmt: skip
     plan = planned(tiny_job(layout={"ep": 2}), 4).model_copy(
         update={"places": [RankPlace.model_validate(PLACE)] * 4, "predictions": predictions}
@@ -183,6 +185,21 @@ def test_it_is_held_against_the_job(change: dict[str, Any], sentence: str | None
     with pytest.raises(ConfigError) as caught:
         check(plan, tiny_job(), "plan")
     assert str(caught.value).startswith(f"plan: {sentence}")
+
+
+def test_a_dense_model_has_no_experts_to_share_out() -> None:
+    dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0}, routing={})
+    plan = Plan.model_validate({"ranks": 2, "ep": 2, "shard": 1, "experts": 0})
+    with pytest.raises(ConfigError, match=r"plan: ep = 2 with a dense model \(experts = 0\)"):
+        check(plan, dense, "plan")
+
+
+def test_work_follows_the_homes() -> None:
+    plan = Plan.model_validate({**RAW, "ranks": 2, "homes": [[3, 0], [2, 1]]})
+    counts = np.array([[1, 2, 3, 4], [10, 20, 30, 40]])
+    assert [slots_of(counts, plan, rank, (0, 1)) for rank in (0, 1)] == [[44, 11], [33, 22]]
+    assert traffic(counts, plan, 0, (0, 1)) == ([5, 5], [5, 50])
+    assert traffic(counts, plan, 1, (0, 1)) == ([50, 50], [5, 50])
 
 
 def test_it_overrules_the_job() -> None:

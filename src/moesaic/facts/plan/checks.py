@@ -38,6 +38,8 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         raise ConfigError(
             f"{origin}: experts = {plan.experts}, but model.experts = {job.model.experts}: {again}"
         )
+    if plan.ep > 1 and not plan.experts:
+        raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
     wanted = job.train.micro_batches
     if plan.micro_batches not in (None, wanted):
         raise ConfigError(
