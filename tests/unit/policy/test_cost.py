@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Link, Matmul
-from moesaic.facts.cluster.cluster import Collective
+from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Matmul, Passes
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import Op, Product, workload
-from moesaic.policy.cost.communication import collective_s
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
 from moesaic.policy.cost.step import Costs
 from moesaic.sim.timeline import run
@@ -32,11 +30,6 @@ def device(**changes: Any) -> Device:
     return Device(**{**facts, **changes})
 
 
-def link(**changes: Any) -> Link:
-    facts = {"ends": ["a", "a"], "kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10}
-    return Link(**{**facts, **changes})
-
-
 def test_a_large_product_runs_at_its_share_of_the_peak_and_a_thin_one_at_that_of_memory() -> None:
     large, thin = Product(4096, 4096, 4096), Product(1, 4096, 4096, count=3)
     assert product_s(device(), "fp32", large) == pytest.approx(
@@ -52,8 +45,34 @@ def test_a_measured_grid_decides_where_there_is_one() -> None:
     measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, products=grid)])
     assert product_s(measured, "fp32", Product(4, 8, 8, count=5)) == pytest.approx(1e-2)
     streams = Curve(bytes=[1e3, 1e6], seconds=[1e-6, 1e-3])
-    assert passes_s(device(streams=streams), 4e3, 4) == pytest.approx(4 * (1e-6 + 1e-6))
+    assert passes_s(device(streams=streams), 4e4, 4) == pytest.approx(4e-5)
+    assert passes_s(device(streams=streams, call_s=1e-5), 4e3, 4) == pytest.approx(4e-5)
+    norms = Passes(kind="norm", times=Curve(bytes=[1e4], seconds=[1.0]))
+    unlike = device(streams=streams, passes=[norms])
+    assert passes_s(unlike, 4e4, 4, "norm") == pytest.approx(4.0)
+    assert passes_s(unlike, 4e4, 4, "adamw") == pytest.approx(4e-5)
     assert passes_s(device(), 1e11, 1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_attention_that_was_measured_costs_what_was_measured() -> None:
+    scores = Product(128, 128, 64, 6)
+    heads = Heads(head_dim=32, lengths=[64, 128], forward=[1e-4, 4e-4], backward=[2e-4, 8e-4])
+    measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, attention=heads)])
+    causal = 0.5 + 0.5 / 128
+    forward = Op("attend", (scores, scores), kind="attention", causal_share=causal)
+    assert op_s(measured, forward) == pytest.approx(6 * 2 * 4e-4)
+    backward = Op("attend", (scores,) * 5, kind="attention backward", causal_share=causal)
+    assert op_s(measured, backward) == pytest.approx(6 * 2 * 8e-4)
+    masked = Op("attend", (scores, scores), kind="attention")
+    assert op_s(measured, masked) == pytest.approx(6 * 2 * 4e-4 / causal)
+    assert heads.at(256, 32, backward=False) == pytest.approx(16e-4)
+
+
+def test_functions_cost_what_they_take_beyond_a_pass() -> None:
+    plain, special = Op("gate", moved_bytes=1000), Op("gate", moved_bytes=1000, specials=10**6)
+    slow = device(special_s=1e-9)
+    assert op_s(slow, special) - op_s(slow, plain) == pytest.approx(1e-3)
+    assert op_s(device(), special) == op_s(device(), plain)
 
 
 def test_what_causality_hides_costs_nothing() -> None:
@@ -66,36 +85,6 @@ def test_what_causality_hides_costs_nothing() -> None:
 def test_more_rows_never_take_less(rows: int, more: int, columns: int, inner: int) -> None:
     few, many = Product(rows, columns, inner), Product(rows + more, columns, inner)
     assert product_s(device(), "fp32", few) <= product_s(device(), "fp32", many)
-
-
-@pytest.mark.parametrize(
-    ("operation", "seconds"),
-    [
-        ("all_reduce", 6e-5 + 1.5e-2), ("all_gather", 3e-5 + 7.5e-3),
-        ("reduce_scatter", 3e-5 + 7.5e-3), ("all_to_all", 3e-5 + 7.5e-3),
-        ("broadcast", 2e-5 + 2e-2),
-    ],
-)  # fmt: skip
-def test_collectives_by_hand(operation: str, seconds: float) -> None:
-    """Four ranks, 100 MB, 10 us, 10 GB/s."""
-    assert collective_s(link(), operation, 4, 1e8) == pytest.approx(seconds)
-    assert collective_s(link(), operation, 1, 1e8) == 0.0
-    twice = collective_s(link(), operation, 4, 1e8, sharing=2)
-    assert twice - seconds == pytest.approx(collective_s(link(latency_s=0.0), operation, 4, 1e8))
-
-
-def test_a_measured_collective_decides_where_it_is_the_same_one() -> None:
-    times = Curve(bytes=[1e3, 1e9], seconds=[1e-4, 5.0])
-    known = link(collectives=[Collective(name="all_reduce", ranks=2, times=times)])
-    assert collective_s(known, "all_reduce", 2, 1e9) == pytest.approx(5.0)
-    assert collective_s(known, "all_reduce", 4, 1e8) == pytest.approx(6e-5 + 1.5e-2)
-    assert collective_s(known, "all_gather", 2, 1e8) == pytest.approx(1e-5 + 5e-3)
-
-
-@given(st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(2, 64),
-       st.floats(0, 1e9), st.floats(0, 1e9))  # fmt: skip
-def test_more_bytes_never_take_less(name: str, ranks: int, few: float, more: float) -> None:
-    assert collective_s(link(), name, ranks, few) <= collective_s(link(), name, ranks, few + more)
 
 
 def cluster(hosts: int = 1, count: int = 8) -> Cluster:
@@ -144,9 +133,25 @@ def test_slower_links_make_longer_steps_and_equal_ranks_wait_for_nobody() -> Non
     assert found.waiting_s(7) == pytest.approx(found.waiting_s(1), abs=1e-6)
 
 
-def test_a_thousand_devices() -> None:
-    job = tiny_job(layout={"ep": 8}, train={"batch": 4096})
-    plan = lay_out(job.layout, job.model, 1024)
-    found = run(Costs.of(job, plan, cluster(hosts=128)).events(), 1024)
-    assert found.end_s.shape == (1024,)
-    assert found.step_s > 0
+def test_a_thousand_devices_take_the_sum_of_their_events() -> None:
+    """All have the same work but for the norm, which the first owners count: they never wait."""
+    job = tiny_job(layout={"ep": 8, "shard": 8}, train={"batch": 2000})
+    plan = lay_out(job.layout, job.model, 1000)
+    events = Costs.of(job, plan, cluster(hosts=125)).events()
+    found = run(events, 1000)
+    assert found.end_s.shape == (1000,)
+    assert found.step_s == pytest.approx(sum(float(event.seconds.max()) for event in events))
+    assert found.waiting_s(0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_equal_work_is_worked_out_once() -> None:
+    """What keeps large clusters fast: layers share their seconds, and waiting costs nothing."""
+    job = tiny_job(layout={"ep": 8}, train={"batch": 64})
+    plan = lay_out(job.layout, job.model, 64)
+    events = Costs.of(job, plan, cluster(hosts=8)).events()
+    arrays = {id(event.seconds) for event in events}
+    groups = {id(event.groups) for event in events if event.groups}
+    assert len(arrays) < len(events) / job.model.layers
+    assert len(groups) <= 5
+    spans = run(events, 64).spans
+    assert all(span.begin_s is span.start_s for span in spans if not span.event.groups)

@@ -8,11 +8,21 @@ from moesaic.facts.cluster.cluster import (
     Host,
     Link,
     Matmul,
+    Passes,
     Wire,
 )
-from moesaic.facts.cluster.curves import Curve, Grid
+from moesaic.facts.cluster.curves import Curve, Grid, Heads
 from moesaic.facts.cluster.file import load_cluster
-from moesaic.facts.cluster.places import Place, device_at, path, place, price_per_hour
+from moesaic.facts.cluster.places import (
+    Hop,
+    Place,
+    device_at,
+    inside,
+    path,
+    place,
+    price_per_hour,
+    route,
+)
 
 __all__ = [
     "Cluster",
@@ -21,14 +31,19 @@ __all__ = [
     "Device",
     "Disk",
     "Grid",
+    "Heads",
+    "Hop",
     "Host",
     "Link",
     "Matmul",
+    "Passes",
     "Place",
     "Wire",
     "device_at",
+    "inside",
     "load_cluster",
     "path",
     "place",
     "price_per_hour",
+    "route",
 ]

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster.curves import Curve, Grid
+from moesaic.facts.cluster.curves import Curve, Grid, Heads
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -32,6 +32,17 @@ class Matmul(Section):
     """Flops a second of large products, two for each multiplication."""
     products: Grid | None = None
     """Measured times; unset: large products run at `flops`, small ones are bound by memory."""
+    attention: Heads | None = None
+    """Measured times of attention; unset: by its products."""
+
+
+class Passes(Section):
+    """How fast kernels of one kind pass over memory."""
+
+    kind: Literal["norm", "scale", "adamw"]
+    """norm: sums of squares; scale: numbers multiplied in place; adamw: its update, fused."""
+    times: Curve
+    """Measured seconds by the bytes that are read and written."""
 
 
 class Collective(Section):
@@ -61,9 +72,14 @@ class Device(Section):
     memory_bandwidth: float = Field(gt=0)
     """Bytes a second between one and its memory, read and written, while all are busy."""
     streams: Curve | None = None
-    """Measured seconds to read and write bytes; unset: by `memory_bandwidth`."""
+    """Measured seconds to read and write bytes, what is read having just been written; unset: by
+    `memory_bandwidth`."""
+    passes: list[Passes] = Field(default_factory=list)
+    """Measured times of kernels that are unlike most; unset: by `streams`."""
     call_s: float = Field(default=5e-6, ge=0)
     """Seconds that any operation takes, however small."""
+    special_s: float = Field(default=0.0, ge=0)
+    """Seconds that an exponential, or the like, of one number takes beyond a pass over it."""
     matmul: list[Matmul] = Field(min_length=1)
     """Speeds of one while all are busy, an entry for each type of number."""
     price_per_hour: float = Field(default=0.0, ge=0)
@@ -75,6 +91,13 @@ class Device(Section):
         if twice is not None:
             raise ValueError(f"matmul has two speeds for {twice}: keep one")
         return self
+
+    def times_of(self, kind: str) -> Curve | None:
+        """Measured times of passes of `kind`."""
+        for one in self.passes:
+            if one.kind == kind:
+                return one.times
+        return self.streams
 
     def speed(self, dtype: str) -> Matmul:
         """How fast this device multiplies `dtype`."""
@@ -144,6 +167,8 @@ class Wire(Section):
     """Bytes a second, one way: of one device inside a host, of a whole host between hosts."""
     duplex: bool = True
     """Whether both ways run at once at that speed."""
+    shared: bool = False
+    """Whether all that it joins share that speed, as on a bus or behind a narrow switch."""
     collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it; unset: by latency and bandwidth."""
 
@@ -185,7 +210,7 @@ class Cluster(Section):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with other hosts or links, say: it works out anew what follows from them."""
         copied = super().model_copy(update=update, deep=deep)
-        for worked_out in ("by_name", "matches"):
+        for worked_out in ("by_name", "matches", "touching"):
             copied.__dict__.pop(worked_out, None)
         return copied
 
@@ -205,6 +230,16 @@ class Cluster(Section):
             if end not in exact
         }
         return {**exact, **patterns}
+
+    @cached_property
+    def touching(self) -> dict[str, list[Link]]:
+        """The links that end at each host, in their order."""
+        found: dict[str, list[Link]] = {name: [] for name in self.by_name}
+        for link in self.links:
+            first, second = (self.matches[end] for end in link.ends)
+            for name in {**first, **second}:
+                found[name].append(link)
+        return found
 
 
 def _twice(values: Sequence[str | int]) -> str | int | None:
