@@ -1,4 +1,6 @@
-"""Writes docs/config.md, the page of every key, and the tables of docs/facts.md: `make docs`.
+"""Writes docs/config.md, the page of every key, and tables of docs/facts.md and docs/plan.md.
+
+`make docs` does.
 
 With --check nothing is written, and a page that is not current is an error.
 """
@@ -16,6 +18,7 @@ from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
 from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig
 
@@ -49,15 +52,18 @@ def render() -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page of facts with what is generated in it: keys of a cluster, sources of presets."""
+    """A page with what is generated in it: keys of a cluster or a plan, sources of presets."""
     sources = [f"| `{name}` | {source} |" for name, source in SOURCES.items()]
     parts = {
         "cluster": "\n".join(_keys(ClusterFile)),
         "presets": "\n".join(["| preset | figures from |", "| --- | --- |", *sources, ""]),
+        "plan": "\n".join(_keys(Plan)),
     }
     for name, body in parts.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        before, _, rest = page.partition(begin)
+        before, found, rest = page.partition(begin)
+        if not found:
+            continue
         page = f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
     return page
 
@@ -90,8 +96,9 @@ def _table(rows: list[keys.Key]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Write the pages, or say whether they are current."""
-    facts = DOCS / "facts.md"
-    pages = {DOCS / "config.md": render(), facts: with_tables(facts.read_text(encoding="utf-8"))}
+    pages = {DOCS / "config.md": render()}
+    for path in (DOCS / "facts.md", DOCS / "plan.md"):
+        pages[path] = with_tables(path.read_text(encoding="utf-8"))
     if arguments == ["--check"]:
         stale = [path for path, page in pages.items() if path.read_text(encoding="utf-8") != page]
         for path in stale:

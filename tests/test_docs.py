@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ from moesaic.cli.main import application, spell_out
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
+from moesaic.facts.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -110,6 +112,12 @@ def test_jobs_parse(page: Path) -> None:
             raw["model"] = {"preset": "tiny-olmoe"}  # what the directory would say
         job = parse(Job, fill_preset(raw, str(page)), str(page))
         assert not job.idle()
+
+
+@every_page
+def test_plans_parse(page: Path) -> None:
+    for body in blocks(page, "json plan"):
+        parse(Plan, json.loads(body), str(page))
 
 
 @every_page

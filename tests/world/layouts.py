@@ -33,10 +33,17 @@ class Outcome:
 
 
 def run_layout(
-    world: World, job: Job, steps: int, record: str | None = None, replay: str | None = None
+    world: World,
+    job: Job,
+    steps: int,
+    record: str | None = None,
+    replay: str | None = None,
+    homes: list[list[int]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Train on one rank; pieces are returned as (key, shape, offset, values)."""
     plan = lay_out(job.layout, job.model, world.size)
+    if homes is not None:
+        plan = plan.model_copy(update={"homes_by_rank": homes})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
@@ -73,9 +80,10 @@ def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
     return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
 
 
-def outcome(ranks: Ranks, size: int, job: Job, steps: int, **files: str) -> Outcome:
+def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:
     """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
-    results = ranks.run(size, run_layout, job, steps, files.get("record"), files.get("replay"))
+    wishes = (more.get(name) for name in ("record", "replay", "homes"))
+    results = ranks.run(size, run_layout, job, steps, *wishes)
     for facts, _, _ in results[1:]:
         assert facts == results[0][0], "ranks disagree about what happened"
     return Outcome(

@@ -57,6 +57,29 @@ def test_fp64(ranks: Ranks, size: int, ep: int, shard: int, micro_batches: int) 
     assert_same(outcome(ranks, size, job, STEPS), one)
 
 
+@pytest.mark.parametrize(
+    ("size", "shard", "homes"),
+    [
+        (1, 1, [[3, 1, 4, 0, 5, 7, 2, 6]]),
+        (2, 1, [[6, 1, 3, 4], [0, 7, 5, 2]]),
+        (4, 4, [[6, 1, 3, 4], [0, 7, 5, 2]]),
+        (4, 1, [[5, 2], [7, 0], [1, 6], [4, 3]]),
+    ],
+)
+def test_fp64_wherever_experts_live(
+    ranks: Ranks, size: int, shard: int, homes: list[list[int]]
+) -> None:
+    tables: dict[str, Any] = {
+        "model": {"top_k": 2},
+        "routing": {"router": "gshard", "capacity": 1.0, "balance_loss": 1.0},
+        "train": {"micro_batches": 2},
+    }
+    one = reference(ranks, "gshard in two", **tables)
+    job = tiny_job(**tables, layout={"ep": len(homes), "shard": shard})
+    assert_same(outcome(ranks, size, job, STEPS, homes=homes), one)
+    assert sum(step["dropped"] for step in one.steps) > 0
+
+
 ROUTERS: dict[str, dict[str, Any]] = {
     "switch with noise and drops": {
         "model": {"top_k": 1},

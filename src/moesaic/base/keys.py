@@ -236,7 +236,9 @@ def _list_phrase(kind: object, constraints: Iterable[Any]) -> str:
     shortest = [limit.min_length for limit in constraints if hasattr(limit, "min_length")]
     longest = [limit.max_length for limit in constraints if hasattr(limit, "max_length")]
     size = f"{shortest[0]} " if shortest and shortest == longest else ""
-    return f"a list of {size}{_phrase(kind, ()).removeprefix('an ').removeprefix('a ')}s"
+    one = _phrase(kind, ()).removeprefix("an ").removeprefix("a ")
+    many = one.replace("list of", "lists of", 1) if one.startswith("list of") else f"{one}s"
+    return f"a list of {size}{many}"
 
 
 def _range(constraints: Iterable[Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +15,7 @@ from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.plan import Plan, Predictions, RankPlace, planned
 from moesaic.facts.workload import Memory, count, memory
 from moesaic.train.jobfile import load_job
 
@@ -33,24 +35,40 @@ Nproc = Annotated[
         "--nproc", metavar="N", help="Ranks; unset: as many as fit the cluster.", show_default=False
     ),
 ]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout", metavar="KEY=VALUE,...", show_default=False,
+        help="Short for --set layout.KEY=VALUE, as in ep=2,shard=2.",
+    ),
+]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", show_default=False,
+        help="Write a timeline of one step, for ui.perfetto.dev.",
+    ),
+]  # fmt: skip
 _SHOWN_RANKS = 16
 _HOUR_S = 3600.0
 
 
-def plan(
+def plan(  # noqa: PLR0913 - a parameter for each flag
     job: JobFile = None,
     cluster: ClusterFile = None,
     nproc: Nproc = None,
+    layout: Layout = None,
     sets: Sets = None,
     out: Out = None,
+    trace: Trace = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
     """Say what JOB.toml would need and take on a cluster: memory, time, speed, price.
 
-    Everything is computed, nothing measured. --out FILE receives a timeline of one step, for
-    ui.perfetto.dev.
+    Everything is computed, nothing measured. --out FILE receives the plan, which
+    `moesaic train JOB.toml --plan FILE` obeys.
     """
     if explain is not None:
         flags.explain(Job, explain, as_json)
@@ -58,16 +76,39 @@ def plan(
     path = flags.need(job, "JOB.toml", "plan")
     if cluster is None:
         raise ConfigError("--cluster is missing: give a file that `moesaic probe` or you wrote")
-    where, loaded = load_cluster(cluster), load_job(path, sets or ())
-    layout = lay_out(loaded.job.layout, loaded.job.model, nproc or _most_ranks(where))
-    facts, timeline = predict(loaded.job, layout, where)
+    where, job_ = load_cluster(cluster), load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
+    chosen = planned(job_, nproc or _most_ranks(where))
+    facts, timeline = predict(job_, chosen, where)
     if out is not None and not dry_run:
-        _write(out, timeline)
+        _write("--out", out, promise(chosen, where, facts).to_json())
+    if trace is not None and not dry_run:
+        _write("--trace", trace, _trace(timeline))
     if as_json:
         screen.as_json(facts)
-    else:
-        _print(facts)
+        return 0
+    _print(facts)
+    if out is not None and not dry_run:
+        screen.say(f"{'next':<18} {shlex.join(_train_words(path, out, sets or ()))}")
     return 0
+
+
+def _layout_sets(layout: str | None) -> list[str]:
+    """The items of `--set` that `--layout` is short for."""
+    items = [] if layout is None else layout.split(",")
+    for item in items:
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not (name and equals and value):
+            raise ConfigError(
+                f"--layout '{layout}' is not of the form key=value,..., as in ep=2,shard=2"
+            )
+    return [f"layout.{item.strip()}" for item in items]
+
+
+def _train_words(job: Path, out: Path, sets: Sequence[str]) -> list[str]:
+    """The command that trains as planned; what the plan decides need not be said again."""
+    kept = [item for item in sets if not item.startswith("layout.")]
+    words = [word for item in kept for word in ("--set", item)]
+    return ["moesaic", "train", str(job), *words, "--plan", str(out)]
 
 
 def _most_ranks(cluster: Cluster) -> int:
@@ -93,7 +134,7 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
     needs = memory(job, layout, on_cpu=device.kind == "cpu")
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
-        "cluster": cluster.name, "plan": layout.model_dump(), "device": device.model,
+        "cluster": cluster.name, "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**asdict(needs), "peak_bytes": needs.peak_bytes},
         "memory_bytes": device.memory_bytes,
@@ -104,6 +145,32 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
         "binds": _binds(needs, device.memory_bytes, phases),
     }, timeline  # fmt: skip
+
+
+def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
+    """`plan` with places for its ranks on `cluster`, and what `predict` found of it."""
+    places = []
+    for one in place(cluster, plan.ranks):
+        device = device_at(cluster, one)
+        places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
+    predictions = Predictions(
+        cluster=cluster.name,
+        step_s=_short(facts["step_s"]),
+        phases_s={name: _short(seconds) for name, seconds in facts["phases_s"].items()},
+        blocks_s={name or "step": _short(s) for name, s in facts["blocks_s"].items()},
+        tokens_per_s=_short(facts["tokens_per_s"]),
+        memory_bytes={
+            name.removesuffix("_bytes"): int(num_bytes)
+            for name, num_bytes in facts["memory_per_rank"].items()
+            if not name.startswith("idle")
+        },
+    )
+    return plan.model_copy(update={"places": places, "predictions": predictions})
+
+
+def _short(value: float) -> float:
+    """As many digits as a file that people read needs."""
+    return float(f"{value:.5g}")
 
 
 def _binds(needs: Memory, memory_bytes: float, phases: dict[str, float]) -> str:
@@ -117,14 +184,21 @@ def _binds(needs: Memory, memory_bytes: float, phases: dict[str, float]) -> str:
     return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"
 
 
-def _write(out: Path, timeline: Timeline) -> None:
+def _trace(timeline: Timeline) -> str:
     from moesaic.sim.trace import trace
 
     shown = range(min(len(timeline.end_s), _SHOWN_RANKS))
+    return screen.dumps(trace(timeline, shown)) + "\n"
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
     try:
-        out.write_text(screen.dumps(trace(timeline, shown)) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
-        raise unwritable(f"--out '{out}'", error) from None
+        raise unwritable(f"{flag} '{path}'", error) from None
 
 
 def _print(facts: dict[str, Any]) -> None:

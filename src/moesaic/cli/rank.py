@@ -22,7 +22,7 @@ from pathlib import Path
 from moesaic.base.errors import UserError, as_user_error
 from moesaic.cli import screen
 from moesaic.cli.progress import watcher
-from moesaic.train.jobfile import load_job
+from moesaic.train.jobfile import load_job, obey
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's agent wants a failure written."""
@@ -49,6 +49,8 @@ class Part:
     """Keep stdout for JSON."""
     command: list[str]
     """The command line as the user gave it."""
+    plan: str | None = None
+    """Path of the plan to obey; None: as the job says."""
 
 
 def take_part(part: Part) -> tuple[Path, bool]:
@@ -57,6 +59,8 @@ def take_part(part: Part) -> tuple[Path, bool]:
     from moesaic.train.trainer import deadline, train
 
     loaded = load_job(Path(part.job), part.sets)
+    if part.plan is not None:
+        loaded = obey(loaded, Path(part.plan), part.sets)
     world = World.from_launcher(loaded.job.train.device, deadline(loaded.job))
     try:
         out = Path(world.led(lambda: part.out or str(default_out(Path(part.job)))))

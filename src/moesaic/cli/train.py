@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from moesaic.base.errors import UserError
+from moesaic.base.errors import ConfigError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
@@ -34,9 +34,9 @@ from moesaic.cli.launch import (
 from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.plan import Plan, planned
 from moesaic.facts.workload import Memory, count, memory
-from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, refuse_run
+from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
@@ -49,10 +49,19 @@ Resume = Annotated[
     ),
 ]  # fmt: skip
 
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE", show_default=False,
+        help="Obey a plan that `moesaic plan --out` wrote; its ranks, unless --nproc is given.",
+    ),
+]  # fmt: skip
 
-def train(
+
+def train(  # noqa: PLR0913 - a parameter for each flag
     job: JobFile = None,
     nproc: Nproc = None,
+    plan: PlanFile = None,
     resume: Resume = None,
     sets: Sets = None,
     out: Out = None,
@@ -65,22 +74,46 @@ def train(
         flags.explain(Job, explain, as_json)
         return 0
     path = flags.need(job, "JOB.toml", "train")
-    ranks = num_ranks(nproc) or 1
     loaded = load_job(path, sets or ())
-    plan = lay_out(loaded.job.layout, loaded.job.model, ranks)
+    if plan is not None:
+        loaded = obey(loaded, plan, sets or ())
+    ranks = _count_ranks(loaded, nproc)
+    ruling = loaded.plan or planned(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
     chosen, resume = _find_place(path, out, resume)
     place = str(chosen) if chosen else None
-    part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv)
+    by = str(plan) if plan else None
+    part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv, by)
     if leads():
         for warning in loaded.warnings:
             screen.warn(warning)
     if dry_run:
         _check_weights(loaded.job)
-        _tell(path, loaded, plan, as_json)
+        _tell(path, loaded, ruling, as_json)
         return 0
     _check_machine(loaded.job, 1 if launched() else ranks)
     return _run(part, 1 if launched() else ranks)
+
+
+def _count_ranks(loaded: LoadedJob, nproc: int | None) -> int:
+    """How many ranks there will be, or are: as many as the plan has, if there is one."""
+    asked, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
+    if plan is None:
+        return asked or 1
+    if asked not in (None, plan.ranks):
+        there = f"torchrun started {asked}" if launched() else f"--nproc {asked}"
+        many = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
+        raise ConfigError(
+            f"{origin} is for {many}, and {there}: start {plan.ranks}, or plan anew "
+            f"for {asked} (moesaic plan --nproc {asked})"
+        )
+    hosts = len({place.host for place in plan.places})
+    if hosts > 1 and not launched():
+        raise ConfigError(
+            f"{origin} has its ranks on {hosts} hosts: start them on all of them with torchrun, "
+            "or plan anew for one host"
+        )
+    return plan.ranks
 
 
 def _find_place(job: Path, out: Path | None, resume: str | None) -> tuple[Path | None, str | None]:
@@ -192,7 +225,10 @@ def _how_to_go_on(part: Part, ranks: int) -> str:
     if launched():
         return f"; to go on: the same command with {shlex.join(('--out', part.out))} --resume"
     words = ["moesaic", "train", part.job]
-    words += ["--nproc", str(ranks)] if ranks > 1 else []
+    if part.plan is not None:
+        words += ["--plan", part.plan]
+    elif ranks > 1:
+        words += ["--nproc", str(ranks)]
     words += [word for item in part.sets for word in ("--set", item)]
     words += ["--json"] if part.as_json else []
     return f"; to go on: {shlex.join([*words, '--out', part.out, '--resume'])}"
@@ -210,6 +246,9 @@ def _close(out: Path, as_json: bool) -> None:
         return
     screen.say(_headline(facts))
     prompt = f'moesaic generate {shlex.quote(str(out))} --prompt "..."'
+    if facts["prediction"] is not None:
+        ratio = facts["prediction"]["step_ratio"]
+        screen.say(f"  a step took {ratio:.2f} times what the plan predicted")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.say(f"  {name:<11} {value}")
@@ -233,7 +272,7 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
         screen.as_json(
             {
                 "job": loaded.job.model_dump(mode="json", by_alias=True),
-                "plan": plan.model_dump(),
+                "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
                 "memory_per_rank": {
                     **_memory_rows(needs),

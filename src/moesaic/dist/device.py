@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -149,6 +150,11 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS")
+
+
+def memory_kind(device: torch.device) -> Literal["allocated", "resident"]:
+    """What `peak_bytes` and `held_bytes` are of: tensors, or all of the process."""
+    return "allocated" if device.type == "cuda" else "resident"
 
 
 def now(device: torch.device) -> float:

@@ -126,7 +126,8 @@ class LanguageModel(nn.Module):
                 kind=routing.router, renormalise=config.renormalise, noise=routing.noise,
             )  # fmt: skip
             bank = Bank(plan.homes(ranks.rank), config.hidden, config.ffn)
-            ffn = MoE(router, bank, Dispatcher(config.experts, ranks, routing.capacity))
+            dispatcher = Dispatcher(config.experts, ranks, routing.capacity, plan.slots())
+            ffn = MoE(router, bank, dispatcher)
         else:
             ffn = FeedForward(config.hidden, config.ffn)
         return Layer(attention, ffn, config.hidden, config.norm_epsilon)

@@ -9,6 +9,7 @@ back and adds them up, weighted, in the order of each token's choices.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +57,7 @@ class Sent:
     rows: Tensor
     works: list[Any]
     order: Tensor
-    """Flat (token, choice) index of each row that leaves this rank, sorted by expert."""
+    """Flat (token, choice) index of each row that leaves this rank, sorted by slot."""
     inverse_TK: Tensor
     """Row that carries each (token, choice); 0 where nobody does."""
     arrival: Tensor | None = None
@@ -67,10 +68,22 @@ class Sent:
 
 
 class Dispatcher:
-    """Carries the tokens of one layer; it holds no parameters."""
+    """Carries the tokens of one layer; it holds no parameters.
 
-    def __init__(self, experts: int, ranks: Ranks, capacity: float | None = None) -> None:
+    `slots` are the experts of all slots of the group, rank by rank; absent: in turn.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        ranks: Ranks,
+        capacity: float | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
         self.experts, self.ranks, self.capacity = experts, ranks, capacity
+        in_turn = slots is None or list(slots) == list(range(experts))
+        self._slots = None if in_turn or slots is None else list(slots)
+        self._places_E: Tensor | None = None
 
     def count(self, experts_TK: Tensor, *, training: bool) -> Counted:
         """Count assignments over all ranks and drop those beyond capacity (while training)."""
@@ -96,8 +109,11 @@ class Dispatcher:
         """Launch the exchange of tokens."""
         flat = counted.experts_TK.reshape(-1)
         flat = torch.where(flat == NOBODY, self.experts, flat)
+        counts_RE = counted.counts_RE
+        if self._slots is not None:  # From here on slots stand where experts did.
+            flat, counts_RE = self._places(flat.device)[flat], counts_RE[:, self._slots]
         order = flat.argsort(stable=True)
-        leaving = int(counted.counts_RE[self.ranks.rank].sum())
+        leaving = int(counts_RE[self.ranks.rank].sum())
         order = order[:leaving]
         inverse = torch.zeros_like(flat)
         inverse[order] = torch.arange(leaving, device=flat.device)
@@ -106,17 +122,25 @@ class Dispatcher:
         sent = Sent(rows, [], order, inverse_TK)
         group = self.ranks.group
         if group is None:
-            sent.slot_counts = counted.counts_RE[self.ranks.rank]
+            sent.slot_counts = counts_RE[self.ranks.rank]
             return sent
         share = self.experts // len(self.ranks.group_ranks)
         me = self.ranks.group_ranks.index(self.ranks.rank)
-        mine_RS = counted.counts_RE[list(self.ranks.group_ranks), me * share : (me + 1) * share]
-        sent.send = counted.counts_RE[self.ranks.rank].view(-1, share).sum(1).tolist()
+        mine_RS = counts_RE[list(self.ranks.group_ranks), me * share : (me + 1) * share]
+        sent.send = counts_RE[self.ranks.rank].view(-1, share).sum(1).tolist()
         sent.receive = mine_RS.sum(1).tolist()
         sent.slot_counts = mine_RS.sum(0)
         sent.arrival = _slot_order(mine_RS).to(tokens_TH.device)
         sent.rows = Exchange.apply(rows, sent.send, sent.receive, group, sent.works)
         return sent
+
+    def _places(self, device: torch.device) -> Tensor:
+        """The slot of each expert, of all slots of the group, and after them that of nobody."""
+        if self._places_E is None or self._places_E.device != device:
+            assert self._slots is not None
+            slots = torch.tensor([*self._slots, self.experts], device=device)
+            self._places_E = slots.argsort()
+        return self._places_E
 
     def finish(self, sent: Sent) -> tuple[Tensor, Tensor]:
         """Wait; rows in order of (slot, global token), and how many each slot has (on the host)."""
@@ -184,7 +208,7 @@ class Gather(torch.autograd.Function):
     def forward(
         ctx: Any, tokens_TH: Tensor, order: Tensor, inverse_TK: Tensor, present_TK: Tensor
     ) -> Tensor:
-        """Rows sorted by expert."""
+        """Rows sorted by slot."""
         ctx.save_for_backward(inverse_TK, present_TK)
         return tokens_TH.index_select(0, order // inverse_TK.shape[1])
 

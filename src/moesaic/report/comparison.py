@@ -112,7 +112,13 @@ def _differences(names: list[str], runs: list[RunFacts]) -> str:
 
 def _settings(names: list[str], runs: list[RunFacts]) -> str:
     """The keys of jobs and plans in which the runs are not alike."""
-    settings = [{**dict(_flatten(run.job)), **dict(_flatten(run.plan, "plan."))} for run in runs]
+    plans = [
+        {key: value for key, value in run.plan.items() if key != "predictions"} for run in runs
+    ]
+    settings = [
+        {**dict(_flatten(run.job)), **dict(_flatten(plan, "plan."))}
+        for run, plan in zip(runs, plans, strict=True)
+    ]
     keys = dict.fromkeys(key for one in settings for key in one)
     rows = [
         (key, *values)

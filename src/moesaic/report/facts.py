@@ -19,6 +19,7 @@ import numpy.typing as npt
 from moesaic.base.errors import StoreError
 from moesaic.report.loads import Loads, read_loads
 from moesaic.report.log import Checkpoint, Log, Part, Steps, Validation, read_log, read_rank
+from moesaic.report.prediction import Prediction, read_prediction
 
 Floats = npt.NDArray[np.float64]
 Status = Literal["finished", "running", "stopped"]
@@ -57,6 +58,8 @@ class RunFacts:
     ranks: list[RankSteps]
     loads: Loads | None
     """Expert loads; none for a dense model, or before the first were written."""
+    prediction: Prediction | None
+    """What its plan predicted, and what came of it; none where nothing was predicted."""
     ended: str
     """Why it ended; empty while its log has no end."""
     read_at_s: float
@@ -78,6 +81,7 @@ class RunFacts:
             _read_json(run_dir, name) for name in ("job.json", "plan.json", "versions.json")
         )
         log = read_log(log_path)
+        ranks = _read_ranks(run_dir / "events", log)
         last_step = int(log.steps.step[-1]) if len(log.steps) else 0
         return cls(
             name=run_dir.resolve().name,
@@ -89,7 +93,8 @@ class RunFacts:
             steps=log.steps,
             validations=log.validations,
             checkpoints=log.checkpoints,
-            ranks=_read_ranks(run_dir / "events", log),
+            ranks=ranks,
+            prediction=read_prediction(plan, log, _peaks(ranks)),
             loads=read_loads(run_dir / "loads", last_step),
             ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
@@ -153,6 +158,10 @@ def _read_json(run_dir: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StoreError(f"'{path}' holds no JSON object: restore the file")
     return value
+
+
+def _peaks(ranks: list[RankSteps]) -> Floats:
+    return np.concatenate([np.zeros(0), *(rank.peak_bytes for rank in ranks)])
 
 
 def _read_ranks(directory: Path, log: Log) -> list[RankSteps]:

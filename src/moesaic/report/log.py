@@ -99,6 +99,8 @@ class Log:
     checkpoints: list[Checkpoint]
     ended: str
     """Why the run ended: "finished", or what cut it off; empty while its log has no end."""
+    prediction: Mapping[str, Any] | None = None
+    """What the run said at its end of what its plan predicted."""
 
 
 class StepTable:
@@ -149,6 +151,7 @@ class _Draft:
     validations: dict[int, Validation] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     ended: str = ""
+    prediction: Mapping[str, Any] | None = None
 
 
 def read_log(path: Path) -> Log:
@@ -171,6 +174,8 @@ def read_log(path: Path) -> Log:
                 step, number(event.get("loss")), number(event.get("tokens")),
                 number(event.get("seconds")),
             )  # fmt: skip
+        elif event["event"] == "prediction":
+            draft.prediction = event
         else:
             _note_checkpoint(draft.checkpoints, event, step)
     return Log(
@@ -179,6 +184,7 @@ def read_log(path: Path) -> Log:
         sorted(draft.validations.values(), key=lambda validation: validation.step),
         sorted(draft.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
         draft.ended,
+        draft.prediction,
     )
 
 
@@ -209,7 +215,7 @@ def number(value: object) -> float:
 def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
     now_s, origin = number(event.get("time")), event.get("resumed_from")
     done = max(step - 1, 0)
-    draft.ended = ""
+    draft.ended, draft.prediction = "", None
     draft.table.cut(done)
     for kept in (draft.validations, draft.checkpoints):
         for late in [key for key in kept if key > done]:

@@ -8,12 +8,23 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moesaic.report.charts import experts, learning, speed
+from moesaic.report.charts import experts, learning, prediction, speed
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
 from moesaic.report.facts import RunFacts
 from moesaic.report.summary import summary
-from moesaic.report.wording import UNKNOWN, count, duration, loss, moment, plural, size, stretch
+from moesaic.report.wording import (
+    UNKNOWN,
+    count,
+    duration,
+    loss,
+    moment,
+    plural,
+    size,
+    stretch,
+    three,
+    timing,
+)
 
 _ROWS = 200
 """Rows of a table; older ones are left out."""
@@ -24,6 +35,8 @@ def render(run: RunFacts) -> str:
     facts = summary(run)
     sections = _sections(run)
     figures = [figure for _, _, group in sections for figure in group]
+    compared = [prediction.phases(run.prediction)] if run.prediction is not None else []
+    figures += compared
     data: dict[str, Any] = {
         "figures": [figure.to_json() for figure in figures],
         "loads": None,
@@ -38,6 +51,7 @@ def render(run: RunFacts) -> str:
             _tiles(facts),
             _findings(facts) if len(run.steps) else _nothing_yet(run),
             *(_section(title, extra, group) for title, extra, group in sections),
+            _predicted(run, compared),
             _details(run),
             "</main>",
             _foot(run),
@@ -115,6 +129,42 @@ def _section(title: str, extra: str, group: list[Figure]) -> str:
         f'<section><div class="bar"><h2>{title}</h2>{extra}</div>'
         f'<div class="grid">{cards}</div></section>'
     )
+
+
+def _predicted(run: RunFacts, group: list[Figure]) -> str:
+    found = run.prediction
+    if found is None:
+        return ""
+    predicted, measured = found.predicted, found.measured
+    times = [("step", predicted.step_s, measured.step_s)] + [
+        (name, predicted.phases_s.get(name, math.nan), measured.phases_s.get(name, math.nan))
+        for name in found.phases()
+    ]
+    rows = [(name, timing(one), timing(other), _ratio(one, other)) for name, one, other in times]
+    rate, reached = predicted.tokens_per_s, measured.tokens_per_s
+    rows.append(("tokens a second", count(rate), count(reached), _ratio(rate, reached)))
+    peak = predicted.memory_bytes.get("peak", math.nan)
+    most = figure_or_unknown(measured.peak_bytes)
+    whole = measured.memory == "resident"
+    ratio = UNKNOWN if whole else _ratio(peak, most)
+    rows.append((f"most memory of a rank, {measured.memory}", size(peak), size(most), ratio))
+    note = (
+        f"Predicted for cluster '{predicted.cluster}'. Measured: medians of "
+        f"{plural(measured.steps, 'step')} on rank 0; waiting for other ranks counts in the phase "
+        "where it happens."
+    )
+    if whole:
+        note += " Resident memory is all of a process, its libraries too; tensors were predicted."
+    body = table(("", "predicted", "measured", "measured / predicted"), rows)
+    return (
+        '<section><div class="bar"><h2>Predicted and measured</h2></div><div class="grid">'
+        f'<div class="card flat span-6">{body}<p class="note">{html.escape(note)}</p></div>'
+        f"{''.join(card(figure) for figure in group)}</div></section>"
+    )
+
+
+def _ratio(predicted: float, measured: float) -> str:
+    return three(measured / predicted) if predicted > 0 else UNKNOWN
 
 
 def _controls(run: RunFacts) -> str:

@@ -44,6 +44,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "dropped": int(np.nansum(run.steps.dropped)),
         "flips": int(np.nansum(run.steps.flips)),
         "experts": _experts(run),
+        "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
     }
 
@@ -81,6 +82,16 @@ def _peak(run: RunFacts) -> int | None:
     seen = np.concatenate(columns)
     seen = seen[np.isfinite(seen)]
     return int(seen.max()) if len(seen) else None
+
+
+def _prediction(run: RunFacts) -> dict[str, Any] | None:
+    found = run.prediction
+    if found is None:
+        return None
+    return {
+        "predicted": found.predicted.model_dump(), "measured": found.measured.model_dump(),
+        "step_ratio": known(found.ratio),
+    }  # fmt: skip
 
 
 def _experts(run: RunFacts) -> dict[str, Any] | None:

@@ -69,6 +69,13 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def timing(seconds: float) -> str:
+    """A time that is compared with another: three digits."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    return f"{three(seconds)} s" if seconds >= 1 else f"{three(seconds * 1000)} ms"
+
+
 def moment(time_s: float) -> str:
     """A time of the clock."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))

@@ -41,7 +41,7 @@ def assemble(
         model = LanguageModel(job.model, job.routing, plan, groups[0])
     model.to(DTYPES[job.train.precision])
     for layer in model.decoder_layers():
-        layer.recompute = job.train.recompute
+        layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
     if plan.shard > 1:
         _shard(model, plan, world)
     else:

@@ -1,7 +1,8 @@
-"""Loading a job: from a TOML file and `--set` items to a checked `Job`. No torch.
+"""Loading a job: from a TOML file, `--set` items and a plan to a checked `Job`. No torch.
 
-`load_job` resolves what a file may leave to others (`[model] preset`, `[model] from`) and parses;
-`check_inputs` looks at the paths that a job names. Both come before anything is written.
+`load_job` resolves what a file may leave to others (`[model] preset`, `[model] from`) and parses,
+`obey` puts a job under a plan, `check_inputs` looks at the paths that it names. All of it comes
+before anything is written.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from moesaic.base.config import apply_sets, parse, parse_toml, read_text
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
+from moesaic.facts.plan import Plan, check, load_plan, ruled
 from moesaic.models.hf.config import CONFIG_NAME, read_config, to_huggingface
 
 INERT = frozenset({"max_positions", "init_std"})
@@ -33,6 +35,10 @@ class LoadedJob:
     """The file as it was, then each item of `--set` as a comment."""
     warnings: list[str]
     """What a person should know: settings without effect, unknown keys of a config.json."""
+    plan: Plan | None = None
+    """What rules the job, if it was given; else the job itself says how it is laid out."""
+    plan_origin: str = ""
+    """What opens a complaint about the plan."""
 
 
 def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
@@ -49,6 +55,27 @@ def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
     return LoadedJob(job, text, warnings)
+
+
+def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
+    """`loaded` under the plan in the file at `path`, which goes before layout and recompute.
+
+    What an item of `sets` says otherwise is refused: it could only be a mistake.
+    """
+    plan, origin = load_plan(path), f"--plan '{path}'"
+    check(plan, loaded.job, origin)
+    job = ruled(loaded.job, plan)
+    said = {item.partition("=")[0].strip(): item for item in sets}
+    for table, name in (("layout", "ep"), ("layout", "shard"), ("train", "recompute")):
+        before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
+        if before != now and f"{table}.{name}" in said:
+            raise ConfigError(
+                f"--set {said[f'{table}.{name}']} beside {origin}, which has "
+                f"{table}.{name} = {keys.show(now)}: leave one of them out"
+            )
+    space = "\n" if sets else "\n\n"
+    text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
+    return replace(loaded, job=job, text=text, plan=plan, plan_origin=origin)
 
 
 def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:

@@ -21,14 +21,16 @@ from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, go_back_to
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import planned
 from moesaic.facts.workload import count
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
+from moesaic.train.expectation import Expectation
 from moesaic.train.jobfile import LoadedJob
+from moesaic.train.machines import check_machines
 from moesaic.train.record import RunRecord
 from moesaic.train.routes import RouteReplay, recording
 from moesaic.train.run import Run
@@ -70,7 +72,7 @@ def train(
     """Train `loaded.job` into `out`; returns the run's last figures.
 
     Args:
-        loaded: the job and its text.
+        loaded: the job, its text, and the plan that rules it, if any.
         out: the run's directory.
         resume: a checkpoint's path, "auto" for the newest one under `out`, None to start afresh.
         world: the ranks.
@@ -84,7 +86,8 @@ def _train(
     loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
 ) -> dict[str, Any]:
     job = loaded.job
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = loaded.plan or planned(job, world.size)
+    check_machines(plan, world, loaded.plan_origin)
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
     replay = None
@@ -212,6 +215,7 @@ class _Session:
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
         )  # fmt: skip
         run.hook = self._enter
+        self.expectation = Expectation(run.plan, world)
         self.figures: dict[str, Any] = {}
 
     def go(self, origin: str | None) -> dict[str, Any]:
@@ -237,6 +241,9 @@ class _Session:
         self._validate()
         self._save()
         self.saver.wait()
+        compared = self.expectation.compare()
+        if compared is not None:
+            self.record.event("prediction", step=self.run.counters["step"], **compared)
         self.world.barrier()  # the rank that serves the store must not leave before the others
         self.progress.done()
         seconds = time.perf_counter() - began
@@ -275,7 +282,7 @@ class _Session:
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
-            plan=self.run.plan.model_dump(), tokens_per_step=train.batch * self.job.data.sequence,
+            plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
         )  # fmt: skip
 
     def _step(self) -> None:
@@ -284,7 +291,9 @@ class _Session:
             facts = self.run.step(self.data.train)
         except DivergedError as error:
             raise DivergedError(f"{error}: {self._advise()}") from None
-        self.figures = {**self.figures, **self.record.step(facts, time.perf_counter() - began)}
+        step_s = time.perf_counter() - began
+        self.expectation.add(step_s, facts.phases)
+        self.figures = {**self.figures, **self.record.step(facts, step_s)}
         self.figures["step"] = facts.step
         self.progress.step(self.figures)
 
@@ -314,7 +323,7 @@ class _Session:
         if self.run.recorder is not None:
             self.run.recorder.flush()
         facts = {
-            "job": self.job.model_dump(mode="json"), "plan": self.run.plan.model_dump(),
+            "job": self.job.model_dump(mode="json"), "plan": self.run.plan.decisions(),
             "data": self.data.digest,
         }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)

@@ -14,6 +14,7 @@ from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli import rank
 from moesaic.cli.launch import CutOff, RankFailed, _cause
 from moesaic.cli.main import main
+from moesaic.cli.train import _how_to_go_on
 
 JOB = """
 [model]
@@ -73,6 +74,16 @@ def test_the_first_failure_that_matters_is_told(
     cause = end(tmp_path, *ranks)
     assert type(cause) is kind
     assert str(cause) == words
+
+
+def test_a_run_by_a_plan_goes_on_by_it(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMMIT").touch()
+    for plan, words in (("my plan.json", "--plan 'my plan.json'"), (None, "--nproc 2")):
+        part = rank.Part("job.toml", [], str(tmp_path), None, False, [], plan)
+        said = _how_to_go_on(part, 2)
+        assert said == f"; to go on: moesaic train job.toml {words} --out {tmp_path} --resume"
 
 
 def test_a_record_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:

@@ -135,7 +135,13 @@ def test_a_dry_run_tells_all_and_writes_nothing(
 
     facts = json.loads(run(f"{line} --json", capfd))
     assert parse(Job, facts["job"], "dry run") == job
-    assert facts["plan"] == {"ranks": 2, "ep": 2, "shard": 1, "experts": 16}
+    assert facts["plan"] == {
+        "ranks": 2, "ep": 2, "shard": 1, "experts": 16,
+        "homes": [[*range(8)], [*range(8, 16)]],
+        "stages": [["embed", *(f"layers.{layer}" for layer in range(4)), "head"]],
+        "tiers": {"parameters": "device", "moments": "device"}, "mode": "synchronous",
+        "recompute": False, "micro_batches": 1, "places": [],
+    }  # fmt: skip
     assert facts["parameters"] == {"total": 1_927_296, "active": 747_648}
     memory = facts["memory_per_rank"]
     peak = memory.pop("peak_bytes")

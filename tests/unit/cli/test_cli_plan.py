@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.facts.plan import load_plan
 
 JOB = """
 [model]
@@ -57,15 +58,36 @@ LINE = ["plan", "job.toml", "--cluster", "cluster.toml"]
 def test_it_says_what_binds_and_writes_a_timeline(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*LINE, "--out", "step.json"]) == 0
+    assert main([*LINE, "--trace", "step.json"]) == 0
     said = capfd.readouterr().out
     assert said.startswith("16 ranks on two nodes (NVIDIA H100")
     assert "computed, not measured" in said
     assert "binds              backward: " in said
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
-    assert main([*LINE, "--out", "never.json", "--dry-run"]) == 0
+    assert main([*LINE, "--out", "never.json", "--trace", "never.json", "--dry-run"]) == 0
     assert not (place / "never.json").exists()
+
+
+def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = [*LINE, "--layout", "ep=4, shard=2", "--set", "train.recompute=true"]
+    assert main([*line, "--out", "plan.json"]) == 0
+    said = capfd.readouterr().out
+    train = "moesaic train job.toml --set train.recompute=true --plan plan.json\n"
+    assert said.endswith(f"next               {train}")
+    plan = load_plan(place / "plan.json")
+    assert (plan.ranks, plan.ep, plan.shard, plan.recompute, plan.micro_batches) == (
+        16, 4, 2, True, 2,
+    )  # fmt: skip
+    assert [one.host for one in plan.places] == ["node-0"] * 8 + ["node-1"] * 8
+    assert {one.kind for one in plan.places} == {"gpu"}
+    assert main([*line, "--json"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert plan.predictions is not None
+    assert plan.predictions.cluster == "two nodes"
+    assert plan.predictions.step_s == pytest.approx(facts["step_s"], rel=1e-4)
+    assert plan.predictions.phases_s.keys() == facts["phases_s"].keys()
+    assert plan.predictions.memory_bytes["peak"] == facts["memory_per_rank"]["peak_bytes"]
 
 
 def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +119,10 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
         ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
         ("plan job.toml --cluster cluster.toml --out no/where.json", "cannot be written (No such"),
+        ("plan job.toml --cluster cluster.toml --layout ep", "--layout 'ep' is not of the form"),
+        ("plan job.toml --cluster cluster.toml --layout ep=3", "layout.ep = 3 does not divide"),
+        ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
+        ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (
             "plan job.toml --cluster cluster.toml --set train.precision=fp64 --set model.experts=0",
             "experts",

@@ -1,5 +1,12 @@
+"""The plan: what it means, what it refuses, how it is held against jobs and machines."""
+
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +15,20 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import LayoutConfig, ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.plan import (
+    Plan,
+    Predictions,
+    RankPlace,
+    check,
+    check_places,
+    lay_out,
+    load_plan,
+    measure,
+    planned,
+    ruled,
+)
+from moesaic.facts.workload.loads import slots_of, traffic
+from moesaic.testing.jobs import tiny_job
 
 MODEL = parse(ModelConfig, PRESETS["tiny-olmoe"], "preset")
 
@@ -71,3 +91,175 @@ def test_a_layout_that_does_not_fit(layout: LayoutConfig, ranks: int, sentence: 
     with pytest.raises(ConfigError) as caught:
         lay_out(layout, MODEL, ranks)
     assert str(caught.value) == sentence
+
+
+RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "shard": 1, "experts": 4}
+PLACE = {"host": "a", "device": "A CPU", "kind": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"ep": 3}, "ep = 3 does not divide ranks = 4: choose a divisor"),
+        ({"shard": 8}, "shard = 8 does not divide ranks = 4: choose a divisor"),
+        ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
+        ({"homes": [[0, 1]]}, "homes has 1 lists for ep = 2: give each of the ranks"),
+        ({"homes": [[0, 1], [1, 2]]}, "homes names expert 1 twice, in homes[0] and in homes[1]"),
+        ({"homes": [[0, 1], [3]]}, "homes lacks expert 2: give it a home"),
+        ({"homes": [[0, 1], [2, 4]]}, "homes[1] names expert 4, and experts = 4"),
+        ({"homes": [[0], [1, 2, 3]]}, "homes[0] has 1 experts where each rank has 2"),
+        ({"homes": 3}, "homes = 3 is an integer: give a list of lists of integers"),
+        ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages, and there is no pipeline yet"),
+        ({"tiers": {"moments": "ssd"}}, 'tiers.moments = "ssd" is not known: give "device"'),
+        ({"mode": "async"}, 'mode = "async" is not known: give "synchronous"'),
+        ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
+        ({"places": [PLACE, {}]}, "places[1].host is missing"),
+        ({"copies": {}}, "unknown key 'copies'"),
+    ],
+)
+def test_an_impossible_edit(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    place = tmp_path / "plan.json"
+    place.write_text(json.dumps({**RAW, **change}))
+    with pytest.raises(ConfigError) as caught:
+        load_plan(place)
+    assert str(caught.value).startswith(f"--plan '{place}': {sentence}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not readable JSON"), ("[]", "holds no JSON object")]
+)
+def test_no_plan_at_all(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_plan(tmp_path / "none.json")
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_it_is_written_and_read_back(tmp_path: Path) -> None:
+    predictions = Predictions(
+        cluster="c", step_s=2.0, phases_s={"forward": 2.0}, blocks_s={"step": 2.0},
+        tokens_per_s=50.0, memory_bytes={"peak": 1 << 30},
+    )  # fmt: skip
+    plan = planned(tiny_job(layout={"ep": 2}), 4).model_copy(
+        update={"places": [RankPlace.model_validate(PLACE)] * 4, "predictions": predictions}
+    )
+    text = plan.to_json()
+    assert '  "homes": [[0, 1, 2, 3], [4, 5, 6, 7]],\n' in text
+    (tmp_path / "plan.json").write_text(text)
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert "predictions" not in plan.decisions()
+
+
+def test_homes_are_where_the_plan_says() -> None:
+    plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]]})
+    assert [plan.homes(rank) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
+    assert plan.slots() == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, None),
+        ({"micro_batches": 1, "stages": [["embed", "layers.0", "layers.1", "head"]]}, None),
+        ({"experts": 16}, "experts = 16, but model.experts = 8: plan this job anew"),
+        ({"micro_batches": 2}, "micro_batches = 2, but train.micro_batches = 1, and the numbers"),
+        ({"stages": [["embed"]]}, "no stage lists block 'layers.0': add it to stages[0]"),
+        ({"stages": [["embed", "layers.9"]]}, "stages[0] lists block 'layers.9', which the model"),
+        (
+            {"stages": [["embed", "embed"]]},
+            "stages[0] lists block 'embed' twice: once is enough",
+        ),
+        (
+            {"stages": [["embed", "layers.1", "layers.0", "head"]]},
+            "stages[0] has block 'layers.1' in another place than the model: keep the order",
+        ),
+    ],
+)
+def test_it_is_held_against_the_job(change: dict[str, Any], sentence: str | None) -> None:
+    plan = Plan.model_validate({**RAW, "experts": 8, **change})
+    if sentence is None:
+        check(plan, tiny_job(), "plan")
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(plan, tiny_job(), "plan")
+    assert str(caught.value).startswith(f"plan: {sentence}")
+
+
+def test_a_dense_model_has_no_experts_to_share_out() -> None:
+    dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0}, routing={})
+    plan = Plan.model_validate({"ranks": 2, "ep": 2, "shard": 1, "experts": 0})
+    with pytest.raises(ConfigError, match=r"plan: ep = 2 with a dense model \(experts = 0\)"):
+        check(plan, dense, "plan")
+
+
+def test_work_follows_the_homes() -> None:
+    plan = Plan.model_validate({**RAW, "ranks": 2, "homes": [[3, 0], [2, 1]]})
+    counts = np.array([[1, 2, 3, 4], [10, 20, 30, 40]])
+    assert [slots_of(counts, plan, rank, (0, 1)) for rank in (0, 1)] == [[44, 11], [33, 22]]
+    assert traffic(counts, plan, 0, (0, 1)) == ([5, 5], [5, 50])
+    assert traffic(counts, plan, 1, (0, 1)) == ([50, 50], [5, 50])
+
+
+def test_it_overrules_the_job() -> None:
+    job = tiny_job()
+    assert ruled(job, planned(job, 4)) == job
+    plan = Plan.model_validate({**RAW, "experts": 8, "recompute": True})
+    assert ruled(job, plan) == tiny_job(layout={"ep": 2}, train={"recompute": True})
+    every = tiny_job(layout={"shard": "all"})
+    assert ruled(every, planned(every, 4)) == every
+
+
+def places(*hosts: str, device: str = "A CPU", kind: str = "cpu") -> list[RankPlace]:
+    return [
+        RankPlace.model_validate({"host": host, "device": device, "kind": kind}) for host in hosts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (places("x", "x", "y", "y"), None),
+        (places("x", "x", "y", "y", device="a  cpu"), None),
+        (
+            places("x", "x", "y", "y", device="B"),
+            "rank 0 is planned for a 'A CPU', but it has 'B': start the ranks",
+        ),
+        (
+            [*places("x", "x", "y"), *places("y", kind="gpu")],
+            "rank 3 is planned for a device of kind 'cpu', but it has 'gpu'",
+        ),
+        (
+            places("x", "y", "y", "y"),
+            "rank 1 is planned for rank 0's host, but it runs on another host",
+        ),
+        (
+            places("x", "x", "x", "y"),
+            "rank 2 is planned for a host of its own, but it runs on rank 0's host",
+        ),
+    ],
+)
+def test_it_is_held_against_machines(found: list[RankPlace], sentence: str | None) -> None:
+    plan = Plan.model_validate({**RAW, "places": places("a", "a", "b", "b")})
+    check_places(Plan.model_validate(RAW), found, "plan")
+    if sentence is None:
+        check_places(plan, found, "plan")
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_places(plan, found, "plan")
+    assert str(caught.value).startswith(f"plan: {sentence}")
+
+
+def test_the_first_steps_are_not_measured() -> None:
+    predictions = Predictions(
+        cluster="c", step_s=2.0, phases_s={}, blocks_s={}, tokens_per_s=50.0, memory_bytes={}
+    )
+    found = measure(predictions, [9, 9, 9, 4, 5, 6], {"data": [1, 1, 1, 2, 2, 2]}, 7.0, "resident")
+    assert found is not None
+    assert (found.steps, found.step_s, found.phases_s) == (3, 5.0, {"data": 2.0})
+    assert found.tokens_per_s == 20.0
+    alone = measure(predictions, [9.0], {}, None, "resident")
+    assert alone is not None
+    assert alone.step_s == 9.0
+    assert measure(predictions, [], {}, None, "resident") is None

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from fabricated import fabricate
 
+from moesaic.facts.plan import Measured, Predictions
 from moesaic.report import RunFacts
-from moesaic.report.findings import experts, find, learning, speed
+from moesaic.report.findings import experts, find, learning, prediction, speed
 from moesaic.report.findings.finding import Finding
 from moesaic.report.loads import Loads, over_mean
 from moesaic.report.log import Checkpoint, Part, Steps, Validation
+from moesaic.report.prediction import Prediction
 
 JOB = {
     "routing": {"balance_loss": 0.01, "capacity": None},
@@ -54,6 +56,30 @@ def text(finding: Finding | None) -> str:
     return f"{finding.title}. {finding.text}"
 
 
+def compared(step_s: float, **phases_s: float) -> Prediction:
+    predicted = Predictions(
+        cluster="here", step_s=1.0, phases_s={"forward": 0.4, "backward": 0.6}, blocks_s={},
+        tokens_per_s=10.0, memory_bytes={"peak": 100},
+    )  # fmt: skip
+    measured = Measured(
+        steps=5, step_s=step_s, phases_s=phases_s, tokens_per_s=10 / step_s, peak_bytes=None,
+        memory="resident",
+    )  # fmt: skip
+    return Prediction(predicted, measured)
+
+
+def test_a_step_far_from_its_prediction() -> None:
+    assert prediction.off(None) is None
+    assert prediction.off(compared(1.19)) is None
+    assert prediction.off(compared(0.81)) is None
+    said = text(prediction.off(compared(2.0, forward=0.5, backward=1.4, log=0.1)))
+    assert said.startswith("A step took 2.00x the predicted time. 2.00 s where 1.00 s were ")
+    assert "Most of it is in 'backward': 1.40 s for 600 ms." in said
+    fast = text(prediction.off(compared(0.5, forward=0.3, backward=0.1)))
+    assert "took 0.500x" in fast
+    assert "Most of it is in 'backward': 100 ms for 600 ms." in fast
+
+
 def test_even_load_has_no_dead_and_no_hot_experts() -> None:
     even = loads([[1, 1.2, 0.8, 1], [1, 1, 1.9, 0.1]])
     assert experts.dead(even, setting) is None
@@ -90,6 +116,9 @@ def test_hot_expert_is_named_with_its_rank() -> None:
     assert "Expert 5 of layer 1 is hot" in said
     assert "4.50x" in said
     assert "rank 1 of its expert-parallel group" in said
+    uneven = loads([[1] * 8, [0.5, 0.5, 0.5, 0.5, 0.5, 4.5, 0.5, 0.5]])
+    said = text(experts.hot(uneven, setting, [[0, 1, 2, 5], [3, 4, 6, 7]]))
+    assert "rank 0 of its expert-parallel group" in said
     assert "routing.capacity" in said
 
 

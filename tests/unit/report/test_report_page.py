@@ -207,6 +207,60 @@ def test_summary_of_a_dense_run_has_no_experts(tmp_path: Path) -> None:
     assert facts["experts"] is None
 
 
+PREDICTED = {
+    "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
+    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "memory_bytes": {"peak": 1 << 20},
+}  # fmt: skip
+
+
+def predict(directory: Path, predicted: Any = PREDICTED) -> RunFacts:
+    path = directory / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "predictions": predicted}))
+    return RunFacts.read(directory)
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=20, killed_at=14)
+    assert "Predicted and measured" not in page.render(RunFacts.read(directory))
+    run = predict(directory)
+    text = page.render(run)
+    found = run.prediction
+    assert found is not None
+    assert found.measured.steps == 11
+    assert found.measured.step_s == pytest.approx(float(np.median(run.steps.step_s[3:])))
+    assert found.measured.peak_bytes == max(float(rank.peak_bytes.max()) for rank in run.ranks)
+    assert "Predicted for cluster &#x27;&lt;here&gt;&#x27;." in text
+    assert "most memory of a rank, resident</td><td>1.00 MiB" in text
+    bars = figures_of(text)["predicted-phases"]["data"]
+    assert [bar["name"] for bar in bars] == ["predicted", "measured"]
+    assert dict(zip(bars[0]["x"], bars[0]["y"], strict=True))["backward"] == 60
+    facts = json.loads(json.dumps(summary(run), allow_nan=False))["prediction"]
+    assert facts["step_ratio"] == pytest.approx(found.ratio)
+    assert facts["predicted"]["cluster"] == "<here>"
+
+
+def test_what_a_run_says_of_its_prediction_goes_before(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=20, finished=False)
+    measured = {
+        "steps": 9, "step_s": 0.2, "phases_s": {"forward": 0.2}, "tokens_per_s": 10240.0,
+        "peak_bytes": 3 << 20, "memory": "allocated",
+    }  # fmt: skip
+    event = {"event": "prediction", "step": 20, "predicted": PREDICTED, "measured": measured}
+    with (directory / "events" / "rank-0.jsonl").open("a") as log:
+        log.write(json.dumps({"time": 2e9, **event}) + "\n")
+    run = predict(directory)
+    assert run.prediction is not None
+    assert run.prediction.measured.step_s == 0.2
+    assert "rank, allocated</td><td>1.00 MiB</td><td>3.00 MiB</td><td>3.00" in page.render(run)
+
+
+@pytest.mark.parametrize("predicted", [None, 3, {"cluster": "x"}, {**PREDICTED, "step_s": "no"}])
+def test_predictions_that_no_one_can_read_are_left_out(predicted: Any, tmp_path: Path) -> None:
+    run = predict(fabricate(tmp_path / "run", steps=5), predicted)
+    assert run.prediction is None
+    assert "Predicted and measured" not in page.render(run)
+
+
 def test_comparison_overlays_runs(tmp_path: Path) -> None:
     runs = [
         fabricate(tmp_path / parent / "run", steps=steps)

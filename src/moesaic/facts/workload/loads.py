@@ -46,13 +46,12 @@ def _between(reached: Counts) -> Counts:
 
 def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> list[int]:
     """Rows of each of the slots of `rank`."""
-    homes = plan.homes(rank)
-    rows: list[int] = counts[list(group), homes.start : homes.stop].sum(axis=0).tolist()
+    rows: list[int] = counts[list(group)].sum(axis=0)[list(plan.homes(rank))].tolist()
     return rows
 
 
 def traffic(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> tuple[list[int], ...]:
     """Rows from `rank` to each of `group`, and to `rank` from each."""
-    by_home = counts[list(group)].reshape(len(group), len(group), -1).sum(axis=2)
+    by_home = counts[list(group)][:, plan.slots()].reshape(len(group), len(group), -1).sum(axis=2)
     me = list(group).index(rank)
     return by_home[me].tolist(), by_home[:, me].tolist()

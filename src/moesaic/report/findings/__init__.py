@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.report.facts import RunFacts
-from moesaic.report.findings import experts, learning, speed
+from moesaic.report.findings import experts, learning, prediction, speed
 from moesaic.report.findings.finding import Finding, Severity
 
 __all__ = ["Finding", "Severity", "find"]
@@ -18,12 +18,13 @@ def find(run: RunFacts) -> list[Finding]:
         learning.stopped(run),
         learning.failed_saves(run.checkpoints),
         experts.dead(run.loads, run.setting),
-        experts.hot(run.loads, run.setting),
+        experts.hot(run.loads, run.setting, run.plan.get("homes")),
         experts.drops(run.steps, run.setting),
         experts.flips(run.steps),
         learning.spikes(run.steps, run.setting),
         learning.overfitting(run.validations),
         speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
+        prediction.off(run.prediction),
         speed.slowest_phase(run.steps, run.parts[-1].device if run.parts else "", run.setting),
     ]
     found = [finding for finding in candidates if finding is not None]

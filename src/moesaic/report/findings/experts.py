@@ -65,18 +65,18 @@ def dead(loads: Loads | None, setting: Settings) -> Finding | None:
     return Finding("dead_experts", "warning", title, text)
 
 
-def hot(loads: Loads | None, setting: Settings) -> Finding | None:
-    """Hot experts, in one finding."""
+def hot(loads: Loads | None, setting: Settings, homes: object = None) -> Finding | None:
+    """Hot experts, in one finding; `homes` is what the plan says of where experts live."""
     found = hot_experts(loads) if loads else []
     if not loads or not found:
         return None
     top = found[0]
     worst = f"Expert {top.expert} of layer {top.layer}"
     title = f"{worst} is hot" if len(found) == 1 else f"{len(found):,} experts are hot"
+    holder = _home(top.expert, setting, homes)
     text = (
         f"{'It' if len(found) == 1 else worst} took {three(top.utilisation)}x its even share over "
-        f"{_recent(loads)}. The rank that holds it{_home(top.expert, setting)} works longest while "
-        "the others wait. "
+        f"{_recent(loads)}. The rank that holds it{holder} works longest while the others wait. "
     )
     if len(found) > 1:
         text += f"Over {HOT:g}x in all: {_by_layer(found)}. "
@@ -154,8 +154,13 @@ def _balance(setting: Settings) -> str:
     return f"raise routing.balance_loss{now} by a factor of 2 to 10."
 
 
-def _home(expert: int, setting: Settings) -> str:
+def _home(expert: int, setting: Settings, homes: object) -> str:
+    """Which rank holds `expert`; plans of old runs say no homes, which then were in turn."""
     ep, experts = setting("layout.ep"), setting("model.experts")
     if not isinstance(ep, int) or not isinstance(experts, int) or ep < 2 or not experts:
         return ""
-    return f" (rank {expert * ep // experts} of its expert-parallel group)"
+    rank = expert * ep // experts
+    if isinstance(homes, list):
+        held = [at for at, here in enumerate(homes) if isinstance(here, list) and expert in here]
+        rank = held[0] if held else rank
+    return f" (rank {rank} of its expert-parallel group)"

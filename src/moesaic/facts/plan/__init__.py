@@ -1,0 +1,27 @@
+"""The plan: which rank holds which part of the model, and what is to be expected of it.
+
+One JSON file that `moesaic plan` writes, people edit, training obeys and every run keeps.
+"""
+
+from moesaic.facts.plan.checks import check, check_places, load_plan, ruled
+from moesaic.facts.plan.layout import block_names, lay_out, planned
+from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
+from moesaic.facts.plan.predictions import FIRST, WINDOW, Measured, Predictions, measure
+
+__all__ = [
+    "FIRST",
+    "WINDOW",
+    "Measured",
+    "Plan",
+    "Predictions",
+    "RankPlace",
+    "Tiers",
+    "block_names",
+    "check",
+    "check_places",
+    "lay_out",
+    "load_plan",
+    "measure",
+    "planned",
+    "ruled",
+]

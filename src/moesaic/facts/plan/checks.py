@@ -1,0 +1,124 @@
+"""A plan from its file, held against the job and the machines that are to obey it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job
+from moesaic.facts.plan.layout import block_names
+from moesaic.facts.plan.plan import Plan, RankPlace
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in the file at `path`."""
+    origin = f"--plan '{path}'"
+    remedy = "give a file that `moesaic plan --out` wrote"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{origin}: there is no such file: {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"{origin} cannot be read ({error.strerror}): {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin} is not readable JSON ({error}): {remedy}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{origin} holds no JSON object: {remedy}")
+    return parse(Plan, raw, origin)
+
+
+def check(plan: Plan, job: Job, origin: str) -> None:
+    """Raise unless `job` can be trained as `plan` says; `origin` opens the message."""
+    again = "plan this job anew (moesaic plan)"
+    if plan.experts != job.model.experts:
+        raise ConfigError(
+            f"{origin}: experts = {plan.experts}, but model.experts = {job.model.experts}: {again}"
+        )
+    if plan.ep > 1 and not plan.experts:
+        raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
+    wanted = job.train.micro_batches
+    if plan.micro_batches not in (None, wanted):
+        raise ConfigError(
+            f"{origin}: micro_batches = {plan.micro_batches}, but train.micro_batches = {wanted}, "
+            "and the numbers of a run depend on it, so that no plan may change it: "
+            f"make them equal, or {again}"
+        )
+    if plan.stages is not None:
+        _check_blocks(plan.stages[0], block_names(job.model), origin)
+
+
+def _check_blocks(listed: Sequence[str], blocks: Sequence[str], origin: str) -> None:
+    for name in listed:
+        if name not in blocks:
+            raise ConfigError(
+                f"{origin}: stages[0] lists block '{name}', which the model has not: its blocks "
+                f"are {blocks[0]}, {blocks[1]} to {blocks[-2]} and {blocks[-1]}"
+            )
+        if listed.count(name) > 1:
+            raise ConfigError(f"{origin}: stages[0] lists block '{name}' twice: once is enough")
+    for name in blocks:
+        if name not in listed:
+            raise ConfigError(f"{origin}: no stage lists block '{name}': add it to stages[0]")
+    if list(listed) != list(blocks):
+        first = next(a for a, b in zip(listed, blocks, strict=True) if a != b)
+        raise ConfigError(
+            f"{origin}: stages[0] has block '{first}' in another place than the model: "
+            "keep the order of the model"
+        )
+
+
+def ruled(job: Job, plan: Plan) -> Job:
+    """`job` with what the plan decides in the place of what it said itself."""
+    layout = job.layout
+    shard = plan.ranks if layout.shard == "all" else layout.shard
+    if (layout.ep, shard) != (plan.ep, plan.shard):
+        layout = layout.model_copy(update={"ep": plan.ep, "shard": plan.shard})
+    train = job.train
+    if plan.recompute is not None and plan.recompute != train.recompute:
+        train = train.model_copy(update={"recompute": plan.recompute})
+    return job.model_copy(update={"layout": layout, "train": train})
+
+
+def check_places(plan: Plan, found: Sequence[RankPlace], origin: str) -> None:
+    """Raise unless the ranks stand on the machines that `plan` was made for.
+
+    Names of hosts may differ; devices, and which ranks share a host, may not.
+    """
+    if not plan.places:
+        return
+    for rank, (planned, here) in enumerate(zip(plan.places, found, strict=True)):
+        for what, wanted, has in (
+            ("a device of kind", planned.kind, here.kind),
+            ("a", planned.device, here.device),
+        ):
+            if _plain(wanted) != _plain(has):
+                _refuse(origin, rank, f"{what} '{wanted}', but it has '{has}'")
+    wanted_hosts, hosts = _first_of_host(plan.places), _first_of_host(found)
+    for rank, (wanted_first, first) in enumerate(zip(wanted_hosts, hosts, strict=True)):
+        if wanted_first == first:
+            continue
+        planned_at = "a host of its own" if wanted_first == rank else f"rank {wanted_first}'s host"
+        here_at = "another host" if first == rank else f"rank {first}'s host"
+        _refuse(origin, rank, f"{planned_at}, but it runs on {here_at}")
+
+
+def _refuse(origin: str, rank: int, what: str) -> NoReturn:
+    raise ConfigError(
+        f"{origin}: rank {rank} is planned for {what}: start the ranks on the machines of the "
+        "plan, plan anew for these, or remove places from the plan"
+    )
+
+
+def _first_of_host(places: Sequence[RankPlace]) -> list[int]:
+    """For each rank the first rank on its host."""
+    first: dict[str, int] = {}
+    return [first.setdefault(place.host, rank) for rank, place in enumerate(places)]
+
+
+def _plain(text: str) -> str:
+    """Without the blanks and capitals in which one name may be written several ways."""
+    return " ".join(text.split()).casefold()

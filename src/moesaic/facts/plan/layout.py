@@ -1,0 +1,40 @@
+"""From what a job says of its layout to a plan."""
+
+from __future__ import annotations
+
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job, LayoutConfig, ModelConfig
+from moesaic.facts.plan.plan import Plan
+
+
+def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
+    """The plan that `layout` means on `ranks` ranks; anything else is as the job says."""
+    shard = ranks if layout.shard == "all" else layout.shard
+    for key, value in (("layout.ep", layout.ep), ("layout.shard", shard)):
+        if ranks % value:
+            raise ConfigError(
+                f"{key} = {value} does not divide the number of ranks ({ranks}): "
+                f"choose a divisor of {ranks}, or start another number of ranks (--nproc)"
+            )
+    if layout.ep > 1 and model.experts % layout.ep:
+        raise ConfigError(
+            f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}: "
+            "choose a divisor of the number of experts"
+        )
+    return Plan(ranks=ranks, ep=layout.ep, shard=shard, experts=model.experts)
+
+
+def planned(job: Job, ranks: int) -> Plan:
+    """The plan that `job` itself means on `ranks` ranks, with nothing left to the job."""
+    plan = lay_out(job.layout, job.model, ranks)
+    return plan.model_copy(
+        update={
+            "stages": [block_names(job.model)], "recompute": job.train.recompute,
+            "micro_batches": job.train.micro_batches,
+        }
+    )  # fmt: skip
+
+
+def block_names(model: ModelConfig) -> list[str]:
+    """The named blocks of `model`, in order."""
+    return ["embed", *(f"layers.{index}" for index in range(model.layers)), "head"]

@@ -1,0 +1,184 @@
+"""The plan as a contract: every field is obeyed, and what cannot be obeyed is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+from moesaic.facts.plan.predictions import Predictions
+
+_WIDTH = 100
+
+
+class Tiers(Section):
+    """Where things lie while they are not computed with."""
+
+    parameters: Literal["device"] = "device"
+    """Parameters: in the memory of their rank's device."""
+    moments: Literal["device"] = "device"
+    """The optimizer's moments: likewise."""
+
+
+class RankPlace(Section):
+    """Where one rank runs."""
+
+    host: str
+    """Its host. Names may differ from the real ones; which ranks share a host may not."""
+    device: str
+    """Model of its device."""
+    kind: Literal["cpu", "gpu", "npu", "xpu"]
+    """Kind of its device, as a cluster's file calls it."""
+
+
+class Plan(Section):
+    """A layout resolved for a number of ranks.
+
+    Every rank holds its own part of each global micro-batch. Ranks `[i * ep, (i + 1) * ep)` share
+    out the experts; ranks with equal `rank % ep` hold copies of the same experts. Ranks
+    `[i * shard, (i + 1) * shard)` share out the dense parameters.
+    """
+
+    ranks: int = Field(ge=1)
+    """World size."""
+    ep: int = Field(ge=1)
+    """Ranks that share out the experts."""
+    shard: int = Field(ge=1)
+    """Ranks that share out the dense parameters."""
+    experts: int = Field(ge=0)
+    """Experts a layer."""
+    homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
+    """The experts on each of the `ep` ranks, in the order of its slots; unset: in turn."""
+    stages: list[list[str]] | None = None
+    """Names of the blocks of each pipeline stage, so far of one; unset: all of the model."""
+    tiers: Tiers = Tiers()
+    """Where things lie while they are not computed with."""
+    mode: Literal["synchronous"] = "synchronous"
+    """How ranks keep step: all of them take every step together."""
+    recompute: bool | None = None
+    """Whether layers are computed again in backward; unset: as `train.recompute` says."""
+    micro_batches: int | None = Field(default=None, ge=1)
+    """Parts of a global batch: those of the job, for its numbers depend on them."""
+    places: list[RankPlace] = Field(default_factory=list)
+    """Where each rank runs; empty: anywhere."""
+    predictions: Predictions | None = None
+    """What a step is expected to take; unset: nobody has said."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_homes(cls, raw: Any) -> Any:
+        """Where nobody says which experts live where: equal shares, in turn."""
+        if not isinstance(raw, dict) or {"homes", "homes_by_rank"} & raw.keys():
+            return raw
+        ep, experts = raw.get("ep"), raw.get("experts")
+        if not (isinstance(ep, int) and isinstance(experts, int)) or ep < 1 or experts % ep:
+            return raw
+        share = experts // ep
+        return {**raw, "homes": [list(range(i * share, (i + 1) * share)) for i in range(ep)]}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        for name, value in (("ep", self.ep), ("shard", self.shard)):
+            if self.ranks % value:
+                raise ValueError(
+                    f"{name} = {value} does not divide ranks = {self.ranks}: choose a divisor"
+                )
+        if self.experts % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} does not divide experts = {self.experts}: choose a divisor"
+            )
+        self._check_homes()
+        if self.stages is not None and len(self.stages) != 1:
+            raise ValueError(
+                f"stages lists {len(self.stages)} stages, and there is no pipeline yet: "
+                "put the names of all blocks into one"
+            )
+        if self.places and len(self.places) != self.ranks:
+            raise ValueError(
+                f"places has {len(self.places)} entries for ranks = {self.ranks}: give every rank "
+                "one, in their order, or remove places"
+            )
+        return self
+
+    def _check_homes(self) -> None:
+        share = self.experts // self.ep
+        if len(self.homes_by_rank) != self.ep:
+            raise ValueError(
+                f"homes has {len(self.homes_by_rank)} lists for ep = {self.ep}: give each of the "
+                "ranks that share out the experts one"
+            )
+        seen: dict[int, int] = {}
+        for rank, homes in enumerate(self.homes_by_rank):
+            for expert in homes:
+                if not 0 <= expert < self.experts:
+                    raise ValueError(
+                        f"homes[{rank}] names expert {expert}, and experts = {self.experts}: "
+                        f"they are numbered from 0 to {self.experts - 1}"
+                    )
+                if expert in seen:
+                    raise ValueError(
+                        f"homes names expert {expert} twice, in homes[{seen[expert]}] and in "
+                        f"homes[{rank}]: an expert has one home"
+                    )
+                seen[expert] = rank
+        if len(seen) < self.experts:
+            lost = next(expert for expert in range(self.experts) if expert not in seen)
+            raise ValueError(f"homes lacks expert {lost}: give it a home")
+        for rank, homes in enumerate(self.homes_by_rank):
+            if len(homes) != share:
+                raise ValueError(
+                    f"homes[{rank}] has {len(homes)} experts where each rank has {share}: "
+                    "make the shares equal"
+                )
+
+    def to_json(self) -> str:
+        """The plan as JSON that a person can edit: what fits on a line stands on one."""
+        return _json(self.model_dump(mode="json", by_alias=True), "", top=True) + "\n"
+
+    def homes(self, rank: int) -> tuple[int, ...]:
+        """The experts that live on `rank`, in the order of its slots."""
+        return tuple(self.homes_by_rank[rank % self.ep])
+
+    def slots(self) -> list[int]:
+        """The experts of all slots of an expert group, rank by rank."""
+        return [expert for homes in self.homes_by_rank for expert in homes]
+
+    def decisions(self) -> dict[str, Any]:
+        """The plan as plain data, without what it expects."""
+        return self.model_dump(mode="json", by_alias=True, exclude={"predictions"})
+
+    def expert_groups(self) -> list[list[int]]:
+        """Groups of ranks that exchange tokens."""
+        return [list(range(i, i + self.ep)) for i in range(0, self.ranks, self.ep)]
+
+    def replica_groups(self) -> list[list[int]]:
+        """Groups of ranks that hold the same experts."""
+        return [list(range(i, self.ranks, self.ep)) for i in range(self.ep)]
+
+    def shard_groups(self) -> list[list[int]]:
+        """Groups of ranks that share out the dense parameters."""
+        return [list(range(i, i + self.shard)) for i in range(0, self.ranks, self.shard)]
+
+    def shard_replica_groups(self) -> list[list[int]]:
+        """Groups of ranks that hold the same share of the dense parameters."""
+        return [list(range(i, self.ranks, self.shard)) for i in range(self.shard)]
+
+    def rows(self, rank: int, batch: int) -> range:
+        """Which of the `batch` samples of a global micro-batch `rank` holds: a run of them."""
+        return range(rank * batch // self.ranks, (rank + 1) * batch // self.ranks)
+
+
+def _json(value: Any, margin: str, *, top: bool = False) -> str:
+    """`value` as JSON, on one line where that is not too long."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or not value or (len(line) <= _WIDTH and not top):
+        return line
+    inner = f"{margin}  "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {_json(one, inner)}" for key, one in value.items()]
+    else:
+        items = [_json(one, inner) for one in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{margin}{closing}"

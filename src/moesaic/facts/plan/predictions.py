@@ -1,0 +1,82 @@
+"""What a plan expects of a step, and what a run measured of the same figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from moesaic.base.config import Section
+
+FIRST = 3
+"""Steps that pay for warming up, and do not count."""
+WINDOW = 1000
+"""Steps that the medians are of, at most: the last ones."""
+
+
+class Predictions(Section):
+    """What a step is expected to take."""
+
+    cluster: str
+    """Name of the cluster that it was worked out for."""
+    step_s: float = Field(gt=0)
+    """Seconds of a step."""
+    phases_s: dict[str, float]
+    """Seconds by phase, on the rank that is done last; waiting counts where it happens."""
+    blocks_s: dict[str, float]
+    """Seconds by block of the model, likewise; `step` is what belongs to none."""
+    tokens_per_s: float = Field(gt=0)
+    """Tokens of all ranks in a second."""
+    memory_bytes: dict[str, int]
+    """Bytes that the rank holds, by what they are for; `peak`: most of them at one time."""
+
+
+class Measured(Section):
+    """The same figures of a run: medians over its steps."""
+
+    steps: int
+    """Steps that the medians are of."""
+    step_s: float
+    """Seconds of a step."""
+    phases_s: dict[str, float]
+    """Seconds by phase on rank 0; waiting counts where it happens."""
+    tokens_per_s: float
+    """Tokens of all ranks in a second, counted as the prediction counts them."""
+    peak_bytes: float | None
+    """Most memory that a rank held."""
+    memory: Literal["allocated", "resident"]
+    """What that is of: tensors on a device, or all of a process on a CPU, its libraries too."""
+
+
+def measure(
+    predictions: Predictions,
+    step_s: Sequence[float],
+    phases_s: Mapping[str, Sequence[float]],
+    peak_bytes: float | None,
+    memory: Literal["allocated", "resident"],
+) -> Measured | None:
+    """What was measured, from the seconds of each step; None while there is none.
+
+    The first steps do not count where there are others.
+    """
+    usual = _usual(step_s)
+    if not usual:
+        return None
+    middle = statistics.median(usual)
+    phases = {name: _usual(seconds) for name, seconds in phases_s.items()}
+    return Measured(
+        steps=len(usual),
+        step_s=middle,
+        phases_s={name: statistics.median(found) for name, found in phases.items() if found},
+        tokens_per_s=predictions.tokens_per_s * predictions.step_s / max(middle, 1e-9),
+        peak_bytes=peak_bytes,
+        memory=memory,
+    )
+
+
+def _usual(seconds: Sequence[float]) -> list[float]:
+    late = list(seconds)[min(FIRST, max(len(seconds) - 1, 0)) :]
+    return [value for value in late[-WINDOW:] if math.isfinite(value)]

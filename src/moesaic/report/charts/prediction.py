@@ -1,0 +1,47 @@
+"""Predicted and measured time of each phase, side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.report.charts.figure import SERIES, Figure, column, label, layout
+from moesaic.report.prediction import Prediction
+from moesaic.report.wording import listing, timing
+
+
+def phases(found: Prediction) -> Figure:
+    """Two bars a phase."""
+    names = found.phases()
+    both = (("predicted", found.predicted.phases_s), ("measured", found.measured.phases_s))
+    scale, unit = (1.0, "s") if found.measured.step_s >= 2 else (1e-3, "ms")
+    data = [
+        {
+            "type": "bar", "name": name, "x": [label(phase) for phase in names],
+            "y": column(np.array([seconds.get(phase, np.nan) / scale for phase in names])),
+            "marker": {"color": colour},
+            "hovertemplate": f"%{{x}}, {name}: %{{y:.3~g}} {unit}<extra></extra>",
+        }
+        for (name, seconds), colour in zip(both, (SERIES[1], SERIES[0]), strict=True)
+    ]  # fmt: skip
+    told = listing(
+        [
+            f"{phase} {timing(found.measured.phases_s.get(phase, np.nan))} for "
+            f"{timing(found.predicted.phases_s.get(phase, np.nan))}"
+            for phase in names
+        ],
+        len(names),
+    )
+    return Figure(
+        "predicted-phases",
+        "A step as predicted",
+        f"{'seconds' if unit == 's' else 'milliseconds'} of each phase",
+        f"Measured time of each phase for the predicted one: {told}.",
+        data,
+        layout(
+            barmode="group", hovermode="closest",
+            xaxis={"type": "category", "title": {"text": ""}, "showgrid": False},
+            yaxis={"rangemode": "tozero"},
+        ),
+        span=6,
+        height=300,
+    )  # fmt: skip

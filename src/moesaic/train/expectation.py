@@ -1,0 +1,46 @@
+"""What a run measures of the figures that its plan predicted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moesaic.dist import device as devices
+from moesaic.dist.collectives import gather
+from moesaic.dist.world import World
+from moesaic.facts.plan import FIRST, WINDOW, Plan, measure
+
+
+class Expectation:
+    """Collects this rank's steps; does nothing where the plan predicted nothing."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._predicted, self._world = plan.predictions, world
+        self._steps: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=FIRST + WINDOW)
+
+    def add(self, step_s: float, phases_s: Mapping[str, float]) -> None:
+        """One more step."""
+        if self._predicted is not None:
+            self._steps.append((step_s, phases_s))
+
+    def compare(self) -> dict[str, Any] | None:
+        """Predicted and measured figures as plain data; every rank must call this at its end."""
+        if self._predicted is None:
+            return None
+        device = self._world.device
+        peak = torch.tensor([devices.peak_bytes(device)], dtype=torch.int64, device=device)
+        most = int(gather(peak, self._world.everyone).max())
+        names = dict.fromkeys(name for _, phases in self._steps for name in phases)
+        measured = measure(
+            self._predicted,
+            [step_s for step_s, _ in self._steps],
+            {name: [phases.get(name, 0.0) for _, phases in self._steps] for name in names},
+            most,
+            devices.memory_kind(device),
+        )
+        if measured is None:
+            return None
+        return {"predicted": self._predicted.model_dump(), "measured": measured.model_dump()}

@@ -1,0 +1,30 @@
+"""The machines at hand, held against those of a plan."""
+
+from __future__ import annotations
+
+import platform
+
+import torch.distributed as dist
+
+from moesaic.dist import device as devices
+from moesaic.dist.world import World
+from moesaic.facts.plan import Plan, RankPlace, check_places
+
+
+def places(world: World) -> list[RankPlace]:
+    """Where each rank runs; every rank of the world must call this."""
+    mine = {
+        "host": platform.node() or "localhost",
+        "device": devices.model(world.device),
+        "kind": devices.kind(world.device),
+    }
+    said = [mine] * world.size
+    if world.everyone is not None:
+        dist.all_gather_object(said, mine, group=world.everyone)
+    return [RankPlace.model_validate(one) for one in said]
+
+
+def check_machines(plan: Plan, world: World, origin: str) -> None:
+    """Raise, on every rank, unless the ranks run where `plan` has them."""
+    if plan.places:
+        check_places(plan, places(world), origin)

@@ -1,0 +1,146 @@
+"""From a plan to a run that obeys it, and to a report that holds it against what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.base.events import read_events
+from moesaic.cli.main import main
+from moesaic.dist import device
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+layers = 1
+hidden = 32
+head_dim = 8
+ffn = 16
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 6
+batch = 4
+device = "cpu"
+
+[log]
+tensorboard = false
+"""
+
+CLUSTER = """
+name = "here"
+
+[[hosts]]
+name = "any name"
+memory_bytes = 16e9
+link = {{ kind = "loopback", latency_s = 2e-5, bandwidth = 2e9 }}
+
+[[hosts.devices]]
+kind = "cpu"
+model = {model}
+count = 2
+memory_bytes = 8e9
+memory_bandwidth = 1e10
+matmul = [{{ dtype = "fp32", flops = 5e10 }}]
+
+[[hosts.devices]]
+kind = "cpu"
+model = {model}
+memory_bytes = 16e9
+memory_bandwidth = 1e10
+matmul = [{{ dtype = "fp32", flops = 5e10 }}]
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("words and more words " * 40)
+    Path("job.toml").write_text(JOB)
+    model = json.dumps(device.model(torch.device("cpu")))
+    Path("cluster.toml").write_text(CLUSTER.format(model=model))
+    return tmp_path
+
+
+def plan(*flags: str) -> dict[str, Any]:
+    assert (
+        main(["plan", "job.toml", "--cluster", "cluster.toml", "--out", "plan.json", *flags]) == 0
+    )
+    return written("plan.json")
+
+
+def written(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(path).read_text())
+    return found
+
+
+def train(*flags: str) -> dict[str, Any]:
+    line = ["train", "job.toml", "--plan", "plan.json", "--out", "run", "--json", *flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic", *line], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def test_a_run_obeys_its_plan_and_tells_how_it_went(place: Path) -> None:
+    planned = plan("--layout", "ep=2,shard=2")
+    facts = train()
+    assert (facts["ranks"], facts["step"]) == (2, 6)
+    assert written("run/plan.json") == planned
+    assert written("run/job.json")["layout"] == {"ep": 2, "shard": 2}
+    assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
+    events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]
+    (told,) = events
+    assert told["predicted"] == planned["predictions"]
+    assert told["measured"]["steps"] == 3
+    assert told["measured"]["memory"] == "resident"
+    assert told["measured"]["phases_s"].keys() >= planned["predictions"]["phases_s"].keys()
+    assert facts["prediction"]["measured"] == told["measured"]
+    assert "Predicted and measured" in Path("run/report.html").read_text()
+
+    # By hand: experts change places, layers are recomputed, and nothing is predicted any more.
+    homes = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]
+    edited = {**planned, "homes": homes, "recompute": True, "predictions": None}
+    Path("plan.json").write_text(json.dumps(edited))
+    facts = train("--resume", "--set", "train.steps=8")
+    assert (facts["ranks"], facts["step"], facts["prediction"]) == (2, 8, None)
+    assert written("run/plan.json") == edited
+    assert "Predicted and measured" not in Path("run/report.html").read_text()
+
+
+def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    planned = plan("--nproc", "1")
+    line = ["train", "job.toml", "--plan", "plan.json", "--out", "run"]
+    elsewhere = {**planned["places"][0], "device": "Another CPU"}
+    two = [{**elsewhere, "host": host} for host in ("a", "b")]
+    again = {"recompute": True}
+    for change, flags, words in (
+        ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, and --nproc 2: start 1, or"),
+        ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
+        (again, ["--set", "train.recompute=false"], "which has train.recompute = true: leave one"),
+        ({}, ["--set", "layout.shard=2"], "--set layout.shard=2 beside --plan 'plan.json', which"),
+        ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
+        ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),
+    ):
+        Path("plan.json").write_text(json.dumps({**planned, **change}))
+        capfd.readouterr()
+        assert main([*line, *flags]) == 2, words
+        said = capfd.readouterr()
+        assert words in said.err
+        assert said.err.count("\n") == 1
+        assert not Path("run").exists()
+    Path("plan.json").write_text(json.dumps({**planned, **again}))
+    assert main([*line, "--dry-run"]) == 0
+    assert "recompute = true" in capfd.readouterr().out
