@@ -11,6 +11,7 @@ import typer
 from moesaic.base.errors import ConfigError, unwritable
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, lay_out
@@ -37,10 +38,11 @@ _SHOWN_RANKS = 16
 _HOUR_S = 3600.0
 
 
-def plan(
+def plan(  # noqa: PLR0913 - one for each flag
     job: JobFile = None,
     cluster: ClusterFile = None,
     nproc: Nproc = None,
+    workload: Workload = None,
     sets: Sets = None,
     out: Out = None,
     dry_run: DryRun = False,
@@ -55,10 +57,13 @@ def plan(
     if explain is not None:
         flags.explain(Job, explain, as_json)
         return 0
-    path = flags.need(job, "JOB.toml", "plan")
+    path = flags.need(job or workload, "JOB.toml", "plan")
     if cluster is None:
         raise ConfigError("--cluster is missing: give a file that `moesaic probe` or you wrote")
-    where, loaded = load_cluster(cluster), load_job(path, sets or ())
+    where = load_cluster(cluster)
+    if workload is not None:
+        return tell(workload, job, where, nproc or _most_ranks(where), as_json)
+    loaded = load_job(path, sets or ())
     layout = lay_out(loaded.job.layout, loaded.job.model, nproc or _most_ranks(where))
     facts, timeline = predict(loaded.job, layout, where)
     if out is not None and not dry_run:

@@ -7,7 +7,7 @@ that have the same work on the same kind of device are worked out once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,29 +25,29 @@ PHASES = {"reduce": "reduce", "norm": "clip", "accumulate": "backward"}
 
 
 @dataclass(frozen=True)
-class Costs:
-    """A job laid over a cluster."""
+class Lanes:
+    """Ranks laid over a cluster, and what blocks take on them."""
 
-    job: Job
     plan: Plan
     cluster: Cluster
     places: Sequence[Place]
     _ways: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)
     """What holds a group of ranks up, once it was looked for."""
 
-    @classmethod
-    def of(cls, job: Job, plan: Plan, cluster: Cluster) -> Costs:
-        """Ranks in the order of the cluster's places."""
-        return cls(job, plan, cluster, place(cluster, plan.ranks))
-
     def device(self, rank: int) -> Device:
         """What `rank` computes with."""
         return device_at(self.cluster, self.places[rank])
 
-    def events(self) -> list[Event]:
-        """One whole step, micro-batch after micro-batch."""
-        alike = self._alike()
-        work = {rank: workload(self.job, self.plan, rank) for rank in alike}
+    def step(
+        self, work: Mapping[int, Sequence[Block]], alike: Mapping[int, list[int]], times: int = 1
+    ) -> list[Event]:
+        """One whole step, micro-batch after micro-batch.
+
+        Args:
+            work: blocks of the first of each kind of ranks.
+            alike: ranks that have its work on its kind of device, by the first of them.
+            times: micro-batches.
+        """
         blocks = list(zip(*work.values(), strict=True))
         ranks = list(alike.values())
         once: list[Event] = []
@@ -58,22 +58,7 @@ class Costs:
         last: list[Event] = []
         for row in reversed(blocks):  # The last of them is the step's own: sums come first.
             last += self._events("", row, [block.update for block in row], ranks)
-        return [*(once * self.job.train.micro_batches), *last]
-
-    def _alike(self) -> dict[int, list[int]]:
-        """Ranks that have equal work on equal devices, by the first of them."""
-        size = self.job.train.batch // self.job.train.micro_batches
-        plan, found = self.plan, dict[tuple[int, ...], list[int]]()
-        devices: list[Device] = []
-        for rank in range(plan.ranks):
-            device = self.device(rank)
-            if device not in devices:
-                devices.append(device)
-            rows = len(plan.rows(rank, size))
-            # Routing is even, so that experts are alike; the first owners count the norm.
-            at = (rows, rank < plan.ep, rank < plan.shard, devices.index(device))
-            found.setdefault(at, []).append(rank)
-        return {ranks[0]: ranks for ranks in found.values()}
+        return [*(once * times), *last]
 
     def _events(
         self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: list[list[int]]
@@ -124,6 +109,54 @@ class Costs:
         beside = [g for g in groups if {self.places[rank].host for rank in g} & hosts]
         across = [g for g in beside if len({self.places[rank].host for rank in g}) > 1]
         return narrowest, max(len(across), 1)
+
+
+@dataclass(frozen=True)
+class Costs(Lanes):
+    """A job laid over a cluster."""
+
+    job: Job = field(kw_only=True)
+
+    @classmethod
+    def of(cls, job: Job, plan: Plan, cluster: Cluster) -> Costs:
+        """Ranks in the order of the cluster's places."""
+        return cls(plan, cluster, place(cluster, plan.ranks), job=job)
+
+    def events(self) -> list[Event]:
+        """One whole step."""
+        alike = self._alike()
+        work = {rank: workload(self.job, self.plan, rank) for rank in alike}
+        return self.step(work, alike, self.job.train.micro_batches)
+
+    def _alike(self) -> dict[int, list[int]]:
+        """Ranks that have equal work on equal devices, by the first of them."""
+        size = self.job.train.batch // self.job.train.micro_batches
+        plan, found = self.plan, dict[tuple[int, ...], list[int]]()
+        devices: list[Device] = []
+        for rank in range(plan.ranks):
+            device = self.device(rank)
+            if device not in devices:
+                devices.append(device)
+            rows = len(plan.rows(rank, size))
+            # Routing is even, so that experts are alike; the first owners count the norm.
+            at = (rows, rank < plan.ep, rank < plan.shard, devices.index(device))
+            found.setdefault(at, []).append(rank)
+        return {ranks[0]: ranks for ranks in found.values()}
+
+
+def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Event]:
+    """A step in which each of `ranks` ranks does all of `blocks` on samples of its own."""
+    plan = Plan(ranks=ranks, ep=1, shard=1, experts=0)
+    lanes = Lanes(plan, cluster, place(cluster, ranks))
+    found: list[list[int]] = []
+    for rank in range(ranks):
+        same = [one for one in found if lanes.device(one[0]) == lanes.device(rank)]
+        if same:
+            same[0].append(rank)
+        else:
+            found.append([rank])
+    alike = {one[0]: one for one in found}
+    return lanes.step(dict.fromkeys(alike, blocks), alike)
 
 
 def _phase(op: Op) -> str:
