@@ -95,7 +95,8 @@ def block_names(model: nn.Module, wanted: Sequence[str] | None = None) -> list[s
         found = [name for name in known if _matches(name, pattern)]
         if not found:
             words = [name for name in known if name.count(".") == pattern.count(".")] or known
-            remedy = keys.choose(pattern, words, f"one such as {keys.listed(words[:5])}")
+            some = f"one such as {keys.listed(words[:5])}" if words else "none: it has no modules"
+            remedy = keys.choose(pattern, words, some)
             raise ConfigError(f"blocks = '{pattern}' is no module of the model: {remedy}")
         names += [name for name in found if name not in names]
     return names
@@ -190,6 +191,8 @@ class Watching(Passes):
 
         args, kwargs = tree_map(self._stage.stray, (args, kwargs))
         try:
+            if func is torch.ops.aten._grouped_mm.default:
+                return _grouped_sizes(func, args, kwargs)
             return func(*args, **kwargs)
         except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException):
             raise UserError(
@@ -201,6 +204,17 @@ class Watching(Passes):
                 f"{func} does not say what it returns: trace the model with real tensors (--real), "
                 "or register a fake for it with torch.library.register_fake"
             ) from None
+
+
+def _grouped_sizes(func: Any, args: Any, kwargs: Named) -> Tensor:
+    """What a grouped product returns: without values, torch takes bfloat16 alone."""
+    narrow = [one.bfloat16() if _is_float(one) else one for one in args]
+    result: Tensor = func(*narrow, **kwargs).to(args[0].dtype)
+    return result
+
+
+def _is_float(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.is_floating_point()
 
 
 class Watch:
