@@ -47,7 +47,7 @@ Blocks = Annotated[
     typer.Option(
         "--block", metavar="NAME", show_default=False,
         help="A module that is a block, as in h.*; may be given again. Unset: the model's "
-        "children, lists of them opened.",
+        "children, and the items of lists within them.",
     ),
 ]  # fmt: skip
 Real = Annotated[

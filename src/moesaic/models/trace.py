@@ -51,7 +51,7 @@ def trace(
         model: any; where a parameter is on `meta`, nothing is allocated.
         example_inputs: a tensor, a tuple or list of arguments, or a dict of arguments by name.
         blocks: dotted names of modules, `*` for any one part of a name; absent: the direct
-            children, lists of modules opened.
+            children; those that a list of modules lies in are opened, down to its items.
         loss: what makes a loss of the model's output; absent: its `loss`, or all of the output.
         name: what to call the model; absent: its class.
     """
@@ -103,12 +103,12 @@ def block_names(model: nn.Module, wanted: Sequence[str] | None = None) -> list[s
 
 
 def _opened(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Children; lists of modules, and children that have such a list, are opened."""
+    """Children; lists of modules, and children that such a list lies in, are opened."""
     for name, child in module.named_children():
         at = f"{prefix}{name}"
         if isinstance(child, _LISTS):
             yield from (f"{at}.{inner}" for inner, _ in child.named_children())
-        elif any(isinstance(inner, _LISTS) for inner in child.children()):
+        elif any(isinstance(inner, _LISTS) for inner in child.modules()):
             yield from _opened(child, f"{at}.")
         else:
             yield at

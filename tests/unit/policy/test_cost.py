@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from moesaic.facts.cluster.cluster import Collective
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
-from moesaic.facts.workload import Op, Product, workload
+from moesaic.facts.workload import Message, Op, Product, Work, workload
 from moesaic.policy.cost.communication import collective_s
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
-from moesaic.policy.cost.step import Costs
+from moesaic.policy.cost.step import Costs, replicated
 from moesaic.sim.timeline import run
 from moesaic.testing.jobs import tiny_job
 
@@ -150,3 +151,17 @@ def test_a_thousand_devices() -> None:
     found = run(Costs.of(job, plan, cluster(hosts=128)).events(), 1024)
     assert found.end_s.shape == (1024,)
     assert found.step_s > 0
+
+
+def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:
+    blocks = workload(tiny_job(), lay_out(tiny_job().layout, tiny_job().model, 1))
+    alone = run(replicated(blocks, 1, cluster()), 1)
+    assert alone.step_s == pytest.approx(step_s(tiny_job(), 1, cluster()))
+    summed = Message("dense", "all_reduce", (0, 1, 2, 3), 10**8)
+    *inner, last = blocks
+    blocks = [*inner, replace(last, update=Work(last.update.ops, (summed,)))]
+    together = run(replicated(blocks, 4, cluster()), 4)
+    assert together.step_s == pytest.approx(
+        alone.step_s + collective_s(link(), "all_reduce", 4, 1e8)
+    )
+    assert together.waiting_s(3) == 0.0
