@@ -62,7 +62,10 @@ def plan(  # noqa: PLR0913 - one for each flag
         raise ConfigError("--cluster is missing: give a file that `moesaic probe` or you wrote")
     where = load_cluster(cluster)
     if workload is not None:
-        return tell(workload, job, where, nproc or _most_ranks(where), as_json)
+        return tell(
+            workload, where, nproc or _most_ranks(where), as_json,
+            beside={"JOB.toml": job, "--set": sets, "--out": out},
+        )  # fmt: skip
     loaded = load_job(path, sets or ())
     layout = lay_out(loaded.job.layout, loaded.job.model, nproc or _most_ranks(where))
     facts, timeline = predict(loaded.job, layout, where)

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -202,10 +202,16 @@ def _flops(flops: float) -> str:
     return f"{flops:.1f} PFLOP"
 
 
-def tell(path: Path, job: Path | None, cluster: Cluster, ranks: int, as_json: bool) -> int:
-    """What `moesaic plan --workload PATH` says: time by phase, and memory, of `ranks` copies."""
-    if job is not None:
-        raise ConfigError(f"--workload {path} stands in place of '{job}': give one of them")
+def tell(
+    path: Path, cluster: Cluster, ranks: int, as_json: bool, beside: Mapping[str, object]
+) -> int:
+    """What `moesaic plan --workload PATH` says: time by phase, and memory, of `ranks` copies.
+
+    Of what is said of a job, `beside`, nothing may be given.
+    """
+    for flag, value in beside.items():
+        if value:
+            raise ConfigError(f"--workload {path} goes without {flag}, which is for jobs: drop one")
     facts = predict(load_traced(path), cluster, ranks)
     if as_json:
         screen.as_json(facts)

@@ -123,7 +123,8 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets:make --out no/where.json", "cannot be written"),
         ("plan --workload none.json --cluster cluster.toml", "there is no file 'none.json'"),
         ("plan --workload a.json", "--cluster is missing"),
-        ("plan job.toml --workload a.json --cluster cluster.toml", "in place of 'job.toml'"),
+        ("plan job.toml --workload a.json --cluster cluster.toml", "goes without JOB.toml, which"),
+        ("plan --workload a.json --cluster cluster.toml --set a=1", "goes without --set, which is"),
     ],
 )
 def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -285,6 +285,17 @@ def test_blocks_are_children_or_what_is_named() -> None:
     assert sum(block.parameters for block in blocks.values()) == total
 
 
+def test_what_a_list_lies_in_is_opened() -> None:
+    inner = nn.Module()
+    inner.layer = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+    encoder = nn.Module()
+    encoder.norm, encoder.stack = nn.LayerNorm(2), inner
+    model = nn.Module()
+    model.embed, model.encoder = nn.Sequential(nn.Linear(2, 2)), encoder
+    names = ["embed", "encoder.norm", "encoder.stack.layer.0", "encoder.stack.layer.1"]
+    assert block_names(model) == names
+
+
 def test_a_loss_of_its_own_and_a_frozen_part() -> None:
     model, x = mlp()
     model[0].requires_grad_(False)
