@@ -63,6 +63,7 @@ def test_everything_that_is_there_is_measured(
         assert host.pop("price_per_hour") == 0.0
         for device in host["devices"]:
             assert device.pop("price_per_hour") == 0.0
+            assert device.pop("special_s") >= 0.0
         assert all(number > 0 for number in numbers(host))
     assert all(number > 0 for number in numbers(found.cluster.model_dump()["links"]))
     assert len(found.repeats) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.base.config import parse
 from moesaic.dist.probe.cluster import Assembly, Place, headlines
-from moesaic.dist.probe.compute import Sizes
+from moesaic.dist.probe.compute import CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, PASSED_BYTES, Sizes
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures
@@ -25,8 +25,15 @@ PATTERNS = {
 
 def computed(name: str, flops: float, bandwidth: float) -> Figures:
     return {
-        f"{name} call": [1e-6],
+        f"{name} calls": [2 * CHAIN * 1e-6],
+        f"{name} functions": [(1e-9 + 4e-9) * FUNCTION_ELEMENTS, 1e-9 * FUNCTION_ELEMENTS],
+        **{
+            f"{name} passes {kind}": [PASSED_BYTES[kind] * size / 3e10 for size in SIZES.passed]
+            for kind in KINDS
+        },
         f"{name} copies": [2 * size / bandwidth for size in SIZES.copies],
+        f"{name} attention forward fp32": [HEADS * 1e-5 * n**2 for n in SIZES.lengths("fp32")],
+        f"{name} attention backward fp32": [HEADS * 2e-5 * n**2 for n in SIZES.lengths("fp32")],
         f"{name} products fp32": [
             2 * rows * columns * inner / flops for rows, columns, inner in SIZES.products("fp32")
         ],
@@ -79,6 +86,15 @@ def test_curves_are_read_as_they_were_measured() -> None:
     assert cpu.memory_bandwidth == pytest.approx(2e10, rel=1e-3)
     assert cpu.streams is not None
     assert cpu.streams.at(8192) == pytest.approx(8192 / 2e10, rel=1e-3)  # 4096 read and written
+    assert (cpu.call_s, cpu.special_s) == (1e-6, 4e-9)
+    for kind in KINDS:
+        times = cpu.times_of(kind)
+        assert times is not None
+        assert times.at(1e5) == pytest.approx(1e5 / 3e10, rel=1e-3)
+    attention = cpu.speed("fp32").attention
+    assert attention is not None
+    assert attention.at(64, 64, backward=False) == pytest.approx(1e-5 * 64**2, rel=1e-3)
+    assert attention.at(128, 32, backward=True) == pytest.approx(1e-5 * 128**2, rel=1e-3)
     products = cpu.speed("fp32").products
     assert products is not None
     for rows, columns, inner in SIZES.products("fp32"):

@@ -53,8 +53,8 @@ def cluster(hosts: list[Any], links: list[Any] | None = None) -> Cluster:
 LINKED = [link("a", "b"), link("a", "a", 5e9)]
 RATES = dict.fromkeys(("read", "write", "random_read", "random_write", "mixed"), 1000000000.0)
 KEYS_OF_DEVICE = (
-    "kind, model, count, threads, memory_bytes, memory_bandwidth, streams, call_s, matmul, "
-    "price_per_hour"
+    "kind, model, count, threads, memory_bytes, memory_bandwidth, streams, passes, call_s, "
+    "special_s, matmul, price_per_hour"
 )
 
 WRONG: list[tuple[list[Any], list[Any], str]] = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Link, Matmul
+from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Link, Matmul, Passes
 from moesaic.facts.cluster.cluster import Collective
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
@@ -53,8 +53,34 @@ def test_a_measured_grid_decides_where_there_is_one() -> None:
     measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, products=grid)])
     assert product_s(measured, "fp32", Product(4, 8, 8, count=5)) == pytest.approx(1e-2)
     streams = Curve(bytes=[1e3, 1e6], seconds=[1e-6, 1e-3])
-    assert passes_s(device(streams=streams), 4e3, 4) == pytest.approx(4 * (1e-6 + 1e-6))
+    assert passes_s(device(streams=streams), 4e4, 4) == pytest.approx(4e-5)
+    assert passes_s(device(streams=streams, call_s=1e-5), 4e3, 4) == pytest.approx(4e-5)
+    norms = Passes(kind="norm", times=Curve(bytes=[1e4], seconds=[1.0]))
+    unlike = device(streams=streams, passes=[norms])
+    assert passes_s(unlike, 4e4, 4, "norm") == pytest.approx(4.0)
+    assert passes_s(unlike, 4e4, 4, "adamw") == pytest.approx(4e-5)
     assert passes_s(device(), 1e11, 1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_attention_that_was_measured_costs_what_was_measured() -> None:
+    scores = Product(128, 128, 64, 6)
+    heads = Heads(head_dim=32, lengths=[64, 128], forward=[1e-4, 4e-4], backward=[2e-4, 8e-4])
+    measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, attention=heads)])
+    causal = 0.5 + 0.5 / 128
+    forward = Op("attend", (scores, scores), kind="attention", causal_share=causal)
+    assert op_s(measured, forward) == pytest.approx(6 * 2 * 4e-4)
+    backward = Op("attend", (scores,) * 5, kind="attention backward", causal_share=causal)
+    assert op_s(measured, backward) == pytest.approx(6 * 2 * 8e-4)
+    masked = Op("attend", (scores, scores), kind="attention")
+    assert op_s(measured, masked) == pytest.approx(6 * 2 * 4e-4 / causal)
+    assert heads.at(256, 32, backward=False) == pytest.approx(16e-4)
+
+
+def test_functions_cost_what_they_take_beyond_a_pass() -> None:
+    plain, special = Op("gate", moved_bytes=1000), Op("gate", moved_bytes=1000, specials=10**6)
+    slow = device(special_s=1e-9)
+    assert op_s(slow, special) - op_s(slow, plain) == pytest.approx(1e-3)
+    assert op_s(device(), special) == op_s(device(), plain)
 
 
 def test_what_causality_hides_costs_nothing() -> None:

@@ -7,12 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moesaic.dist.probe.compute import Sizes
+from moesaic.dist.probe.compute import (
+    CHAIN, FUNCTION_ELEMENTS, HEAD_DIM, HEADS, KINDS, PASSED_BYTES, Sizes,
+)  # fmt: skip
 from moesaic.dist.probe.disks import SMALL
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures, line, medians
-from moesaic.facts.cluster import Cluster, Collective, Curve, Device, Disk, Grid, Host, Link, Matmul
+from moesaic.facts.cluster import (
+    Cluster, Collective, Curve, Device, Disk, Grid, Heads, Host, Link, Matmul, Passes,
+)  # fmt: skip
 
 _AT_ONCE = 1.5
 """Both ways at once may take this much longer than one way and still count as duplex."""
@@ -149,24 +153,40 @@ def _with(figures: Figures, prefix: str) -> Figures:
 
 def _device(figures: Figures, sizes: Sizes, about: dict[str, object]) -> Device:
     """`about`, and how fast it is."""
-    matmul = [_matmul(dtype, figures[f"products {dtype}"], sizes) for dtype in sizes.sides]
+    matmul = [_matmul(dtype, figures, sizes) for dtype in sizes.sides]
     touched = [2 * size for size in sizes.copies]  # A copy reads and writes.
-    times = figures["copies"]
+    times, (function_s, pass_s) = figures["copies"], figures["functions"]
     return Device.model_validate(
         about | {
             "memory_bandwidth": _short(touched[-1] / times[-1]),
             "streams": Curve(bytes=list(touched), seconds=_shorts(times)),
-            "call_s": _short(figures["call"][0]), "matmul": matmul,
+            "passes": [_passes(kind, figures[f"passes {kind}"], sizes) for kind in KINDS],
+            "call_s": _short(figures["calls"][0] / (2 * CHAIN)),
+            "special_s": _short(max(function_s - pass_s, 0.0) / FUNCTION_ELEMENTS),
+            "matmul": matmul,
         }
     )  # fmt: skip
 
 
-def _matmul(dtype: str, times: list[float], sizes: Sizes) -> Matmul:
+def _passes(kind: str, times: list[float], sizes: Sizes) -> Passes:
+    touched = [float(PASSED_BYTES[kind] * size) for size in sizes.passed]
+    curve = Curve(bytes=touched, seconds=_shorts(times))
+    return Passes.model_validate({"kind": kind, "times": curve})
+
+
+def _matmul(dtype: str, figures: Figures, sizes: Sizes) -> Matmul:
+    times = figures[f"products {dtype}"]
+    ways = {
+        way: [_short(one / HEADS) for one in figures[f"attention {way} {dtype}"]]
+        for way in ("forward", "backward")
+    }
+    lengths = [float(length) for length in sizes.lengths(dtype)]
+    heads = Heads.model_validate({"head_dim": HEAD_DIM, "lengths": lengths, **ways})
     columns = [float(size) for size in sizes.columns(dtype)]
     rows = [float(size) for size in sizes.rows(dtype)]
     grid = Grid(rows=rows, columns=columns, inner=columns, seconds=_shorts(times))
     flops = 2 * rows[-1] * columns[-1] ** 2 / times[-1]
-    return Matmul.model_validate({"dtype": dtype, "flops": _short(flops), "products": grid})
+    return Matmul.model_validate({"dtype": dtype, "flops": _short(flops), "products": grid, "attention": heads})
 
 
 def _disk(path: str, figures: Figures) -> Disk:

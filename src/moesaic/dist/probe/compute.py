@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from moesaic.dist import device as devices
 from moesaic.dist.probe.timing import Figures, powers, seconds
@@ -18,7 +21,17 @@ _TYPES = {
     "fp16": torch.float16,
 }  # fmt: skip
 _SMALLEST_COPY_BYTES = 4096
-
+_LARGEST_PASS = 4
+"""The largest tensor of an update is so many times smaller than the largest copy: there are four."""
+_MOST_TENSORS = 64
+PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
+"""What kernels read and write, as a multiple of their tensor."""
+CHAIN = 16
+FUNCTION_ELEMENTS = 1 << 18
+HEADS, HEAD_DIM = 8, 64
+"""Of the attention that is measured."""
+_LENGTHS = (64, 1024)
+"""Least and most tokens of it."""
 
 _SMALLEST_SIDE = 64
 _CUBES = 9
@@ -34,6 +47,11 @@ class Sizes:
     copies: list[int]
     """Bytes that are copied."""
 
+    @property
+    def passed(self) -> list[int]:
+        """Bytes of the tensors that other kernels pass over."""
+        return [size for size in self.copies if size * _LARGEST_PASS <= self.copies[-1]]
+
     def rows(self, dtype: str) -> list[int]:
         """Rows of the products, rising."""
         side = self.sides[dtype]
@@ -43,6 +61,11 @@ class Sizes:
         """Columns of the products, and sizes of their inner dimension, rising."""
         side = self.sides[dtype]
         return powers(side // 16, side, 4)
+
+    def lengths(self, dtype: str) -> list[int]:
+        """Tokens of the sequences that are attended to, rising."""
+        least, most = _LENGTHS
+        return powers(least, max(least, min(most, self.sides[dtype])), 4)
 
     def products(self, dtype: str) -> list[tuple[int, int, int]]:
         """Rows, columns and inner size of every product, the inner size counting fastest."""
@@ -93,18 +116,110 @@ _Work = Callable[[], object]
 
 def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Iterator[_Work]]]:
     """Name, number of points, and the points, each prepared as it is asked for."""
-    one = torch.zeros(1, device=device)
-    yield "call", 1, iter([lambda: one.add_(1.0)])
-    yield "copies", len(sizes.copies), (_copy(device, size) for size in sizes.copies)
+    yield "calls", 1, iter([_calls(device)])
+    yield "functions", 2, iter(_functions(device))
+    yield "copies", len(sizes.copies), map(partial(_copy, device, sizes), sizes.copies)
+    for kind, make in KINDS.items():
+        made = partial(make, device, sizes)
+        yield f"passes {kind}", len(sizes.passed), map(made, sizes.passed)
     for dtype in sizes.sides:
+        lengths = sizes.lengths(dtype)
+        for way in ("forward", "backward"):
+            made = partial(_attention, device, dtype, way)
+            yield f"attention {way} {dtype}", len(lengths), map(made, lengths)
         products = sizes.products(dtype)
         yield f"products {dtype}", len(products), _products(device, dtype, products)
 
 
-def _copy(device: torch.device, num_bytes: int) -> _Work:
-    source = torch.zeros(num_bytes // 4, device=device)
-    target = torch.zeros_like(source)
-    return lambda: target.copy_(source)
+def _calls(device: torch.device) -> _Work:
+    """`CHAIN` multiplications of one number, and as many in their backward pass."""
+    start = torch.ones(1, device=device, requires_grad=True)
+    factor = torch.ones(1, device=device)
+
+    def chain() -> None:
+        result = start
+        for _ in range(CHAIN):
+            result = result * factor
+        torch.autograd.grad(result, start)
+
+    return chain
+
+
+def _functions(device: torch.device) -> list[_Work]:
+    """A function of `FUNCTION_ELEMENTS` numbers, and a pass over as many."""
+    numbers = torch.zeros(FUNCTION_ELEMENTS, device=device)
+    result = torch.empty_like(numbers)
+    return [
+        lambda: torch.exp(numbers, out=result),
+        lambda: torch.mul(numbers, 1.0, out=result),
+    ]
+
+
+def _pool(device: torch.device, sizes: Sizes, num_bytes: int) -> list[Tensor]:
+    """Tensors of `num_bytes`, more than a cache holds, or as many as make no difference."""
+    number = max(2, min(_MOST_TENSORS, sizes.copies[-1] // num_bytes))
+    return [torch.ones(num_bytes // 4, device=device) for _ in range(number)]
+
+
+def _copy(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
+    """From one tensor to the next, and on from there: what is read was just written."""
+    pool = _pool(device, sizes, num_bytes)
+    pairs = itertools.cycle([*itertools.pairwise(pool), (pool[-1], pool[0])])
+
+    def copy() -> None:
+        source, target = next(pairs)
+        target.copy_(source)
+
+    return copy
+
+
+def _norm(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
+    pool = itertools.cycle([[one] for one in _pool(device, sizes, num_bytes)])
+    return lambda: torch._foreach_norm(next(pool))
+
+
+def _scale(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
+    pool = itertools.cycle(_pool(device, sizes, num_bytes))
+    return lambda: next(pool).mul_(1.0)
+
+
+def _adamw(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
+    """The fused update of parameters whose gradients are all one."""
+    pool = _pool(device, sizes, num_bytes)
+    states = [
+        ([one], [torch.ones_like(one)], [torch.zeros_like(one)], [torch.zeros_like(one)])
+        for one in pool[: max(2, len(pool) // 4)]
+    ]
+    following, step = itertools.cycle(states), torch.ones((), device=device)
+
+    def update() -> None:
+        adamw(
+            *next(following), [], [step], fused=True, amsgrad=False, maximize=False, beta1=0.9,
+            beta2=0.99, eps=1e-8, lr=1e-6, weight_decay=0.0,
+        )  # fmt: skip
+
+    return update
+
+
+KINDS: dict[str, Callable[[torch.device, Sizes, int], _Work]] = {
+    "norm": _norm, "scale": _scale, "adamw": _adamw,
+}  # fmt: skip
+"""Kernels that are unlike most, by their kind in a cluster's file."""
+
+
+def _attention(device: torch.device, dtype: str, way: str, length: int) -> _Work:
+    """Causal attention of `HEADS` heads of `HEAD_DIM`, or its backward pass alone."""
+    shape = (1, HEADS, length, HEAD_DIM)
+    with _precision(dtype):
+        q, k, v = (
+            torch.full(shape, 0.5, dtype=_TYPES[dtype], device=device, requires_grad=True)
+            for _ in range(3)
+        )
+        if way == "forward":
+            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ones = torch.ones_like(mixed)
+        return lambda: torch.autograd.grad(mixed, (q, k, v), ones, retain_graph=True)
 
 
 def _products(

@@ -8,9 +8,10 @@ from moesaic.facts.cluster.cluster import (
     Host,
     Link,
     Matmul,
+    Passes,
     Wire,
 )
-from moesaic.facts.cluster.curves import Curve, Grid
+from moesaic.facts.cluster.curves import Curve, Grid, Heads
 from moesaic.facts.cluster.file import load_cluster
 from moesaic.facts.cluster.places import Place, device_at, path, place, price_per_hour
 
@@ -21,9 +22,11 @@ __all__ = [
     "Device",
     "Disk",
     "Grid",
+    "Heads",
     "Host",
     "Link",
     "Matmul",
+    "Passes",
     "Place",
     "Wire",
     "device_at",

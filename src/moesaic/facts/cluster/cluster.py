@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster.curves import Curve, Grid
+from moesaic.facts.cluster.curves import Curve, Grid, Heads
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -32,6 +32,17 @@ class Matmul(Section):
     """Flops a second of large products, two for each multiplication."""
     products: Grid | None = None
     """Measured times; unset: large products run at `flops`, small ones are bound by memory."""
+    attention: Heads | None = None
+    """Measured times of attention; unset: by its products."""
+
+
+class Passes(Section):
+    """How fast kernels of one kind pass over memory."""
+
+    kind: Literal["norm", "scale", "adamw"]
+    """norm: sums of squares; scale: numbers multiplied in place; adamw: its update, fused."""
+    times: Curve
+    """Measured seconds by the bytes that are read and written."""
 
 
 class Collective(Section):
@@ -61,9 +72,14 @@ class Device(Section):
     memory_bandwidth: float = Field(gt=0)
     """Bytes a second between one and its memory, read and written, while all are busy."""
     streams: Curve | None = None
-    """Measured seconds to read and write bytes; unset: by `memory_bandwidth`."""
+    """Measured seconds to read and write bytes, what is read having just been written; unset: by
+    `memory_bandwidth`."""
+    passes: list[Passes] = Field(default_factory=list)
+    """Measured times of kernels that are unlike most; unset: by `streams`."""
     call_s: float = Field(default=5e-6, ge=0)
     """Seconds that any operation takes, however small."""
+    special_s: float = Field(default=0.0, ge=0)
+    """Seconds that an exponential, or the like, of one number takes beyond a pass over it."""
     matmul: list[Matmul] = Field(min_length=1)
     """Speeds of one while all are busy, an entry for each type of number."""
     price_per_hour: float = Field(default=0.0, ge=0)
@@ -75,6 +91,13 @@ class Device(Section):
         if twice is not None:
             raise ValueError(f"matmul has two speeds for {twice}: keep one")
         return self
+
+    def times_of(self, kind: str) -> Curve | None:
+        """Measured times of passes of `kind`."""
+        for one in self.passes:
+            if one.kind == kind:
+                return one.times
+        return self.streams
 
     def speed(self, dtype: str) -> Matmul:
         """How fast this device multiplies `dtype`."""

@@ -61,6 +61,32 @@ class Grid(Section):
         return _read([self.rows, self.columns, self.inner], self.seconds, [rows, columns, inner])
 
 
+class Heads(Section):
+    """Seconds of causal attention, one head of one sequence, by the sequence's length."""
+
+    head_dim: float = Field(gt=0)
+    """Width of a head."""
+    lengths: list[float] = Field(min_length=1)
+    """Tokens of a sequence, rising."""
+    forward: list[float] = Field(min_length=1)
+    """The times that their forward passes take."""
+    backward: list[float] = Field(min_length=1)
+    """The times of their backward passes."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Heads:
+        _check_axis("lengths", self.lengths)
+        _check_seconds(self.forward, len(self.lengths))
+        _check_seconds(self.backward, len(self.lengths))
+        return self
+
+    def at(self, length: float, head_dim: float, *, backward: bool) -> float:
+        """Seconds for one head of `head_dim` over `length` tokens."""
+        seconds = self.backward if backward else self.forward
+        beyond = max(length / self.lengths[-1], 1.0)  # It grows with the square; `_read` has one.
+        return _read([self.lengths], seconds, [length]) * beyond * head_dim / self.head_dim
+
+
 def _read(
     axes: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float]
 ) -> float:

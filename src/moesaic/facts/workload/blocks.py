@@ -188,9 +188,9 @@ def _update(job: Job, plan: Plan, rank: int, held: Sequence[Parameter]) -> tuple
     added, clips = job.train.micro_batches - 1, job.train.clip > 0
     return (
         Op("accumulate", (), 3 * added * elements * width, added * tensors),
-        Op("norm", (), owned * width, tensors),
-        Op("clip", (), 2 * clips * elements * width, clips * tensors),
-        Op("adamw", (), ADAMW_PASSES * elements * width, tensors),
+        Op("norm", (), owned * width, tensors, kind="norm"),
+        Op("clip", (), 2 * clips * elements * width, clips * tensors, kind="scale"),
+        Op("adamw", (), ADAMW_PASSES * elements * width, tensors, kind="adamw"),
     )
 
 

@@ -210,9 +210,9 @@ def _update(block: TracedBlock) -> tuple[Op, ...]:
     """The gradient's norm, clipping and AdamW."""
     num_bytes, tensors = sum(block.gradients), len(block.gradients)
     return (
-        Op("norm", (), num_bytes, tensors),
-        Op("clip", (), 2 * num_bytes, tensors),
-        Op("adamw", (), ADAMW_PASSES * num_bytes, tensors),
+        Op("norm", (), num_bytes, tensors, kind="norm"),
+        Op("clip", (), 2 * num_bytes, tensors, kind="scale"),
+        Op("adamw", (), ADAMW_PASSES * num_bytes, tensors, kind="adamw"),
     )
 
 

@@ -51,6 +51,11 @@ class Op:
     """Kernels started: an estimate."""
     type: Type = "fp32"
     """Of the factors of `products`."""
+    specials: int = 0
+    """Numbers of which an exponential, or the like, is taken."""
+    kind: str = ""
+    """What kernels it is made by, where they are unlike most: attention, and those that
+    `Device.passes` names."""
     causal_share: float = 1.0
     """Share of `products` that is left to a kernel that skips what causality hides."""
 
@@ -151,11 +156,13 @@ def attend(s: Sizes) -> Part:
     share = 1.0 if s.masked else (length + 1) / (2 * length)
     turned = s.wide if model.normalised_attention else s.narrow
     masking = s.mask * (1 + s.narrow)
+    specials = round(batch * length**2 * share)
     return (
         Op("attend", (scores, mixed), repeated + 2 * q * s.narrow + masking,
-           2 + 2 * repeats + 3 * s.masked, s.precision, share),
+           2 + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
         Op("attend", (scores, scores, mixed, mixed, mixed),
-           repeated + 2 * (q + k) * turned + 2 * k * s.narrow, 4 + 2 * repeats, s.precision, share),
+           repeated + 2 * (q + k) * turned + 2 * k * s.narrow, 4 + 2 * repeats, s.precision,
+           specials, "attention backward", share),
     )  # fmt: skip
 
 
@@ -169,8 +176,12 @@ def residual(s: Sizes) -> Part:
 
 def gate(s: Sizes) -> Part:
     """silu(gate) * up of the dense feed-forward network."""
-    n = s.tokens * s.model.ffn * s.narrow
-    return Op("gate", (), 5 * n, 2), Op("gate", (), 9 * n, 3)
+    elements = s.tokens * s.model.ffn
+    n = elements * s.narrow
+    return (
+        Op("gate", (), 5 * n, 2, specials=elements),
+        Op("gate", (), 9 * n, 3, specials=elements),
+    )
 
 
 def router(s: Sizes) -> Part:
@@ -185,7 +196,7 @@ def router(s: Sizes) -> Part:
     more = int(model.renormalise)
     return (
         Op("router", (Product(t, model.experts, model.hidden),), forward, 20 + 2 * more,
-           s.wide_type),
+           s.wide_type, specials=2 * scores),
         Op("router", (Product(model.experts, model.hidden, t),
                       Product(t, model.hidden, model.experts)), backward, 16 + 7 * more,
            s.wide_type),
@@ -223,9 +234,9 @@ def experts(s: Sizes, slots: Sequence[int]) -> Part:
     written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
     return (
         Op("experts", tuple(forward), cast + 5 * inner, 2 * num_busy + 2 + 2 * s.casts,
-           s.precision),
+           s.precision, specials=rows * ffn),
         Op("experts", tuple(backward), cast + written + 16 * inner,
-           4 * num_busy + 6 + (2 + 2 * num_busy) * s.casts, s.precision),
+           4 * num_busy + 6 + (2 + 2 * num_busy) * s.casts, s.precision, specials=2 * rows * ffn),
     )  # fmt: skip
 
 
@@ -265,6 +276,7 @@ def loss(s: Sizes) -> Part:
             forward,
             3 + 2 * s.casts + (18 + 3 * s.casts) * num_chunks,
             s.precision,
+            specials=2 * logits,
         ),
         Op("loss", (), backward, 2 + 2 * s.casts),
     )

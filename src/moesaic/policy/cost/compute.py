@@ -29,17 +29,34 @@ def product_s(device: Device, dtype: str, product: Product) -> float:
     return product.count * (device.call_s + max(arithmetic_s, touched / device.memory_bandwidth))
 
 
-def passes_s(device: Device, moved_bytes: float, calls: int) -> float:
-    """Seconds of `calls` elementwise passes that read and write `moved_bytes` in all."""
+def passes_s(device: Device, moved_bytes: float, calls: int, kind: str = "") -> float:
+    """Seconds of `calls` passes of `kind` that read and write `moved_bytes` in all."""
     if not calls or not moved_bytes:
         return calls * device.call_s
     each = moved_bytes / calls
-    if device.streams is not None:
-        return calls * (device.call_s + device.streams.at(each))
+    times = device.times_of(kind)
+    if times is not None:
+        return calls * max(device.call_s, times.at(each))  # A call is in what was measured.
     return calls * (device.call_s + each / device.memory_bandwidth)
 
 
+def attention_s(device: Device, op: Op) -> float | None:
+    """Seconds of attention, where it was measured; without what it passes over before and after."""
+    measured = device.speed(op.type).attention
+    if measured is None:
+        return None
+    scores = op.products[0]
+    share = 0.5 + 0.5 / scores.rows  # What is left of causal attention was measured.
+    each = measured.at(scores.rows, scores.inner, backward=op.kind == "attention backward")
+    return scores.count * each * op.causal_share / share
+
+
 def op_s(device: Device, op: Op) -> float:
-    """Seconds of one operation: its products, one after another, and its passes."""
+    """Seconds of one operation: its products, one after another, its passes, its functions."""
+    if op.kind.startswith("attention"):
+        seconds = attention_s(device, op)
+        if seconds is not None:
+            return seconds + passes_s(device, op.moved_bytes, op.calls)
     products = sum(product_s(device, op.type, product) for product in op.products)
-    return products * op.causal_share + passes_s(device, op.moved_bytes, op.calls)
+    passes = passes_s(device, op.moved_bytes, op.calls, op.kind)
+    return products * op.causal_share + passes + op.specials * device.special_s
