@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,14 @@ PICKING = (
 )  # fmt: skip
 """They read as many elements of their first argument as their indices say."""
 
+SPECIAL = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tanh", "sigmoid", "erf",
+    "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "softplus_backward", "mish",
+    "mish_backward", "elu", "log_sigmoid_forward", "logsumexp", "_softmax", "_log_softmax",
+    "_log_softmax_backward_data",
+)  # fmt: skip
+"""They take an exponential, or the like, of every number."""
+
 IDLE = ("empty", "new_empty", "lift_fresh")
 """Beginnings of what only makes room, or takes over what is there."""
 
@@ -54,12 +63,22 @@ class Shape(NamedTuple):
     rows: int
     columns: int
     inner: int
-    share: float = 1.0
+
+
+class Heads(NamedTuple):
+    """Attention of one head of one sequence."""
+
+    queries: int
+    keys: int
+    width: int
+    values: int
+    share: float
     """What is left to a kernel that skips what causality hides."""
+    back: bool
 
 
 Named = dict[str, Any]
-Shapes = Iterator[tuple[Shape, int]]
+Shapes = Iterator[tuple[Shape | Heads, int]]
 """Products and how often."""
 
 
@@ -73,7 +92,9 @@ class Seen:
     """All kernels started."""
     product_calls: int = 0
     """Those of them that are products."""
-    products: Counter[tuple[Shape, Type]] = field(default_factory=Counter)
+    specials: int = 0
+    """Numbers of which an exponential, or the like, is taken outside of attention."""
+    products: Counter[tuple[Shape | Heads, Type]] = field(default_factory=Counter)
 
 
 class Passes(TorchDispatchMode):
@@ -106,6 +127,8 @@ class Passes(TorchDispatchMode):
             _see_slots(seen, name, args)
         if found is None:
             seen.moved_bytes += _moved(name, read, written)
+            if name.removesuffix("_") in SPECIAL:
+                seen.specials += max(one.numel() for one in (*read, *written))
             return out
         if func.namespace != HOUSE:
             seen.product_calls += 1
@@ -201,7 +224,7 @@ def _how(func: Any, name: str) -> Callable[[Named], Shapes] | None:
     if func.namespace not in ("aten", HOUSE):
         return None
     if name.startswith("_scaled_dot_product_"):
-        return _attend_back if name.endswith("_backward") else _attend
+        return partial(_attend, back=name.endswith("_backward"))
     return SHAPES.get(name) or SHAPES.get(name.removesuffix("_"))
 
 
@@ -310,28 +333,12 @@ def _convolve_back(given: Named) -> Shapes:
         yield Shape(across, inner, places), groups
 
 
-def _attend(given: Named) -> Shapes:
-    """Scores, and values mixed by them."""
-    (*batch, rows, width), keys, out = _attention(given)
+def _attend(given: Named, back: bool = False) -> Shapes:
+    """Queries with all keys and values of their head."""
+    *batch, rows, width = given["query"].shape
+    keys, values = given["key"].shape[-2], given["value"].shape[-1]
     share = _causal_share(given, rows, keys)
-    yield Shape(rows, keys, width, share), math.prod(batch)
-    yield Shape(rows, out, keys, share), math.prod(batch)
-
-
-def _attend_back(given: Named) -> Shapes:
-    """Scores again, their gradient, and those of values, queries and keys."""
-    (*batch, rows, width), keys, out = _attention(given)
-    share, times = _causal_share(given, rows, keys), math.prod(batch)
-    yield Shape(rows, keys, width, share), times
-    yield Shape(rows, keys, out, share), times
-    yield Shape(keys, out, rows, share), times
-    yield Shape(rows, width, keys, share), times
-    yield Shape(keys, width, rows, share), times
-
-
-def _attention(given: Named) -> tuple[tuple[int, ...], int, int]:
-    """Sizes of queries, number of keys, width of values."""
-    return tuple(given["query"].shape), given["key"].shape[-2], given["value"].shape[-1]
+    yield Heads(rows, keys, width, values, share, back), math.prod(batch)
 
 
 def _causal_share(given: Named, rows: int, keys: int) -> float:

@@ -26,12 +26,13 @@ from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.workload import Traced
 from moesaic.facts.workload.file import (
     VERSION,
+    TracedAttention,
     TracedBlock,
     TracedInput,
     TracedProduct,
     TracedWork,
 )
-from moesaic.models.kernels import Named, Passes, Seen, storage_key
+from moesaic.models.kernels import Heads, Named, Passes, Seen, Shape, storage_key
 
 OUTSIDE = "(outside)"
 """The block of what is in no block."""
@@ -342,16 +343,22 @@ def owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 def _work(seen: Seen) -> TracedWork:
-    products = [
-        TracedProduct(
-            rows=shape.rows, columns=shape.columns, inner=shape.inner, count=count, type=kind,
-            share=shape.share,
-        )
-        for (shape, kind), count in seen.products.items()
-        if count
-    ]  # fmt: skip
-    calls = seen.calls - seen.product_calls
-    return TracedWork(products=products, moved_bytes=seen.moved_bytes, calls=calls)
+    found = [(shape, kind, count) for (shape, kind), count in seen.products.items() if count]
+    return TracedWork(
+        products=[
+            TracedProduct(**shape._asdict(), count=count, type=kind)
+            for shape, kind, count in found
+            if isinstance(shape, Shape)
+        ],
+        attention=[
+            TracedAttention(**shape._asdict(), count=count, type=kind)
+            for shape, kind, count in found
+            if isinstance(shape, Heads)
+        ],
+        moved_bytes=seen.moved_bytes,
+        calls=seen.calls - seen.product_calls,
+        specials=seen.specials,
+    )
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

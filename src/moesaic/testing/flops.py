@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from moesaic.models.kernels import Seen
+from moesaic.facts.workload.file import TracedAttention, TracedProduct
+from moesaic.models.kernels import Heads, Seen
 
 
 def _on_shapes(formula: Any, operands: slice) -> Any:
@@ -32,7 +33,10 @@ UNCOUNTED = {
 
 def flops(seen: Seen) -> int:
     """Of all products that were seen."""
-    return sum(
-        2 * shape.rows * shape.columns * shape.inner * count
-        for (shape, _), count in seen.products.items()
-    )
+    total = 0
+    for (shape, kind), count in seen.products.items():
+        known = TracedAttention if isinstance(shape, Heads) else TracedProduct
+        one = known(**shape._asdict(), count=count, type=kind)
+        products = one.products if isinstance(one, TracedAttention) else (one.product,)
+        total += sum(product.flops for product in products)
+    return total

@@ -24,9 +24,15 @@ from moesaic.facts.workload.messages import BUCKET_BYTES
 WORK = {
     "products": [
         {"rows": 4, "columns": 5, "inner": 6, "count": 2, "type": "fp32"},
-        {"rows": 4, "columns": 4, "inner": 6, "count": 1, "type": "fp32", "share": 0.5},
+        {"rows": 4, "columns": 4, "inner": 6, "count": 1, "type": "bf16"},
     ],
-    "moved_bytes": 100, "calls": 3,
+    "attention": [
+        {
+            "queries": 4, "keys": 4, "width": 2, "values": 3, "count": 8, "type": "fp32",
+            "share": 0.625,
+        },
+    ],
+    "moved_bytes": 100, "calls": 3, "specials": 17,
 }  # fmt: skip
 IDLE = {"moved_bytes": 0, "calls": 0}
 BLOCK = {
@@ -52,15 +58,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert load_traced(path) == traced
     assert list(tmp_path.iterdir()) == [path]
     assert traced.parameters == 60
-    assert traced.flops == 3 * (2 * 2 * 4 * 5 * 6 + 2 * 4 * 4 * 6)
+    assert traced.flops == 3 * (2 * 2 * 4 * 5 * 6 + 2 * 4 * 4 * 6 + 8 * 2 * 4 * 4 * (2 + 3))
 
 
 def test_it_becomes_blocks() -> None:
     first, second, step = traced_blocks(make())
     assert [first.name, second.name, step.name] == ["a", "b", "step"]
-    assert [op.name for op in first.forward.ops] == ["products", "products", "passes"]
+    assert [op.name for op in first.forward.ops] == ["products", "products", "attend", "passes"]
     assert first.forward.ops[0].products == (Product(4, 5, 6, 2),)
-    assert [op.causal_share for op in first.forward.ops] == [1.0, 0.5, 1.0]
+    assert first.forward.ops[2].products == (Product(4, 4, 2, 8), Product(4, 3, 4, 8))
+    assert [op.type for op in first.forward.ops[:2]] == ["fp32", "bf16"]
+    assert [op.causal_share for op in first.forward.ops] == [1.0, 1.0, 0.625, 1.0]
+    assert [op.specials for op in first.forward.ops] == [0, 0, 80, 17]
     assert (first.forward.moved_bytes, first.forward.calls) == (100, 3)
     assert first.forward.flops == make().blocks[0].forward.flops
     moved = {op.name: (op.moved_bytes, op.calls) for op in first.update.ops}
@@ -110,7 +119,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
         (change("blocks.0.saved_bytes", -1), "blocks[0].saved_bytes = -1 is out of range"),
         (change("blocks.1.forward.calls", -1), "calls = -1 is out of range: give an integer from"),
         (change("blocks.0.forward.products.0.type", "int8"), 'type = "int8" is not known'),
-        (change("blocks.0.forward.products.0.share", 0.0), "share = 0.0 is out of range"),
+        (change("blocks.0.forward.attention.0.share", 0.0), "share = 0.0 is out of range"),
         (change("blocks.0.gradients", [-4]), "gradients of a has a negative size"),
         (change("blocks.0.gradients", [400]), "are 400 bytes and parameter_bytes is 120"),
         (change("blocks.1.name", "a"), "blocks has 'a' more than once"),

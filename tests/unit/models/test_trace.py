@@ -149,6 +149,8 @@ def test_blocks_have_their_own() -> None:
     assert (first.output_bytes, last.output_bytes) == (800, 140)
     assert [block.saved_bytes for block in blocks] == [240, 800, 800, 800]
     assert gelu.forward.moved_bytes == 1600
+    assert gelu.forward.specials == gelu.backward.specials == 200
+    assert first.forward.specials == dropout.forward.specials == 0
     assert (gelu.forward.calls, gelu.backward.calls, dropout.forward.products) == (1, 1, [])
 
 
@@ -242,9 +244,12 @@ def test_causal_attention_says_what_it_skips() -> None:
 
     (block,) = trace(Attends(), torch.randn(2, 3, 8, 4, requires_grad=True)).blocks
     assert block.name == OUTSIDE
-    assert {one.share for one in block.forward.products} == {9 / 16}
-    assert [one.count for one in block.forward.products] == [6, 6]
-    assert sum(one.count for one in block.backward.products) == 5 * 6
+    (forward,), (backward,) = block.forward.attention, block.backward.attention
+    assert (forward.count, forward.share, forward.back) == (6, 9 / 16, False)
+    assert (backward.count, backward.share, backward.back) == (6, 9 / 16, True)
+    assert (forward.op().kind, backward.op().kind) == ("attention", "attention backward")
+    assert 2 * backward.op().flops == 5 * forward.op().flops == 5 * 2 * 2 * 6 * 8 * 8 * 4
+    assert forward.op().specials == 6 * 8 * 8 * 9 // 16
 
 
 def test_an_own_operation_is_read_off_its_flops() -> None:

@@ -37,8 +37,6 @@ class TracedProduct(Section):
     """How many there are."""
     type: Type
     """Of the factors."""
-    share: float = Field(default=1.0, gt=0, le=1)
-    """What is left of them to a kernel that skips what causality hides."""
 
     @property
     def product(self) -> Product:
@@ -46,31 +44,78 @@ class TracedProduct(Section):
         return Product(self.rows, self.columns, self.inner, self.count)
 
 
+class TracedAttention(Section):
+    """Equal heads of attention, each of one sequence."""
+
+    queries: int = Field(ge=0)
+    """Rows of the scores."""
+    keys: int = Field(ge=0)
+    """Columns of the scores."""
+    width: int = Field(ge=0)
+    """Of a query and of a key."""
+    values: int = Field(ge=0)
+    """Width of a value."""
+    count: int = Field(ge=1)
+    """How many there are: heads times sequences."""
+    type: Type
+    """Of the factors."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """What is left to a kernel that skips what causality hides."""
+    back: bool = False
+    """Whether this is the backward pass, which makes the scores again."""
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Scores and values mixed; backward scores, their gradient, and those of all inputs."""
+        rows, keys, width, values = self.queries, self.keys, self.width, self.values
+        scores, mixed = (rows, keys, width), (rows, values, keys)
+        sizes = [scores, mixed]
+        if self.back:
+            sizes = [
+                scores, (rows, keys, values), (keys, values, rows), (rows, width, keys),
+                (keys, width, rows),
+            ]  # fmt: skip
+        return tuple(Product(*size, self.count) for size in sizes)
+
+    def op(self) -> Op:
+        """As policies take it."""
+        # What is measured of attention is that of a sequence to itself.
+        kind = ("attention backward" if self.back else "attention") * (self.queries == self.keys)
+        specials = round(self.count * self.queries * self.keys * self.share)
+        return Op(
+            "attend", self.products, type=self.type, specials=specials, kind=kind,
+            causal_share=self.share,
+        )  # fmt: skip
+
+
 class TracedWork(Section):
     """What a block does, one way."""
 
     products: list[TracedProduct] = Field(default_factory=list)
     """Matrix products, equal ones together."""
+    attention: list[TracedAttention] = Field(default_factory=list)
+    """Heads of attention, equal ones together."""
     moved_bytes: int = Field(ge=0)
     """What kernels other than products read and write."""
     calls: int = Field(ge=0)
-    """Kernels started, products left out."""
+    """Kernels started, products and attention left out."""
+    specials: int = Field(default=0, ge=0)
+    """Numbers of which an exponential, or the like, is taken, attention left out."""
 
     @property
     def flops(self) -> int:
         """Of all products, in full."""
-        return sum(one.product.flops for one in self.products)
+        heads = [product for one in self.attention for product in one.products]
+        return sum(one.flops for one in (*heads, *(one.product for one in self.products)))
 
     def ops(self) -> tuple[Op, ...]:
-        """Products of one kind together, and the passes in one."""
-        kinds: dict[tuple[Type, float], list[Product]] = {}
+        """Products of one type together, attention, and the passes in one."""
+        types: dict[Type, list[Product]] = {}
         for one in self.products:
-            kinds.setdefault((one.type, one.share), []).append(one.product)
-        products = tuple(
-            Op("products", tuple(same), type=kind, causal_share=share)
-            for (kind, share), same in kinds.items()
-        )
-        return (*products, Op("passes", (), self.moved_bytes, self.calls))
+            types.setdefault(one.type, []).append(one.product)
+        products = [Op("products", tuple(same), type=kind) for kind, same in types.items()]
+        passes = Op("passes", (), self.moved_bytes, self.calls, specials=self.specials)
+        return (*products, *(one.op() for one in self.attention), passes)
 
 
 class TracedBlock(Section):
