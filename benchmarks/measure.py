@@ -55,6 +55,7 @@ class Row:
     """95% of the value, by bootstrap; None for a count."""
     repeats: int
     simulated: bool
+    """Whether a simulator says so, and no clock."""
     command: str
     commit: str
     hardware: str
@@ -69,23 +70,23 @@ def row(
     against: str,
     repeats: int,
     interval: tuple[float, float] | None = None,
-    command: str = "",
+    simulated: bool = False,
 ) -> Row:
-    """A measured figure, with the facts of here and now filled in.
+    """A figure, with the facts of here and now and this process's command line filled in.
 
     Args:
-        name: what was measured.
+        name: what was measured, or simulated.
         value: the figure.
         unit: its unit; `ratio` for a ratio.
         bar: see `Row`.
         against: see `Row`.
         repeats: rounds.
         interval: see `Row`.
-        command: how to take it again; empty: this process's own command line.
+        simulated: see `Row`; pages keep such rows apart, the README has none of them.
     """
     return Row(
         name, value, unit, bar, holds(bar, value, interval), against, interval, repeats,
-        simulated=False, command=command or own_command(), commit=commit(), hardware=hardware(),
+        simulated, command=own_command(), commit=commit(), hardware=hardware(),
     )  # fmt: skip
 
 

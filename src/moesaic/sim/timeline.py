@@ -5,6 +5,7 @@ All ranks go from event to event together, so that a thousand cost little more t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -56,15 +57,35 @@ def run(events: Iterable[Event], ranks: int) -> Timeline:
     """Let `ranks` ranks go through `events`, in their order."""
     now = np.zeros(ranks)
     spans = []
+    tables: dict[int, Members] = {}
     for event in events:
-        begin = now.copy()
-        for group in event.groups:
-            members = np.fromiter(group, np.int64, len(group))
-            begin[members] = now[members].max()
+        begin = now
+        if event.groups:
+            # Spans keep their events, so that groups live as long as their identity is used.
+            key = id(event.groups)
+            if key not in tables:
+                tables[key] = Members(event.groups)
+            begin = tables[key].meet(now)
         end = begin + event.seconds
         spans.append(Span(event, now, begin, end))
         now = end
     return Timeline(spans, now)
+
+
+class Members:
+    """Groups of ranks, laid out so that all of them meet at once."""
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._sizes = [len(group) for group in groups]
+        self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, sum(self._sizes))
+        self._first = np.cumsum([0, *self._sizes[:-1]])
+
+    def meet(self, now: Seconds) -> Seconds:
+        """When each rank goes on: in a group, when the last of it has come."""
+        begin = now.copy()
+        last = np.maximum.reduceat(now[self._ranks], self._first)
+        begin[self._ranks] = np.repeat(last, self._sizes)
+        return begin
 
 
 def _sums(rows: Iterable[tuple[str, Span, int]]) -> dict[str, float]:

@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Link, Matmul, Passes
-from moesaic.facts.cluster.cluster import Collective
+from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Matmul, Passes
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import Message, Op, Product, Work, workload
-from moesaic.policy.cost.communication import collective_s
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
 from moesaic.policy.cost.step import Costs, replicated
 from moesaic.sim.timeline import run
@@ -31,11 +29,6 @@ def device(**changes: Any) -> Device:
         "matmul": [Matmul(dtype="fp32", flops=1e12), Matmul(dtype="fp64", flops=5e11)],
     }  # fmt: skip
     return Device(**{**facts, **changes})
-
-
-def link(**changes: Any) -> Link:
-    facts = {"ends": ["a", "a"], "kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10}
-    return Link(**{**facts, **changes})
 
 
 def test_a_large_product_runs_at_its_share_of_the_peak_and_a_thin_one_at_that_of_memory() -> None:
@@ -95,36 +88,6 @@ def test_more_rows_never_take_less(rows: int, more: int, columns: int, inner: in
     assert product_s(device(), "fp32", few) <= product_s(device(), "fp32", many)
 
 
-@pytest.mark.parametrize(
-    ("operation", "seconds"),
-    [
-        ("all_reduce", 6e-5 + 1.5e-2), ("all_gather", 3e-5 + 7.5e-3),
-        ("reduce_scatter", 3e-5 + 7.5e-3), ("all_to_all", 3e-5 + 7.5e-3),
-        ("broadcast", 2e-5 + 2e-2),
-    ],
-)  # fmt: skip
-def test_collectives_by_hand(operation: str, seconds: float) -> None:
-    """Four ranks, 100 MB, 10 us, 10 GB/s."""
-    assert collective_s(link(), operation, 4, 1e8) == pytest.approx(seconds)
-    assert collective_s(link(), operation, 1, 1e8) == 0.0
-    twice = collective_s(link(), operation, 4, 1e8, sharing=2)
-    assert twice - seconds == pytest.approx(collective_s(link(latency_s=0.0), operation, 4, 1e8))
-
-
-def test_a_measured_collective_decides_where_it_is_the_same_one() -> None:
-    times = Curve(bytes=[1e3, 1e9], seconds=[1e-4, 5.0])
-    known = link(collectives=[Collective(name="all_reduce", ranks=2, times=times)])
-    assert collective_s(known, "all_reduce", 2, 1e9) == pytest.approx(5.0)
-    assert collective_s(known, "all_reduce", 4, 1e8) == pytest.approx(6e-5 + 1.5e-2)
-    assert collective_s(known, "all_gather", 2, 1e8) == pytest.approx(1e-5 + 5e-3)
-
-
-@given(st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(2, 64),
-       st.floats(0, 1e9), st.floats(0, 1e9))  # fmt: skip
-def test_more_bytes_never_take_less(name: str, ranks: int, few: float, more: float) -> None:
-    assert collective_s(link(), name, ranks, few) <= collective_s(link(), name, ranks, few + more)
-
-
 def cluster(hosts: int = 1, count: int = 8) -> Cluster:
     host = {
         "name": "a", "replicas": hosts, "memory_bytes": 1e12,
@@ -171,12 +134,28 @@ def test_slower_links_make_longer_steps_and_equal_ranks_wait_for_nobody() -> Non
     assert found.waiting_s(7) == pytest.approx(found.waiting_s(1), abs=1e-6)
 
 
-def test_a_thousand_devices() -> None:
-    job = tiny_job(layout={"ep": 8}, train={"batch": 4096})
-    plan = lay_out(job.layout, job.model, 1024)
-    found = run(Costs.of(job, plan, cluster(hosts=128)).events(), 1024)
-    assert found.end_s.shape == (1024,)
-    assert found.step_s > 0
+def test_a_thousand_devices_take_the_sum_of_their_events() -> None:
+    """All have the same work but for the norm, which the first owners count: they never wait."""
+    job = tiny_job(layout={"ep": 8, "shard": 8}, train={"batch": 2000})
+    plan = lay_out(job.layout, job.model, 1000)
+    events = Costs.of(job, plan, cluster(hosts=125)).events()
+    found = run(events, 1000)
+    assert found.end_s.shape == (1000,)
+    assert found.step_s == pytest.approx(sum(float(event.seconds.max()) for event in events))
+    assert found.waiting_s(0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_equal_work_is_worked_out_once() -> None:
+    """What keeps large clusters fast: layers share their seconds, and waiting costs nothing."""
+    job = tiny_job(layout={"ep": 8}, train={"batch": 64})
+    plan = lay_out(job.layout, job.model, 64)
+    events = Costs.of(job, plan, cluster(hosts=8)).events()
+    arrays = {id(event.seconds) for event in events}
+    groups = {id(event.groups) for event in events if event.groups}
+    assert len(arrays) < len(events) / job.model.layers
+    assert len(groups) <= 5
+    spans = run(events, 64).spans
+    assert all(span.begin_s is span.start_s for span in spans if not span.event.groups)
 
 
 def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:
@@ -186,8 +165,10 @@ def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:
     summed = Message("dense", "all_reduce", (0, 1, 2, 3), 10**8)
     *inner, last = blocks
     blocks = [*inner, replace(last, update=Work(last.update.ops, (summed,)))]
-    together = run(replicated(blocks, 4, cluster()), 4)
-    assert together.step_s == pytest.approx(
-        alone.step_s + collective_s(link(), "all_reduce", 4, 1e8)
-    )
+    events = replicated(blocks, 4, cluster())
+    (dense,) = (event for event in events if event.name == "dense")
+    assert (dense.phase, dense.groups) == ("reduce", [[0, 1, 2, 3]])
+    together = run(events, 4)
+    assert together.step_s == pytest.approx(alone.step_s + dense.seconds[0])
+    assert dense.seconds[0] > 1e-3
     assert together.waiting_s(3) == 0.0

@@ -13,7 +13,16 @@ from moesaic.facts.cluster.cluster import (
 )
 from moesaic.facts.cluster.curves import Curve, Grid, Heads
 from moesaic.facts.cluster.file import load_cluster
-from moesaic.facts.cluster.places import Place, device_at, path, place, price_per_hour
+from moesaic.facts.cluster.places import (
+    Hop,
+    Place,
+    device_at,
+    inside,
+    path,
+    place,
+    price_per_hour,
+    route,
+)
 
 __all__ = [
     "Cluster",
@@ -23,6 +32,7 @@ __all__ = [
     "Disk",
     "Grid",
     "Heads",
+    "Hop",
     "Host",
     "Link",
     "Matmul",
@@ -30,8 +40,10 @@ __all__ = [
     "Place",
     "Wire",
     "device_at",
+    "inside",
     "load_cluster",
     "path",
     "place",
     "price_per_hour",
+    "route",
 ]

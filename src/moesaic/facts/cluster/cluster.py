@@ -167,6 +167,8 @@ class Wire(Section):
     """Bytes a second, one way: of one device inside a host, of a whole host between hosts."""
     duplex: bool = True
     """Whether both ways run at once at that speed."""
+    shared: bool = False
+    """Whether all that it joins share that speed, as on a bus or behind a narrow switch."""
     collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it; unset: by latency and bandwidth."""
 
@@ -208,7 +210,7 @@ class Cluster(Section):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with other hosts or links, say: it works out anew what follows from them."""
         copied = super().model_copy(update=update, deep=deep)
-        for worked_out in ("by_name", "matches"):
+        for worked_out in ("by_name", "matches", "touching"):
             copied.__dict__.pop(worked_out, None)
         return copied
 
@@ -228,6 +230,16 @@ class Cluster(Section):
             if end not in exact
         }
         return {**exact, **patterns}
+
+    @cached_property
+    def touching(self) -> dict[str, list[Link]]:
+        """The links that end at each host, in their order."""
+        found: dict[str, list[Link]] = {name: [] for name in self.by_name}
+        for link in self.links:
+            first, second = (self.matches[end] for end in link.ends)
+            for name in {**first, **second}:
+                found[name].append(link)
+        return found
 
 
 def _twice(values: Sequence[str | int]) -> str | int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -62,54 +63,81 @@ def _fill(host: Host, num_wanted: int) -> list[Place]:
     return [Place(host.name, ways[num_ranks], number) for number in range(num_ranks)]
 
 
-def path(cluster: Cluster, a: Place, b: Place) -> list[Link]:
-    """The links from `a` to `b`: as few as can be, and of those ways the widest.
+class Hop(NamedTuple):
+    """One link on the way from host to host."""
 
-    None for a place and itself, one for two of a host.
-    """
-    if a == b:
-        return []
-    if a.host == b.host:
-        inside = [link for link in cluster.links if link.ends == [a.host, a.host]]
-        found = max(inside, key=lambda link: link.bandwidth, default=None)
-        if found is None:
-            raise ConfigError(
-                f"nothing joins the devices of host '{a.host}': give it link = {{ ... }}, or add "
-                f'[[links]] with ends = ["{a.host}", "{a.host}"]'
-            )
-        return [found]
-    reached: dict[str, list[Link]] = {a.host: []}
-    edge = reached
-    while edge and b.host not in reached:
-        edge = _beyond(cluster, edge, reached)
-        reached = {**reached, **edge}
-    if b.host not in reached:
+    link: Link
+    here: str
+    """The host that it leaves."""
+    there: str
+    """The host that it comes to."""
+
+
+def inside(cluster: Cluster, host: str) -> Link:
+    """What joins the devices of `host`: the widest, if there are several."""
+    own = [link for link in cluster.touching[host] if link.ends == [host, host]]
+    found = max(own, key=lambda link: link.bandwidth, default=None)
+    if found is None:
         raise ConfigError(
-            f"no links lead from host '{a.host}' to host '{b.host}': add [[links]] with "
-            f'ends = ["{a.host}", "{b.host}"], or ["*", "*"] for a network of all'
+            f"nothing joins the devices of host '{host}': give it link = {{ ... }}, or add "
+            f'[[links]] with ends = ["{host}", "{host}"]'
         )
-    return reached[b.host]
-
-
-def _beyond(
-    cluster: Cluster, edge: dict[str, list[Link]], reached: dict[str, list[Link]]
-) -> dict[str, list[Link]]:
-    """The widest ways to all hosts that are one link further than those of `edge`."""
-    found: dict[str, list[Link]] = {}
-    for here, way in edge.items():
-        for link in cluster.links:
-            first, second = (cluster.matches[end] for end in link.ends)
-            there = [*(second if here in first else ()), *(first if here in second else ())]
-            longer = [*way, link]
-            for host in there:
-                if host not in reached and _width(longer) > _width(found.get(host, ())):
-                    found[host] = longer
     return found
 
 
-def _width(way: Sequence[Link]) -> float:
+def route(cluster: Cluster, here: str, there: str) -> list[Hop]:
+    """The links from one host to another: as few as can be, and of those ways the widest."""
+    direct = [link for link in cluster.touching[here] if _joins(cluster, link, here, there)]
+    if direct:
+        return [Hop(max(direct, key=lambda link: link.bandwidth), here, there)]
+    reached: dict[str, list[Hop]] = {here: []}
+    edge = reached
+    while edge and there not in reached:
+        edge = _beyond(cluster, edge, reached)
+        reached = {**reached, **edge}
+    if there not in reached:
+        raise ConfigError(
+            f"no links lead from host '{here}' to host '{there}': add [[links]] with "
+            f'ends = ["{here}", "{there}"], or ["*", "*"] for a network of all'
+        )
+    return reached[there]
+
+
+def path(cluster: Cluster, a: Place, b: Place) -> list[Link]:
+    """The links from `a` to `b`: none for a place and itself, one for two of a host."""
+    if a == b:
+        return []
+    if a.host == b.host:
+        return [inside(cluster, a.host)]
+    return [hop.link for hop in route(cluster, a.host, b.host)]
+
+
+def _joins(cluster: Cluster, link: Link, here: str, there: str) -> bool:
+    first, second = (cluster.matches[end] for end in link.ends)
+    return here != there and (
+        (here in first and there in second) or (here in second and there in first)
+    )
+
+
+def _beyond(
+    cluster: Cluster, edge: dict[str, list[Hop]], reached: dict[str, list[Hop]]
+) -> dict[str, list[Hop]]:
+    """The widest ways to all hosts that are one link further than those of `edge`."""
+    found: dict[str, list[Hop]] = {}
+    for here, way in edge.items():
+        for link in cluster.touching[here]:
+            first, second = (cluster.matches[end] for end in link.ends)
+            ends = [*(second if here in first else ()), *(first if here in second else ())]
+            width = min(_width(way), link.bandwidth)
+            for there in ends:
+                if there not in reached and width > (_width(found[there]) if there in found else 0):
+                    found[there] = [*way, Hop(link, here, there)]
+    return found
+
+
+def _width(way: Sequence[Hop]) -> float:
     """Bytes a second of a way's narrowest link."""
-    return min((link.bandwidth for link in way), default=0.0)
+    return min((hop.link.bandwidth for hop in way), default=math.inf)
 
 
 def price_per_hour(cluster: Cluster, places: Iterable[Place]) -> float:

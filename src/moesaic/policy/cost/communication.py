@@ -1,55 +1,50 @@
-"""Seconds of one collective operation over a link: measured, or by the usual algorithms.
+"""Collective operations as messages between ranks: who sends to whom, how much, in how many turns.
 
-Without a measurement an operation is a number of turns, each of a latency, in which a share of the
-bytes passes the narrowest link (alpha and beta): rings for sums and gathers, pairwise turns for
-exchanges, a tree for a broadcast. Ranks that share a link share its bandwidth.
+The usual algorithms: rings for sums and gathers, pairwise turns for exchanges, a tree whose first
+branches are the longest for a broadcast. What the messages cost on links is for `traffic`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from moesaic.facts.cluster import Link
 
 
 @dataclass(frozen=True)
-class Turns:
-    """An operation as turns: how many, and what share of its bytes a rank sends in all."""
+class Burst:
+    """Messages that need not wait for one another, but for the latencies of their turns."""
 
-    turns: float
+    turns: int
+    """Latencies, one after another."""
     share: float
+    """What each edge carries in all its turns, as a share of the operation's size."""
+    edges: Sequence[tuple[int, int]] | None
+    """From and to, as positions in the group; None: from each to each other."""
 
 
-def algorithm(operation: str, ranks: int) -> Turns:
+def bursts(operation: str, ranks: int) -> list[Burst]:
     """How `operation` is carried out by `ranks` ranks; sizes count as in `Message.num_bytes`."""
+    if ranks < 2:
+        return []
     others = ranks - 1
-    ring = others / ranks
+    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     if operation == "all_reduce":
-        return Turns(2 * others, 2 * ring)
-    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
-        return Turns(others, ring)
-    if operation in ("broadcast", "send"):
-        return Turns(math.ceil(math.log2(ranks)), math.ceil(math.log2(ranks)))
+        return [Burst(2 * others, 2 * others / ranks, ring)]
+    if operation in ("all_gather", "reduce_scatter"):
+        return [Burst(others, others / ranks, ring)]
+    if operation == "all_to_all":
+        return [Burst(others, 1.0 / ranks, None)]
+    if operation == "broadcast":
+        return [Burst(1, 1.0, edges) for edges in _branches(ranks)]
+    if operation == "send":
+        return [Burst(1, 1.0, [(0, others)])]
     raise AssertionError(f"no algorithm for {operation}")
 
 
-def collective_s(
-    link: Link, operation: str, ranks: int, num_bytes: float, sharing: int = 1
-) -> float:
-    """Seconds of `operation` by `ranks` ranks over `link`.
-
-    Args:
-        link: the narrowest link between them.
-        operation: which.
-        ranks: how many take part.
-        num_bytes: see `Message.num_bytes`.
-        sharing: equal operations that pass the link at the same time.
-    """
-    if ranks < 2:
-        return 0.0
-    for measured in link.collectives:
-        if sharing == 1 and (measured.name, measured.ranks) == (operation, ranks):
-            return measured.times.at(max(num_bytes, 1.0))
-    how = algorithm(operation, ranks)
-    return how.turns * link.latency_s + how.share * num_bytes * sharing / link.bandwidth
+def _branches(ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """A tree from the first of `ranks`: all who have the bytes send to as many who do not."""
+    span = 1 << (ranks - 1).bit_length()
+    while span > 1:
+        half = span // 2
+        yield [(rank, rank + half) for rank in range(0, ranks - half, span)]
+        span = half

@@ -6,19 +6,19 @@ that have the same work on the same kind of device are worked out once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from moesaic.facts.cluster import Cluster, Device, Link, Place, device_at, path, place
+from moesaic.facts.cluster import Cluster, Device, Place, device_at, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block, Message, Op, Work, workload
-from moesaic.policy.cost.communication import collective_s
 from moesaic.policy.cost.compute import op_s
 from moesaic.policy.cost.event import Event, Seconds
+from moesaic.policy.cost.traffic import Pace, Traffic
 
 PHASES = {"reduce": "reduce", "norm": "clip", "accumulate": "backward"}
 """Phases of what is done once a step, by the name of the op; anything else is the optimizer's."""
@@ -31,8 +31,18 @@ class Lanes:
     plan: Plan
     cluster: Cluster
     places: Sequence[Place]
-    _ways: dict[tuple[int, ...], tuple[Link, int]] = field(default_factory=dict)
-    """What holds a group of ranks up, once it was looked for."""
+    _seconds: dict[tuple[float, ...], Seconds] = field(default_factory=dict)
+    """What is worked out once: seconds by rank of ops, by those of ranks that are alike."""
+    _kinds: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    """All groups of a kind, by the ranks of one."""
+    _paces: dict[tuple[str, tuple[int, ...]], list[Pace]] = field(default_factory=dict)
+    """By operation and the ranks of one group."""
+    _spoken: dict[tuple[str, tuple[int, ...], int], Seconds] = field(default_factory=dict)
+    """Seconds by rank of messages, by operation, ranks of one group and bytes."""
+
+    @cached_property
+    def _traffic(self) -> Traffic:
+        return Traffic(self.cluster, self.places)
 
     def device(self, rank: int) -> Device:
         """What `rank` computes with."""
@@ -60,24 +70,52 @@ class Lanes:
             last += self._events("", row, [block.update for block in row], ranks)
         return [*(once * times), *last]
 
+    def device_kinds(self) -> list[int]:
+        """By rank, a number that equal devices share."""
+        kinds: dict[tuple[str, int], int] = {}
+        devices: list[Device] = []
+        found = []
+        for rank, (host, entry, _) in enumerate(self.places):
+            if (host, entry) not in kinds:
+                device = self.device(rank)
+                if device not in devices:
+                    devices.append(device)
+                kinds[host, entry] = devices.index(device)
+            found.append(kinds[host, entry])
+        return found
+
     def _events(
         self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: list[list[int]]
     ) -> Iterator[Event]:
         """What one block does one way: first it computes, then it speaks."""
         name = "" if row[0].name == "step" else row[0].name
+        devices = [self.device(alike[0]) for alike in ranks]
         for ops in zip(*(work.ops for work in works), strict=True):
-            seconds = np.zeros(self.plan.ranks)
-            for op, alike in zip(ops, ranks, strict=True):
-                seconds[alike] = op_s(self.device(alike[0]), op)
-            if seconds.any():
+            each = tuple(op_s(device, op) for device, op in zip(devices, ops, strict=True))
+            if any(each):
+                seconds = self._spread(each, ranks)
                 yield Event(ops[0].name, phase or _phase(ops[0]), name, seconds)
         for messages in zip(*(work.messages for work in works), strict=True):
             groups = self._groups(messages[0])
             seconds = self._message_s(messages, groups)
             yield Event(messages[0].name, phase or "reduce", name, seconds, groups)
 
+    def _spread(self, each: tuple[float, ...], ranks: list[list[int]]) -> Seconds:
+        """Seconds by rank, from those of ranks that are alike; layers share what is equal."""
+        if each not in self._seconds:
+            seconds = np.zeros(self.plan.ranks)
+            for one, alike in zip(each, ranks, strict=True):
+                seconds[alike] = one
+            self._seconds[each] = seconds
+        return self._seconds[each]
+
     def _groups(self, message: Message) -> list[list[int]]:
         """Everyone who takes part in operations like `message`, group by group."""
+        if message.ranks not in self._kinds:
+            self._kinds[message.ranks] = self._kind(message)
+        return self._kinds[message.ranks]
+
+    def _kind(self, message: Message) -> list[list[int]]:
         plan = self.plan
         for groups in (
             [list(range(plan.ranks))], plan.expert_groups(), plan.replica_groups(),
@@ -89,26 +127,16 @@ class Lanes:
 
     def _message_s(self, messages: Sequence[Message], groups: list[list[int]]) -> Seconds:
         most = max(message.num_bytes for message in messages)
-        seconds = np.zeros(self.plan.ranks)
-        for group in groups:
-            if tuple(group) not in self._ways:
-                self._ways[tuple(group)] = self._narrowest(group, groups)
-            link, sharing = self._ways[tuple(group)]
-            name = messages[0].operation
-            seconds[group] = collective_s(link, name, len(group), most, sharing)
-        return seconds
-
-    def _narrowest(self, group: Sequence[int], groups: list[list[int]]) -> tuple[Link, int]:
-        """The link that holds a group up, and how many operations pass it at the same time."""
-        hosts = {self.places[rank].host for rank in group}
-        pairs = [(self.places[a], self.places[b]) for a, b in itertools.pairwise(group)]
-        links = [link for a, b in pairs for link in path(self.cluster, a, b)]
-        narrowest = min(links, key=lambda link: link.bandwidth)
-        if len(hosts) == 1:
-            return narrowest, 1
-        beside = [g for g in groups if {self.places[rank].host for rank in g} & hosts]
-        across = [g for g in beside if len({self.places[rank].host for rank in g}) > 1]
-        return narrowest, max(len(across), 1)
+        operation = messages[0].operation
+        key = (operation, messages[0].ranks, most)
+        if key not in self._spoken:
+            if key[:2] not in self._paces:
+                self._paces[key[:2]] = self._traffic.paces(operation, groups)
+            seconds = np.zeros(self.plan.ranks)
+            for group, pace in zip(groups, self._paces[key[:2]], strict=True):
+                seconds[group] = pace.seconds(most)
+            self._spoken[key] = seconds
+        return self._spoken[key]
 
 
 @dataclass(frozen=True)
@@ -132,14 +160,10 @@ class Costs(Lanes):
         """Ranks that have equal work on equal devices, by the first of them."""
         size = self.job.train.batch // self.job.train.micro_batches
         plan, found = self.plan, dict[tuple[int, ...], list[int]]()
-        devices: list[Device] = []
-        for rank in range(plan.ranks):
-            device = self.device(rank)
-            if device not in devices:
-                devices.append(device)
+        for rank, kind in enumerate(self.device_kinds()):
             rows = len(plan.rows(rank, size))
             # Routing is even, so that experts are alike; the first owners count the norm.
-            at = (rows, rank < plan.ep, rank < plan.shard, devices.index(device))
+            at = (rows, rank < plan.ep, rank < plan.shard, kind)
             found.setdefault(at, []).append(rank)
         return {ranks[0]: ranks for ranks in found.values()}
 
@@ -148,14 +172,10 @@ def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Ev
     """A step in which each of `ranks` ranks does all of `blocks` on samples of its own."""
     plan = Plan(ranks=ranks, ep=1, shard=1, experts=0)
     lanes = Lanes(plan, cluster, place(cluster, ranks))
-    found: list[list[int]] = []
-    for rank in range(ranks):
-        same = [one for one in found if lanes.device(one[0]) == lanes.device(rank)]
-        if same:
-            same[0].append(rank)
-        else:
-            found.append([rank])
-    alike = {one[0]: one for one in found}
+    found: dict[int, list[int]] = {}
+    for rank, kind in enumerate(lanes.device_kinds()):
+        found.setdefault(kind, []).append(rank)
+    alike = {same[0]: same for same in found.values()}
     return lanes.step(dict.fromkeys(alike, blocks), alike)
 
 

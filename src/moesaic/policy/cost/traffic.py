@@ -1,0 +1,171 @@
+"""What operations bring to each port of a cluster's links, and how long the fullest is at it.
+
+A port is where bytes are held up: a device's end of the link inside its host, a host's end of a
+link to others, or all of a link that is shared. Groups that do the same thing at the same time use
+ports together. An operation takes its turns' latencies, and as long as the fullest of its ports is
+busy with the bytes of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moesaic.facts.cluster import Cluster, Curve, Hop, Link, Place, inside, route
+from moesaic.policy.cost.communication import bursts
+
+
+class Port(NamedTuple):
+    """Where bytes are held up."""
+
+    link: int
+    """The link's identity."""
+    at: Place | str
+    """A device inside its host, a host between hosts; empty: all of a shared link."""
+    way: str
+    """in or out; empty where both ways are one."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long an operation takes a group, while others do the same."""
+
+    latency_s: float
+    byte_s: float
+    """Seconds for each byte of its size (`Message.num_bytes`)."""
+    sharing: float
+    """How many times as long the bytes take as they would with no other group about."""
+    measured: Curve | None
+    """Seconds by size of this operation alone, where they were measured."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds of an operation of that size."""
+        if self.measured is not None:
+            return self.measured.at(max(num_bytes, 1.0) * self.sharing)
+        return self.latency_s + num_bytes * self.byte_s
+
+
+@dataclass
+class Demand:
+    """What one group brings to ports in one burst, for each byte of the operation's size."""
+
+    turns: int = 0
+    shares: dict[Port, float] = field(default_factory=lambda: defaultdict(float))
+    turn_s: float = 0.0
+    """Latency of the slowest way that it uses."""
+
+    def slower(self, turn_s: float) -> None:
+        """A way with this latency is used too."""
+        self.turn_s = max(self.turn_s, turn_s)
+
+    def over(self, link: Link, here: Place | str, there: Place | str, share: float) -> None:
+        """Bytes pass a link, from its port `here` to its port `there`."""
+        if link.shared:
+            self.shares[Port(id(link), "", "")] += share
+        else:
+            out, into = ("out", "in") if link.duplex else ("", "")
+            self.shares[Port(id(link), here, out)] += share
+            self.shares[Port(id(link), there, into)] += share
+
+
+class Traffic:
+    """Demands and paces of operations between the ranks of a cluster."""
+
+    def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
+        self._cluster, self._places = cluster, places
+        self._routes: dict[tuple[str, str], list[Hop]] = {}
+        self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
+
+    def paces(self, operation: str, groups: Sequence[Sequence[int]]) -> list[Pace]:
+        """How long `operation` takes each of `groups`, all of which do it at the same time."""
+        demands = [self.demands(operation, group) for group in groups]
+        bursts_of_all = itertools.zip_longest(*demands, fillvalue=Demand())
+        sums = [_sum(demand.shares for demand in together) for together in bursts_of_all]
+        return [
+            self._pace(own, sums, self._measured(operation, group) if own else None)
+            for group, own in zip(groups, demands, strict=True)
+        ]
+
+    def demands(self, operation: str, group: Sequence[int]) -> list[Demand]:
+        """What `group` brings to ports, burst by burst."""
+        places, found = [self._places[rank] for rank in group], []
+        for burst in bursts(operation, len(group)):
+            demand = Demand(burst.turns)
+            if burst.edges is None:
+                self._exchange(demand, places, burst.share)
+            else:
+                for here, there in burst.edges:
+                    self._send(demand, places[here], places[there], burst.share)
+            found.append(demand)
+        return found
+
+    def _pace(
+        self, own: Sequence[Demand], sums: Sequence[Mapping[Port, float]], measured: Curve | None
+    ) -> Pace:
+        alone = sum(self._busy(demand, demand.shares) for demand in own)
+        byte_s = sum(self._busy(demand, total) for demand, total in zip(own, sums, strict=False))
+        latency_s = sum(demand.turns * demand.turn_s for demand in own)
+        return Pace(latency_s, byte_s, byte_s / alone if alone else 1.0, measured)
+
+    def _busy(self, demand: Demand, among: Mapping[Port, float]) -> float:
+        """Seconds a byte of the fullest port that `demand` uses, when all bring `among`."""
+        return max(among[port] / self._bandwidths[port.link] for port in demand.shares)
+
+    def _send(self, demand: Demand, here: Place, there: Place, share: float) -> None:
+        if here.host != there.host:
+            self._travel(demand, here.host, there.host, share)
+        else:
+            link = inside(self._cluster, here.host)
+            demand.slower(link.latency_s)
+            demand.over(link, here, there, share)
+
+    def _travel(self, demand: Demand, here: str, there: str, share: float) -> None:
+        """Bytes from host to host, over all links on their way."""
+        way = self._route(here, there)
+        demand.slower(sum(hop.link.latency_s for hop in way))
+        for hop in way:
+            demand.over(hop.link, hop.here, hop.there, share)
+
+    def _exchange(self, demand: Demand, places: Sequence[Place], share: float) -> None:
+        """From each to each other: a host's ranks share its end of the links to other hosts."""
+        by_host: dict[str, list[Place]] = {}
+        for place in places:
+            by_host.setdefault(place.host, []).append(place)
+        for host, own in by_host.items():
+            if len(own) > 1:
+                link = inside(self._cluster, host)
+                demand.slower(link.latency_s)
+                for place in own:
+                    demand.over(link, place, place, share * (len(own) - 1))
+        for (here, own), (there, others) in itertools.permutations(by_host.items(), 2):
+            self._travel(demand, here, there, share * len(own) * len(others))
+
+    def _route(self, here: str, there: str) -> list[Hop]:
+        if (here, there) not in self._routes:
+            self._routes[here, there] = route(self._cluster, here, there)
+        return self._routes[here, there]
+
+    def _measured(self, operation: str, group: Sequence[int]) -> Curve | None:
+        """What was measured over the narrowest link between the hosts of `group`, or inside one."""
+        hosts = list(dict.fromkeys(self._places[rank].host for rank in group))
+        if len(hosts) == 1:
+            narrowest = inside(self._cluster, hosts[0])
+        else:
+            ways = (self._route(here, there) for here, there in itertools.pairwise(hosts))
+            links = (hop.link for way in ways for hop in way)
+            narrowest = min(links, key=lambda link: link.bandwidth)
+        for one in narrowest.collectives:
+            if (one.name, one.ranks) == (operation, len(group)):
+                return one.times
+        return None
+
+
+def _sum(demands: Iterable[Mapping[Port, float]]) -> dict[Port, float]:
+    total: dict[Port, float] = defaultdict(float)
+    for demand in demands:
+        for port, share in demand.items():
+            total[port] += share
+    return total

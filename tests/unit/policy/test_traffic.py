@@ -1,0 +1,275 @@
+"""Operations on links: against a slow twin that counts every message, and by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesaic.facts.cluster import Cluster, Curve, Link, Place, inside, place, route
+from moesaic.facts.cluster.file import resolve
+from moesaic.policy.cost.traffic import Pace, Traffic
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+MATMUL = [{"dtype": "fp32", "flops": 1e12}]
+
+
+def cluster(*counts: int, net: dict[str, Any] | None = None, **bus: Any) -> Cluster:
+    """A host with so many devices for each of `counts`, on one network."""
+    wire = {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10, **bus}
+    hosts = [
+        {
+            "name": f"h{index}", "memory_bytes": 1e12, "link": wire,
+            "devices": [
+                {"kind": "gpu", "model": "one", "count": count, "memory_bytes": 1e10,
+                 "memory_bandwidth": 1e11, "matmul": MATMUL}
+            ],
+        }
+        for index, count in enumerate(counts)
+    ]  # fmt: skip
+    ether = {
+        "ends": ["*", "*"],
+        "kind": "ether",
+        "latency_s": 5e-5,
+        "bandwidth": 1e9,
+        **(net or {}),
+    }
+    links = [ether] * (len(counts) > 1)
+    return resolve({"name": "test", "hosts": hosts, "links": links}, "test")
+
+
+def chain(*bandwidths: float) -> Cluster:
+    """Hosts of two devices in a row, a link of its own between each two."""
+    made = cluster(*[2] * (len(bandwidths) + 1))
+    wires = [
+        Link(ends=[f"h{i}", f"h{i + 1}"], kind="cable", latency_s=1e-6, bandwidth=bandwidth)
+        for i, bandwidth in enumerate(bandwidths)
+    ]
+    own = [link for link in made.links if link.ends != ["*", "*"]]
+    return made.model_copy(update={"links": own + wires})
+
+
+def all_places(made: Cluster) -> list[Place]:
+    return place(made, sum(host.devices[0].count for host in made.hosts))
+
+
+def paces(made: Cluster, operation: str, *groups: list[int]) -> list[Pace]:
+    return Traffic(made, all_places(made)).paces(operation, groups)
+
+
+def turns_of(operation: str, ranks: int) -> Iterator[list[tuple[int, int, float]]]:
+    """Every message of every turn: from, to, share of the size."""
+    if ranks == 1:
+        return
+    if operation in ("all_reduce", "all_gather", "reduce_scatter"):
+        for _ in range((ranks - 1) * (2 if operation == "all_reduce" else 1)):
+            yield [(r, (r + 1) % ranks, 1 / ranks) for r in range(ranks)]
+    elif operation == "all_to_all":
+        for step in range(1, ranks):
+            yield [(r, (r + step) % ranks, 1 / ranks) for r in range(ranks)]
+    elif operation == "send":
+        yield [(0, ranks - 1, 1.0)]
+    else:
+        have, span = {0}, 1
+        while span < ranks:
+            span *= 2
+        while len(have) < ranks:
+            span //= 2
+            sent = [(r, r + span, 1.0) for r in sorted(have) if r + span < ranks]
+            have |= {there for _, there, _ in sent}
+            if sent:
+                yield sent
+
+
+Ports = Counter[tuple[int, object, str]]
+
+
+def count(made: Cluster, here: Place, there: Place, share: float, ports: Ports) -> float:
+    """Put one message on every port that it passes; return how late it comes."""
+    if here.host == there.host:
+        hops = [(inside(made, here.host), here, there)]
+    else:
+        hops = [tuple(hop) for hop in route(made, here.host, there.host)]
+    for link, a, b in hops:
+        if link.shared:
+            ports[id(link), "", ""] += share
+        elif link.duplex:
+            ports[id(link), a, "out"] += share
+            ports[id(link), b, "in"] += share
+        else:
+            ports[id(link), a, ""] += share
+            ports[id(link), b, ""] += share
+    return sum(link.latency_s for link, _, _ in hops)
+
+
+def slowly(made: Cluster, operation: str, groups: list[list[int]], num_bytes: float) -> list[float]:
+    """Seconds of each group: message by message, turn by turn, port by port."""
+    places, widths = all_places(made), {id(link): link.bandwidth for link in made.links}
+    waits = operation == "broadcast"  # Only there does a turn wait for the bytes of the last.
+    late_s = [0.0] * len(groups)
+    demands: list[list[Ports]] = []
+    for index, group in enumerate(groups):
+        late, ports = list[float](), list[Ports]()
+        for turn in turns_of(operation, len(group)):
+            if waits or not ports:
+                ports.append(Counter())
+            at = [(places[group[a]], places[group[b]], share) for a, b, share in turn]
+            late.append(max(count(made, a, b, share, ports[-1]) for a, b, share in at))
+        late_s[index] = sum(late) if waits else len(late) * max(late, default=0.0)
+        demands.append(ports)
+    seconds = []
+    for own, late in zip(demands, late_s, strict=True):
+        busy_s = 0.0
+        for number, ports in enumerate(own):
+            total: Ports = Counter()
+            for other in demands:
+                total.update(other[number] if number < len(other) else {})
+            busy_s += max(total[port] / widths[port[0]] for port in ports)
+        seconds.append(late + busy_s * num_bytes)
+    return seconds
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    if draw(st.booleans()):
+        return chain(*draw(st.lists(st.sampled_from([1e8, 5e8, 1e9]), min_size=1, max_size=3)))
+    wires = st.fixed_dictionaries(
+        {
+            "shared": st.booleans(),
+            "duplex": st.booleans(),
+            "bandwidth": st.sampled_from([1e8, 1e10]),
+        }
+    )
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    return cluster(*counts, net=draw(wires), **draw(wires))
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> tuple[Cluster, str, list[list[int]]]:
+    made = draw(clusters())
+    ranks = draw(st.permutations(range(len(all_places(made)))))
+    cuts = sorted(draw(st.sets(st.integers(1, max(len(ranks) - 1, 1)), max_size=3)))
+    groups = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
+    return made, draw(st.sampled_from(OPERATIONS)), [group for group in groups if group]
+
+
+@settings(max_examples=150)
+@given(operations(), st.floats(0, 1e9))
+def test_paces_are_what_the_slow_twin_counts(
+    case: tuple[Cluster, str, list[list[int]]], num_bytes: float
+) -> None:
+    made, operation, groups = case
+    found = [pace.seconds(num_bytes) for pace in paces(made, operation, *groups)]
+    assert found == pytest.approx(slowly(made, operation, groups, num_bytes), rel=1e-9, abs=1e-15)
+
+
+@given(operations(), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_more_bytes_and_more_sharing_are_never_faster(
+    case: tuple[Cluster, str, list[list[int]]], few: float, more: float
+) -> None:
+    made, operation, groups = case
+    for group, among in zip(groups, paces(made, operation, *groups), strict=True):
+        (alone,) = paces(made, operation, group)
+        assert alone.sharing == pytest.approx(1.0)
+        assert among.sharing >= 1.0 - 1e-12
+        assert alone.seconds(few) <= among.seconds(few) * (1 + 1e-12)
+        assert among.seconds(few) <= among.seconds(few + more)
+
+
+@given(operations())
+def test_what_is_sent_is_received(case: tuple[Cluster, str, list[list[int]]]) -> None:
+    made, operation, groups = case
+    for group in groups:
+        for demand in Traffic(made, all_places(made)).demands(operation, group):
+            for link in {port.link for port in demand.shares}:
+                sums = {"in": 0.0, "out": 0.0, "": 0.0}
+                for port, share in demand.shares.items():
+                    sums[port.way] += share if port.link == link else 0.0
+                assert sums["in"] == pytest.approx(sums["out"])
+
+
+@given(st.sampled_from(OPERATIONS), st.lists(st.integers(1, 3), min_size=2, max_size=4))
+def test_hosts_that_are_alike_may_change_places(operation: str, counts: list[int]) -> None:
+    """Links are the same both ways: the other way round takes as long, but for a tree's shape."""
+    if operation == "broadcast":
+        counts = [counts[0]] * len(counts)
+    made, back = cluster(*counts), cluster(*counts[::-1])
+    ranks = list(range(sum(counts)))
+    (there,), (again,) = (paces(one, operation, ranks) for one in (made, back))
+    assert there.seconds(1e8) == pytest.approx(again.seconds(1e8))
+
+
+@pytest.mark.parametrize(
+    ("operation", "seconds"),
+    [
+        ("all_reduce", 6e-5 + 1.5e-2), ("all_gather", 3e-5 + 7.5e-3),
+        ("reduce_scatter", 3e-5 + 7.5e-3), ("all_to_all", 3e-5 + 7.5e-3),
+        ("broadcast", 2e-5 + 2e-2), ("send", 1e-5 + 1e-2),
+    ],
+)  # fmt: skip
+def test_one_host_by_hand(operation: str, seconds: float) -> None:
+    """Four ranks, 100 MB, 10 us, 10 GB/s."""
+    assert paces(cluster(4), operation, [0, 1, 2, 3])[0].seconds(1e8) == pytest.approx(seconds)
+    assert paces(cluster(4), operation, [2])[0].seconds(1e8) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("operation", "num_bytes"),
+    # A ring crosses each boundary once a way. Each of eight sends an eighth to each of the other
+    # host's four: 4 x 4 / 8. The first branch of a tree crosses, the others stay inside.
+    [("all_reduce", 14 / 8), ("all_gather", 7 / 8), ("all_to_all", 2.0), ("send", 1.0)],
+)
+def test_two_hosts_by_hand(operation: str, num_bytes: float) -> None:
+    (found,) = paces(cluster(4, 4), operation, list(range(8)))
+    assert found.byte_s == pytest.approx(num_bytes / 1e9)
+    (tree,) = paces(cluster(4, 4), "broadcast", list(range(8)))
+    assert tree.seconds(1e9) == pytest.approx(5e-5 + 1.0 + 2 * (1e-5 + 0.1))
+
+
+def test_rings_across_hosts_share_each_host_s_end() -> None:
+    """Four groups of two over two hosts: each host's end carries all four."""
+    groups = [[rank, rank + 4] for rank in range(4)]
+    for found in paces(cluster(4, 4), "all_reduce", *groups):
+        assert found.sharing == pytest.approx(4.0)
+        assert found.byte_s == pytest.approx(4 / 1e9)
+
+
+def test_groups_of_one_host_share_a_bus_and_nothing_else() -> None:
+    pairs = ([0, 1], [2, 3])
+    assert [one.sharing for one in paces(cluster(4), "all_gather", *pairs)] == [1.0, 1.0]
+    found = paces(cluster(4, shared=True), "all_gather", *pairs)
+    # Both ranks of each pair send half the bytes over the one bus.
+    assert [one.byte_s for one in found] == pytest.approx([2 / 1e10] * 2)
+
+
+def test_a_switch_that_all_share_carries_the_bytes_of_all() -> None:
+    wide, narrow = cluster(1, 1, 1, 1), cluster(1, 1, 1, 1, net={"shared": True})
+    (fast,), (slow,) = (paces(one, "all_gather", [0, 1, 2, 3]) for one in (wide, narrow))
+    assert slow.byte_s == pytest.approx(4 * fast.byte_s)
+
+
+def test_the_slowest_way_between_any_two_decides() -> None:
+    made = chain(1e9, 1e8)  # h0 - h1 - h2, two devices each; the ring's way back passes both links
+    (found,) = paces(made, "all_gather", [0, 2, 4])
+    assert found.byte_s == pytest.approx(2 / 3 / 1e8)
+    assert found.latency_s == pytest.approx(2 * 2e-6)
+
+
+def test_a_measured_operation_decides_where_it_is_the_same_one() -> None:
+    times = {"bytes": [1e3, 1e9], "seconds": [1e-4, 5.0]}
+    known = [{"name": "all_reduce", "ranks": 2, "times": times}]
+    near = cluster(4, collectives=known)
+    assert paces(near, "all_reduce", [0, 1])[0].seconds(1e9) == pytest.approx(5.0)
+    assert paces(near, "all_gather", [0, 1])[0].seconds(1e8) == pytest.approx(1e-5 + 5e-3)
+    assert paces(near, "all_reduce", [0, 1, 2, 3])[0].seconds(1e8) == pytest.approx(6e-5 + 1.5e-2)
+    far = cluster(2, 2, net={"collectives": known})
+    curve = Curve(**times)
+    (alone,) = paces(far, "all_reduce", [0, 2])
+    assert alone.seconds(1e7) == pytest.approx(curve.at(1e7))
+    for shared in paces(far, "all_reduce", [0, 2], [1, 3]):  # Two at once: twice the bytes.
+        assert shared.seconds(1e7) == pytest.approx(curve.at(2e7))
+    assert paces(far, "all_reduce", [0, 1])[0].measured is None
