@@ -243,7 +243,7 @@ def _seconds(work: Any, calls: int) -> float:
 
 
 def predicted_memory(chosen: Sequence[Case]) -> Iterator[measure.Row]:
-    """Predicted over measured peak of what torch allocates, by case; the largest error; resident."""
+    """Predicted over measured peak of what torch allocates, by case; then the largest error."""
     errors = []
     for case in chosen:
         pool = Ranks(case.ranks)

@@ -90,7 +90,16 @@ def test_commands_are_taken(page: Path) -> None:
                 for item in context.params["sets"] or ():
                     keys.locate(Job, item.partition("=")[0])
     inline = re.findall(r"`moesaic ([a-z-]+)", prose(page.read_text()))
-    assert set(inline) <= {"train", "generate", "convert", "inspect", "report", "plan", "probe"}
+    assert set(inline) <= {
+        "train",
+        "generate",
+        "convert",
+        "inspect",
+        "report",
+        "plan",
+        "probe",
+        "trace",
+    }
 
 
 @every_page

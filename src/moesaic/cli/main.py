@@ -24,6 +24,7 @@ from moesaic.cli.plan import plan
 from moesaic.cli.probe import probe
 from moesaic.cli.rank import LESS_MEMORY
 from moesaic.cli.report import report
+from moesaic.cli.trace import trace
 from moesaic.cli.train import train
 
 USER_ERROR = 2
@@ -71,7 +72,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
     app.callback()(_opening)
-    for verb in (train, generate, convert, inspect, report, probe, plan):
+    for verb in (train, generate, convert, inspect, report, probe, plan, trace):
         app.command()(verb)
     return app
 

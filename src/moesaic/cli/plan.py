@@ -13,6 +13,7 @@ import typer
 from moesaic.base.errors import ConfigError, unwritable
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, Predictions, RankPlace, planned
@@ -58,6 +59,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     cluster: ClusterFile = None,
     nproc: Nproc = None,
     layout: Layout = None,
+    workload: Workload = None,
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
@@ -73,10 +75,16 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if explain is not None:
         flags.explain(Job, explain, as_json)
         return 0
-    path = flags.need(job, "JOB.toml", "plan")
+    path = flags.need(job or workload, "JOB.toml", "plan")
     if cluster is None:
         raise ConfigError("--cluster is missing: give a file that `moesaic probe` or you wrote")
-    where, job_ = load_cluster(cluster), load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
+    where = load_cluster(cluster)
+    if workload is not None:
+        beside = {
+            "JOB.toml": job, "--set": sets, "--layout": layout, "--out": out, "--trace": trace
+        }  # fmt: skip
+        return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
+    job_ = load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
     chosen = planned(job_, nproc or _most_ranks(where))
     facts, timeline = predict(job_, chosen, where)
     if out is not None and not dry_run:

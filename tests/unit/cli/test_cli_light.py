@@ -54,7 +54,8 @@ def run(line: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 LIGHT = [
     "", "--help", "--version", "train --help", "generate -h", "convert --help", "inspect --help",
-    "report --help", "probe --help", "probe --explain all", "probe --dry-run",
+    "report --help", "probe --help", "probe --explain all", "probe --dry-run", "plan --help",
+    "trace --help",
     "train --explain all", "train --explain train.batch",
     "generate --explain all", "convert --explain to", "inspect --explain verify",
     "report --explain all", "train job.toml --dry-run --nproc 2",

@@ -12,13 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
@@ -33,7 +27,9 @@ from moesaic.facts.workload.memory import activations
 from moesaic.facts.workload.messages import BUCKET_BYTES
 from moesaic.facts.workload.sizes import HEAD_ROWS
 from moesaic.models.initial import InitialSource
+from moesaic.models.kernels import Passes, Seen
 from moesaic.nn import loss
+from moesaic.testing.flops import UNCOUNTED, flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
@@ -58,100 +54,6 @@ def make_job(name: str, **changes: Any) -> Job:
 
 def alone(job: Job) -> Plan:
     return lay_out(job.layout, job.model, 1)
-
-
-@dataclass
-class Seen:
-    """What one block did, one way."""
-
-    flops: int = 0
-    moved_bytes: int = 0
-    calls: int = 0
-
-
-def on_shapes(formula: Any, operands: slice) -> Any:
-    return lambda *shapes, out_shape=None, **_: formula(*shapes[operands])
-
-
-def product_flops(left: tuple[int, int], right: tuple[int, int]) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-UNCOUNTED = {
-    torch.ops.aten.addmm_: on_shapes(product_flops, slice(1, 3)),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: on_shapes(
-        sdpa_flop_count, slice(3)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: on_shapes(
-        sdpa_backward_flop_count, slice(4)
-    ),
-}
-"""Torch counts these only where they are not in place, or run on a GPU."""
-
-PRODUCTS = (
-    "mm", "bmm", "addmm_", "grouped_mm", "grouped_outer",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)  # fmt: skip
-PICKING = (
-    "embedding", "index_select", "gather", "index", "_embedding_bag", "_embedding_bag_forward_only",
-)  # fmt: skip
-"""They read as many elements of their first argument as their indices say."""
-
-
-class Passes(TorchDispatchMode):
-    """Counts bytes that kernels other than products read and write, and all kernels."""
-
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        read = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-        storages = {t.untyped_storage().data_ptr() for t in read}
-        fresh = any(t.untyped_storage().data_ptr() not in storages for t in written)
-        name = func._overloadpacket.__name__
-        if name.startswith("empty") or not (fresh or func._schema.is_mutable):
-            return out
-        self.seen.calls += 1
-        if name.startswith("grouped"):
-            self._see_slots(name, args)
-        if name in PRODUCTS:
-            return out
-        if name == "copy_":
-            read = read[1:]
-        if name in ("zeros_like", "new_zeros", "full_like"):
-            read = []
-        if name in PICKING:
-            rows = read[1].numel() if name.startswith("_embedding") else written[0].shape[0]
-            width = read[0].shape[-1] if name.startswith("_emb") else written[0][0].numel()
-            self.seen.moved_bytes += rows * width * read[0].itemsize
-            read, written = read[1:], written[:1]
-        if name == "embedding_dense_backward":  # Into a table of zeros, row by row.
-            self.seen.moved_bytes += 2 * read[0].nbytes
-        if name == "scatter_add_":  # In place: only what is added to.
-            read, written = read[1:], read[2:]
-        self.seen.moved_bytes += sum(map(touched, (*read, *written)))
-        return out
-
-    def _see_slots(self, name: str, args: Any) -> None:
-        """A product a slot; gradients in another type than factors are written once more."""
-        busy = int((args[2] > 0).sum())
-        self.seen.calls += busy - 1
-        if name == "grouped_outer":
-            left, out = args[0], args[3]
-            size = out[0].numel()
-            self.seen.moved_bytes += (len(out) - busy) * size * out.itemsize
-            if left.dtype != out.dtype:
-                self.seen.calls += busy
-                self.seen.moved_bytes += busy * size * (left.itemsize + out.itemsize)
-
-
-def touched(tensor: Tensor) -> int:
-    """Bytes of a tensor, those that it repeats counted once."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 @dataclass
@@ -203,9 +105,10 @@ def watch(job: Job) -> Watched:
 
 def observe(work: Any) -> tuple[Seen, Any]:
     seen = Seen()
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter, Passes(seen):
-        result = work()
-    seen.flops = counter.get_total_flops()
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:  # noqa: SIM117
+        with Passes(lambda: seen):
+            result = work()
+    assert flops(seen) == counter.get_total_flops()
     return seen, result
 
 
@@ -239,7 +142,7 @@ def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -
     for way in ("forward", "backward"):
         seen = getattr(watched, way)
         predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
-        assert predicted == {key: one.flops for key, one in seen.items()}, way
+        assert predicted == {key: flops(one) for key, one in seen.items()}, way
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -279,7 +182,7 @@ def test_a_clamp_keeps_what_it_clamps() -> None:
     for way in ("forward", "backward"):
         works = dict(by_layer(workload(job, alone(job)), way))["layers.0"]
         seen = getattr(watched, way)["layers.0"]
-        assert sum(w.flops for w in works) == seen.flops
+        assert sum(w.flops for w in works) == flops(seen)
         assert sum(w.moved_bytes for w in works) == pytest.approx(seen.moved_bytes, rel=0.03)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Matmul, P
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
-from moesaic.facts.workload import Op, Product, workload
+from moesaic.facts.workload import Message, Op, Product, Work, workload
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
-from moesaic.policy.cost.step import Costs
+from moesaic.policy.cost.step import Costs, replicated
 from moesaic.sim.timeline import run
 from moesaic.testing.jobs import tiny_job
 
@@ -155,3 +156,19 @@ def test_equal_work_is_worked_out_once() -> None:
     assert len(groups) <= 5
     spans = run(events, 64).spans
     assert all(span.begin_s is span.start_s for span in spans if not span.event.groups)
+
+
+def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:
+    blocks = workload(tiny_job(), lay_out(tiny_job().layout, tiny_job().model, 1))
+    alone = run(replicated(blocks, 1, cluster()), 1)
+    assert alone.step_s == pytest.approx(step_s(tiny_job(), 1, cluster()))
+    summed = Message("dense", "all_reduce", (0, 1, 2, 3), 10**8)
+    *inner, last = blocks
+    blocks = [*inner, replace(last, update=Work(last.update.ops, (summed,)))]
+    events = replicated(blocks, 4, cluster())
+    (dense,) = (event for event in events if event.name == "dense")
+    assert (dense.phase, dense.groups) == ("reduce", [[0, 1, 2, 3]])
+    together = run(events, 4)
+    assert together.step_s == pytest.approx(alone.step_s + dense.seconds[0])
+    assert dense.seconds[0] > 1e-3
+    assert together.waiting_s(3) == 0.0

@@ -1,6 +1,13 @@
 """The workload: what a model consists of, and what training it asks of one rank."""
 
 from moesaic.facts.workload.blocks import Block, Work, workload
+from moesaic.facts.workload.file import (
+    Traced,
+    load_traced,
+    save_traced,
+    traced_blocks,
+    traced_memory,
+)
 from moesaic.facts.workload.memory import Memory, memory
 from moesaic.facts.workload.messages import Message
 from moesaic.facts.workload.ops import Op, Product
@@ -14,10 +21,15 @@ __all__ = [
     "Op",
     "Parameter",
     "Product",
+    "Traced",
     "Work",
     "count",
     "expert_name",
+    "load_traced",
     "memory",
     "parameters",
+    "save_traced",
+    "traced_blocks",
+    "traced_memory",
     "workload",
 ]

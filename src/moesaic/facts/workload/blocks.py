@@ -16,7 +16,7 @@ from moesaic.facts.workload.ops import Op, Part
 from moesaic.facts.workload.parameters import Parameter, local_size, parameters
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
-_ADAMW_PASSES = 7
+ADAMW_PASSES = 7
 """Values, gradient and two moments are read, all but the gradient written."""
 
 
@@ -190,7 +190,7 @@ def _update(job: Job, plan: Plan, rank: int, held: Sequence[Parameter]) -> tuple
         Op("accumulate", (), 3 * added * elements * width, added * tensors),
         Op("norm", (), owned * width, tensors, kind="norm"),
         Op("clip", (), 2 * clips * elements * width, clips * tensors, kind="scale"),
-        Op("adamw", (), _ADAMW_PASSES * elements * width, tensors, kind="adamw"),
+        Op("adamw", (), ADAMW_PASSES * elements * width, tensors, kind="adamw"),
     )
 
 
@@ -251,17 +251,23 @@ def _step(job: Job, plan: Plan, rank: int) -> Work:
     dense = [p for p in found if p.kind != "expert" and p.name != "head.norm.weight"]
     dense += [p for p in found if p.name == "head.norm.weight"]  # It comes behind head.weight.
     arena = 3 * model.ffn * model.hidden * len(plan.homes(rank)) * width
-    summed = [("dense", tuple(range(plan.ranks)), [p.size * width for p in dense])] * (
+    groups = [("dense", tuple(range(plan.ranks)), [p.size * width for p in dense])] * (
         plan.shard == 1
     )
     if model.experts:
         copies = messages.group_of(plan.replica_groups(), rank)
-        summed.append(("experts", copies, [arena] * model.layers))
+        groups.append(("experts", copies, [arena] * model.layers))
+    work = summed(groups)
+    return Work(work.ops, (*work.messages, *messages.scalars(plan)))
+
+
+def summed(groups: Sequence[tuple[str, tuple[int, ...], Sequence[int]]]) -> Work:
+    """Sums of gradients: what for, over which ranks, bytes of each tensor; in buckets."""
     sent: list[Message] = []
     moved = calls = 0
-    for name, ranks, sizes in summed:
+    for name, ranks, sizes in groups:
         for bucket in messages.buckets(sizes) if len(ranks) > 1 else ():
             sent.append(Message(name, "all_reduce", ranks, sum(bucket)))
             if len(bucket) > 1:
                 moved, calls = moved + 4 * sum(bucket), calls + 1 + len(bucket)
-    return Work((Op("reduce", (), moved, calls),), (*sent, *messages.scalars(plan)))
+    return Work((Op("reduce", (), moved, calls),), tuple(sent))

@@ -8,7 +8,8 @@ from typing import Literal
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
 
-Type = Literal["fp64", "fp32", "bf16"]
+Type = Literal["fp64", "fp32", "bf16", "fp16"]
+"""Of the factors of a product; fp16 in foreign models only."""
 
 STORED_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
 """Bytes of a stored number by `train.precision`; bf16 computes in bfloat16 over fp32 weights."""

@@ -6,7 +6,7 @@ that have the same work on the same kind of device are worked out once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,10 +25,9 @@ PHASES = {"reduce": "reduce", "norm": "clip", "accumulate": "backward"}
 
 
 @dataclass(frozen=True)
-class Costs:
-    """A job laid over a cluster."""
+class Lanes:
+    """Ranks laid over a cluster, and what blocks take on them."""
 
-    job: Job
     plan: Plan
     cluster: Cluster
     places: Sequence[Place]
@@ -41,11 +40,6 @@ class Costs:
     _spoken: dict[tuple[str, tuple[int, ...], int], Seconds] = field(default_factory=dict)
     """Seconds by rank of messages, by operation, ranks of one group and bytes."""
 
-    @classmethod
-    def of(cls, job: Job, plan: Plan, cluster: Cluster) -> Costs:
-        """Ranks in the order of the cluster's places."""
-        return cls(job, plan, cluster, place(cluster, plan.ranks))
-
     @cached_property
     def _traffic(self) -> Traffic:
         return Traffic(self.cluster, self.places)
@@ -54,10 +48,16 @@ class Costs:
         """What `rank` computes with."""
         return device_at(self.cluster, self.places[rank])
 
-    def events(self) -> list[Event]:
-        """One whole step, micro-batch after micro-batch."""
-        alike = self._alike()
-        work = {rank: workload(self.job, self.plan, rank) for rank in alike}
+    def step(
+        self, work: Mapping[int, Sequence[Block]], alike: Mapping[int, list[int]], times: int = 1
+    ) -> list[Event]:
+        """One whole step, micro-batch after micro-batch.
+
+        Args:
+            work: blocks of the first of each kind of ranks.
+            alike: ranks that have its work on its kind of device, by the first of them.
+            times: micro-batches.
+        """
         blocks = list(zip(*work.values(), strict=True))
         ranks = list(alike.values())
         once: list[Event] = []
@@ -68,26 +68,21 @@ class Costs:
         last: list[Event] = []
         for row in reversed(blocks):  # The last of them is the step's own: sums come first.
             last += self._events("", row, [block.update for block in row], ranks)
-        return [*(once * self.job.train.micro_batches), *last]
+        return [*(once * times), *last]
 
-    def _alike(self) -> dict[int, list[int]]:
-        """Ranks that have equal work on equal devices, by the first of them."""
-        size = self.job.train.batch // self.job.train.micro_batches
-        plan, found = self.plan, dict[tuple[int, ...], list[int]]()
+    def device_kinds(self) -> list[int]:
+        """By rank, a number that equal devices share."""
         kinds: dict[tuple[str, int], int] = {}
         devices: list[Device] = []
-        for rank in range(plan.ranks):
-            host, entry, _ = self.places[rank]
+        found = []
+        for rank, (host, entry, _) in enumerate(self.places):
             if (host, entry) not in kinds:
                 device = self.device(rank)
                 if device not in devices:
                     devices.append(device)
                 kinds[host, entry] = devices.index(device)
-            rows = len(plan.rows(rank, size))
-            # Routing is even, so that experts are alike; the first owners count the norm.
-            at = (rows, rank < plan.ep, rank < plan.shard, kinds[host, entry])
-            found.setdefault(at, []).append(rank)
-        return {ranks[0]: ranks for ranks in found.values()}
+            found.append(kinds[host, entry])
+        return found
 
     def _events(
         self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: list[list[int]]
@@ -142,6 +137,46 @@ class Costs:
                 seconds[group] = pace.seconds(most)
             self._spoken[key] = seconds
         return self._spoken[key]
+
+
+@dataclass(frozen=True)
+class Costs(Lanes):
+    """A job laid over a cluster."""
+
+    job: Job = field(kw_only=True)
+
+    @classmethod
+    def of(cls, job: Job, plan: Plan, cluster: Cluster) -> Costs:
+        """Ranks in the order of the cluster's places."""
+        return cls(plan, cluster, place(cluster, plan.ranks), job=job)
+
+    def events(self) -> list[Event]:
+        """One whole step."""
+        alike = self._alike()
+        work = {rank: workload(self.job, self.plan, rank) for rank in alike}
+        return self.step(work, alike, self.job.train.micro_batches)
+
+    def _alike(self) -> dict[int, list[int]]:
+        """Ranks that have equal work on equal devices, by the first of them."""
+        size = self.job.train.batch // self.job.train.micro_batches
+        plan, found = self.plan, dict[tuple[int, ...], list[int]]()
+        for rank, kind in enumerate(self.device_kinds()):
+            rows = len(plan.rows(rank, size))
+            # Routing is even, so that experts are alike; the first owners count the norm.
+            at = (rows, rank < plan.ep, rank < plan.shard, kind)
+            found.setdefault(at, []).append(rank)
+        return {ranks[0]: ranks for ranks in found.values()}
+
+
+def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Event]:
+    """A step in which each of `ranks` ranks does all of `blocks` on samples of its own."""
+    plan = Plan(ranks=ranks, ep=1, shard=1, experts=0)
+    lanes = Lanes(plan, cluster, place(cluster, ranks))
+    found: dict[int, list[int]] = {}
+    for rank, kind in enumerate(lanes.device_kinds()):
+        found.setdefault(kind, []).append(rank)
+    alike = {same[0]: same for same in found.values()}
+    return lanes.step(dict.fromkeys(alike, blocks), alike)
 
 
 def _phase(op: Op) -> str:

@@ -1,0 +1,136 @@
+"""`moesaic trace`, and `moesaic plan --workload`: from a model of the user's own to figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+from moesaic.facts.workload import load_traced
+
+NETS = """
+import torch
+from torch import nn
+
+def make(batch=4):
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    target = torch.randint(10, (batch,))
+    return model, torch.randn(batch, 64), lambda out: nn.functional.cross_entropy(out, target)
+
+def fixed():
+    return nn.Linear(4, 4), torch.randn(2, 4)
+
+def asks():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.weight * x if x.sum() > 0 else x
+    return Asks(), torch.ones(3)
+
+def nothing():
+    return 3
+
+def broken():
+    raise ValueError("no such size")
+
+def runs_wrong():
+    return nn.Linear(3, 4), torch.ones(2, 2)
+
+number = 3
+"""
+
+CLUSTER = """
+name = "a node"
+
+[[hosts]]
+name = "node"
+preset = "h100-8"
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    name = f"nets_{tmp_path.name.replace('-', '_')}"  # A module is imported once a process.
+    (tmp_path / f"{name}.py").write_text(NETS)
+    (tmp_path / f"{name}_needy.py").write_text("import surely_not_there\n")
+    (tmp_path / f"{name}_wrong.py").write_text("1 / 0\n")
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+def call(line: str, place: Path) -> int:
+    return main(line.replace("nets", f"nets_{place.name.replace('-', '_')}").split())
+
+
+def test_a_model_becomes_a_file_and_the_file_a_prediction(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call("trace nets:make --batch 32 --out workload.json", place) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("Sequential: 9,610 parameters, 1.3 MFLOP and ")
+    assert "a micro-batch of 32x64 float32" in said
+    assert "wrote workload.json" in said
+    traced = load_traced(place / "workload.json")
+    assert [block.name for block in traced.blocks] == ["0", "1", "2", "(outside)"]
+    assert traced.batch == 32
+
+    line = "plan --workload workload.json --cluster cluster.toml"
+    assert call(f"{line} --nproc 4 --json", place) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["ranks"], facts["parameters"], facts["fits"]) == (4, 9610, True)
+    assert set(facts["phases_s"]) == {"forward", "backward", "reduce", "clip", "optimizer"}
+    assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
+    assert facts["samples_per_s"] == pytest.approx(4 * 32 / facts["step_s"])
+    assert facts["memory_per_rank"]["moments_bytes"] == 2 * 9610 * 4
+    assert call(line, place) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("Sequential whole on each of 8 ranks on a node (NVIDIA H100")
+    assert "slowest blocks" in said
+
+
+def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert call("trace nets:asks --real --json", place) == 0
+    assert json.loads(capfd.readouterr().out)["batch"] == 3
+    assert call("trace nets:make --block 0 --block 2 --out never.json --dry-run", place) == 0
+    rows = [line.split()[0] for line in capfd.readouterr().out.splitlines() if line]
+    assert rows == ["Sequential:", "block", "0", "2", "(outside)"]
+    assert not (place / "never.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("trace", "MODULE:FACTORY is missing"),
+        ("trace nets", "is not of the form MODULE:FACTORY"),
+        ("trace nets:make", "--out is missing: name the file"),
+        ("trace none_such:make --json", "there is no module 'none_such'"),
+        ("trace nets_needy:make --json", "needs surely_not_there, which is not there: install it"),
+        ("trace nets_wrong:make --json", "raised ZeroDivisionError at nets"),
+        ("trace nets:none --json", "has no function 'none'"),
+        ("trace nets:number --json", "has no function 'number'"),
+        ("trace nets:fixed --batch 3 --json", "--batch 3: fixed takes no argument called batch"),
+        ("trace nets:nothing --json", "nothing() returned int: return (model, inputs)"),
+        ("trace nets:broken --json", "broken() raised ValueError at nets"),
+        ("trace nets:runs_wrong --json", "running the model raised RuntimeError"),
+        ("trace nets:asks --json", "asks for values of a tensor (aten._local_scalar_dense"),
+        ("trace nets:make --block 7 --json", "blocks = '7' is no module of the model"),
+        ("trace nets:make --out no/where.json", "cannot be written"),
+        ("plan --workload none.json --cluster cluster.toml", "there is no file 'none.json'"),
+        ("plan --workload a.json", "--cluster is missing"),
+        ("plan job.toml --workload a.json --cluster cluster.toml", "goes without JOB.toml, which"),
+        ("plan --workload a.json --cluster cluster.toml --set a=1", "goes without --set, which is"),
+    ],
+)
+def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(line, place) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
