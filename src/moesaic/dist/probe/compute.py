@@ -24,6 +24,7 @@ _SMALLEST_COPY_BYTES = 4096
 _LARGEST_PASS = 4
 """The largest tensor of an update is so many times smaller than the largest copy: there are four."""
 _MOST_TENSORS = 64
+_MOST_WEIGHTS = 1024
 PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
 """What kernels read and write, as a multiple of their tensor."""
 CHAIN = 16
@@ -89,7 +90,8 @@ def _largest_side(device: torch.device, dtype: str, most: int, budget_s: float) 
     side = _SMALLEST_SIDE
     with _precision(dtype):
         while 2 * side <= most:
-            product = _product(device, _TYPES[dtype], side, side, side)
+            weight = torch.full((side * side,), 0.5, dtype=_TYPES[dtype], device=device)
+            product = _product(weight, side, side, side)
             if 8 * _CUBES * seconds(product, lambda: devices.now(device), 0.0) > budget_s:
                 break
             side *= 2
@@ -128,7 +130,7 @@ def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Itera
             made = partial(_attention, device, dtype, way)
             yield f"attention {way} {dtype}", len(lengths), map(made, lengths)
         products = sizes.products(dtype)
-        yield f"products {dtype}", len(products), _products(device, dtype, products)
+        yield f"products {dtype}", len(products), _products(device, dtype, sizes, products)
 
 
 def _calls(device: torch.device) -> _Work:
@@ -223,21 +225,24 @@ def _attention(device: torch.device, dtype: str, way: str, length: int) -> _Work
 
 
 def _products(
-    device: torch.device, dtype: str, products: Sequence[tuple[int, int, int]]
+    device: torch.device, dtype: str, sizes: Sizes, products: Sequence[tuple[int, int, int]]
 ) -> Iterator[_Work]:
     with _precision(dtype):
+        largest = sizes.columns(dtype)[-1] ** 2
+        weights = max(largest, sizes.copies[-1] // 2 // _TYPES[dtype].itemsize)
+        arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
         for rows, columns, inner in products:
-            yield _product(device, _TYPES[dtype], rows, columns, inner)
+            yield _product(arena, rows, columns, inner)
 
 
-def _product(
-    device: torch.device, dtype: torch.dtype, rows: int, columns: int, inner: int
-) -> _Work:
-    def factor(*shape: int) -> Tensor:
-        return torch.full(shape, 0.5, dtype=dtype, device=device)
-
-    left, right, result = factor(rows, inner), factor(inner, columns), factor(rows, columns)
-    return lambda: torch.mm(left, right, out=result)
+def _product(arena: Tensor, rows: int, columns: int, inner: int) -> _Work:
+    """Rows times one weight of `arena` after another: a model's are in no cache when it needs them."""
+    size = inner * columns
+    number = max(1, min(_MOST_WEIGHTS, arena.numel() // size))
+    weights = [arena[i * size : (i + 1) * size].view(inner, columns) for i in range(number)]
+    following = itertools.cycle(weights)
+    left, result = arena.new_full((rows, inner), 0.5), arena.new_empty(rows, columns)
+    return lambda: torch.mm(left, next(following), out=result)
 
 
 @contextmanager
