@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,7 +143,7 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
     return {
         "cluster": cluster.name, "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
-        "memory_per_rank": {**asdict(needs), "peak_bytes": needs.peak_bytes},
+        "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
         "memory_bytes": device.memory_bytes,
         "fits": needs.peak_bytes <= device.memory_bytes,
         "step_s": timeline.step_s, "phases_s": phases, "blocks_s": timeline.by_block(slowest),
@@ -170,7 +169,6 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
         memory_bytes={
             name.removesuffix("_bytes"): int(num_bytes)
             for name, num_bytes in facts["memory_per_rank"].items()
-            if not name.startswith("idle")
         },
     )
     return plan.model_copy(update={"places": places, "predictions": predictions})
@@ -226,7 +224,7 @@ def _print(facts: dict[str, Any]) -> None:
         **{
             f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
             for name, num_bytes in facts["memory_per_rank"].items()
-            if name not in ("peak_bytes", "idle_gradients_bytes") and num_bytes
+            if name != "peak_bytes" and num_bytes
         },
         "binds": facts["binds"],
     }

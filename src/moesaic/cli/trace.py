@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -232,7 +231,7 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
     return {
         "cluster": cluster.name, "model": traced.name, "ranks": ranks, "device": device.model,
         "parameters": traced.parameters, "flops": traced.flops,
-        "memory_per_rank": {**asdict(needs), "peak_bytes": needs.peak_bytes},
+        "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
         "memory_bytes": device.memory_bytes,
         "fits": needs.peak_bytes <= device.memory_bytes,
         "step_s": timeline.step_s, "phases_s": timeline.by_phase(slowest),

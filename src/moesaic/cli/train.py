@@ -35,7 +35,7 @@ from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, planned
-from moesaic.facts.workload import Memory, count, memory
+from moesaic.facts.workload import count, memory
 from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
 
 JobFile = Annotated[
@@ -275,7 +275,7 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
                 "memory_per_rank": {
-                    **_memory_rows(needs),
+                    **needs.by_kind(),
                     "total_bytes": needs.total_bytes,
                     "peak_bytes": needs.peak_bytes,
                 },
@@ -291,15 +291,10 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     screen.say(f"plan             {describe(plan, model.experts)}")
     peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
     screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
-    for kind, num_bytes in _memory_rows(needs).items():
+    for kind, num_bytes in needs.by_kind().items():
         name = kind.removesuffix("_bytes")
         about = " (estimate)" if name in ("activations", "head", "gathered") else ""
         screen.say(f"  {name:<14} {screen.size(num_bytes)}{about}")
-
-
-def _memory_rows(needs: Memory) -> dict[str, int]:
-    kinds = [kind for kind in Memory.__dataclass_fields__ if not kind.startswith("idle")]
-    return {kind: getattr(needs, kind) for kind in kinds}
 
 
 def describe(plan: Plan, experts: int) -> str:

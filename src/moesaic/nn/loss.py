@@ -48,6 +48,7 @@ class HeadLoss(torch.autograd.Function):
                 torch.mm(grad, operand, out=grad_x[start : start + _ROWS])
             if grad_weight is not None:
                 _add_outer(grad_weight, grad, rows)
+            del log_p, grad  # Or they would be there while the next ones are made.
         ctx.save_for_backward(grad_x, grad_weight)
         return total * scale
 

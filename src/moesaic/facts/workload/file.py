@@ -274,4 +274,5 @@ def traced_memory(traced: Traced) -> Memory:
         activations_bytes=sum(block.saved_bytes for block in traced.blocks),
         head_bytes=0,
         idle_gradients_bytes=0,
+        backward_bytes=0,
     )

@@ -37,6 +37,17 @@ class Memory:
     """What the head keeps, the gradient of its weight among it, and its logits."""
     idle_gradients_bytes: int
     """Those of `gradients_bytes` that are there while a forward pass runs."""
+    backward_bytes: int
+    """Most of what is there in a backward pass and does not last: gradients so far, activations
+    that are left, and what kernels need on the way."""
+
+    def by_kind(self) -> dict[str, int]:
+        """What is held for its own sake: what `total_bytes` adds up."""
+        return {
+            kind: getattr(self, kind)
+            for kind in self.__dataclass_fields__
+            if not kind.startswith(("idle", "backward"))
+        }
 
     @property
     def total_bytes(self) -> int:
@@ -47,9 +58,9 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """What is there at one time: at the end of a forward pass, or of the last backward."""
+        """What is there at one time: at the end of a forward pass, or in a backward pass."""
         forward = self.idle_gradients_bytes + self.activations_bytes + self.head_bytes
-        return self._lasting_bytes + max(forward, self.gradients_bytes)
+        return self._lasting_bytes + max(forward, self.backward_bytes, self.gradients_bytes)
 
     @property
     def _lasting_bytes(self) -> int:
@@ -90,7 +101,44 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         activations_bytes=sum(kept.values()) - (recomputed if job.train.recompute else 0),
         head_bytes=head,
         idle_gradients_bytes=(held if several else 0) * s.wide,
+        backward_bytes=_backward(job, plan, rank, dense, num_experts),
     )
+
+
+def _backward(job: Job, plan: Plan, rank: int, dense: Sequence[Parameter], num_experts: int) -> int:
+    """The most that one layer's backward pass finds or makes, of what does not last.
+
+    Layers that are through leave gradients and free activations, so that it is the last layer or
+    the first, whichever is larger.
+    """
+    s, layers = Sizes.of(job, plan, rank), job.model.layers
+    kept = activations(job, plan, rank)
+    layer = sum(local_size(p, plan.shard) for p in dense if p.layer == 0) + num_experts // layers
+    head = sum(local_size(p, plan.shard) for p in dense if p.name.startswith("head"))
+    held = sum(local_size(p, plan.shard) for p in dense) + num_experts
+    on_the_way = _on_the_way(s, job, plan, rank)
+    most = 0
+    for index in range(layers):
+        gradients = (head + (layers - index) * layer) * s.wide
+        if job.train.micro_batches > 1:  # All are there, and this layer's come once more.
+            gradients = (held + num_experts // layers) * s.wide
+        left = kept["context"] + kept["embed"] + (index + 1) * kept["layers.0"]
+        if job.train.recompute:
+            left = kept["context"] + kept["embed"] + kept["layers.0"] + index * s.stream * s.wide
+        most = max(most, gradients + left + on_the_way)
+    return most
+
+
+def _on_the_way(s: Sizes, job: Job, plan: Plan, rank: int) -> int:
+    """What backward of a layer's larger half makes and lets go again, less what it has let go."""
+    stream = 2 * s.stream * s.wide
+    if not job.model.experts:
+        return stream + 2 * s.tokens * job.model.ffn * s.narrow
+    counts = expert_counts(job, plan, None)
+    slots = slots_of(counts, plan, rank, group_of(plan.expert_groups(), rank))
+    # Gradients of results and of rows, these in parts and joined; the results are gone by then.
+    rows = 3 * sum(slots) - int(counts[rank].sum())
+    return stream + rows * job.model.hidden * s.narrow
 
 
 def activations(job: Job, plan: Plan, rank: int) -> dict[str, int]:
