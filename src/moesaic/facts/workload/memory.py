@@ -2,8 +2,7 @@
 
 What autograd keeps of each layer is exact for torch's kernels on a CPU, and for whatever a GPU
 computes with the same ones; it depends on routing only through the rows that arrive. Estimates
-are: what FSDP holds together for a time, and what lives no longer than a layer's own passes, which
-is left out but for the head's logits.
+are: what FSDP holds together for a time, and what lives no longer than a layer's own passes.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         job: the job.
         plan: which rank holds what.
         rank: absent: the last, which has the most rows.
-        on_cpu: whether rank and host share one memory, which then holds the staging copy too, and
-            keeps that of experts' gradients from step to step.
+        on_cpu: whether rank and host share one memory, which then holds the staging copy too.
     """
     rank = plan.ranks - 1 if rank is None else rank
     s = Sizes.of(job, plan, rank)
