@@ -22,6 +22,8 @@ from moesaic.policy.cost.traffic import Pace, Traffic
 
 PHASES = {"reduce": "reduce", "norm": "clip", "accumulate": "backward"}
 """Phases of what is done once a step, by the name of the op; anything else is the optimizer's."""
+LAST = ("backward", "reduce", "clip", "optimizer")
+"""Those phases in the order of a step: each is over for all blocks before the next begins."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Lanes:
         for row in reversed(blocks):
             once += self._events("backward", row, [block.backward for block in row], ranks)
         last: list[Event] = []
-        for row in reversed(blocks):  # The last of them is the step's own: sums come first.
+        for row in reversed(blocks):
             last += self._events("", row, [block.update for block in row], ranks)
+        last.sort(key=lambda event: LAST.index(event.phase))
         return [*(once * times), *last]
 
     def device_kinds(self) -> list[int]:
