@@ -9,7 +9,9 @@ import pytest
 
 from moesaic.base.config import parse
 from moesaic.dist.probe.cluster import Assembly, Place, headlines
-from moesaic.dist.probe.compute import CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, PASSED_BYTES, Sizes
+from moesaic.dist.probe.compute import (
+    CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, PASSED_BYTES, WAYS, Sizes,
+)  # fmt: skip
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures
@@ -98,7 +100,7 @@ def test_curves_are_read_as_they_were_measured() -> None:
     products = cpu.speed("fp32").products
     assert products is not None
     for rows, columns, inner in SIZES.products("fp32"):
-        expected = 2 * rows * columns * inner / 1e10
+        expected = 2 * rows * columns * inner / 1e10 / WAYS
         assert products.at(rows, columns, inner) == pytest.approx(expected, rel=1e-3)
 
 

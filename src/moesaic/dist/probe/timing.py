@@ -33,12 +33,16 @@ def seconds(work: Callable[[], object], clock: Clock, budget_s: float) -> float:
 def together(
     work: Callable[[], object], clock: Clock, agree: Callable[[int], int], budget_s: float
 ) -> float:
-    """The same for work of several ranks: `agree` turns one rank's number of samples into all's."""
+    """What one call takes of several ranks that meet in it, on average: `agree` turns one rank's
+    number of calls into all's.
+
+    Of such calls some are fast and others wait for a thread to be woken, so that their median is
+    one or the other by chance, and a step pays for both.
+    """
     work()
     once = _sample(work, clock, 1)
     wanted = int(budget_s / max(once, 1e-9))
-    count = agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted)))
-    return median(_sample(work, clock, 1) for _ in range(count))
+    return _sample(work, clock, agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted))))
 
 
 def _sample(work: Callable[[], object], clock: Clock, calls: int) -> float:

@@ -98,7 +98,7 @@ class TracedWork(Section):
     moved_bytes: int = Field(ge=0)
     """What kernels other than products read and write."""
     calls: int = Field(ge=0)
-    """Kernels started, products and attention left out."""
+    """Kernels started, products and attention among them."""
     specials: int = Field(default=0, ge=0)
     """Numbers of which an exponential, or the like, is taken, attention left out."""
 
