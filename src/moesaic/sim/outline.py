@@ -29,11 +29,14 @@ def outline(timeline: Timeline) -> list[RankTimeline]:
 def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:
     """One rank: the first micro-batch block by block, the rest of the step phase by phase."""
     passes = [list(run) for _, run in groupby(_pieces(timeline, rank), lambda one: one.phase)]
-    first = [run for run, way in zip(passes, WAYS, strict=False) if run[0].phase == way]
+    first = {way: next((run for run in passes if run[0].phase == way), None) for way in WAYS}
+    start = next((place for place, run in enumerate(passes) if run[0].phase in WAYS), 0)
     rest: dict[str, list[list[RankSpan]]] = {}
-    for run in passes[len(first) :]:
-        rest.setdefault(run[0].phase, []).append(run)
-    spans = [one for run in first for one in _fold(run)]
+    for run in passes[start:]:
+        if run is not first.get(run[0].phase):
+            rest.setdefault(run[0].phase, []).append(run)
+    spans = [one for run in passes[:start] for one in run]
+    spans += [one for run in first.values() if run is not None for one in _fold(run)]
     for runs in rest.values():
         every = [one for run in runs for one in run]
         spans.append(_sum(every, ALL if len(every) > 1 else every[0].block, len(runs)))
