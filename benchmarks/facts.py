@@ -7,7 +7,6 @@ minute; no figure of a measured step reaches a prediction. facts.md says what bo
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure, simulated
 from benchmarks.training import UniformSamples, olmoe
@@ -35,6 +33,7 @@ from moesaic.facts.workload import memory
 from moesaic.models.initial import InitialSource
 from moesaic.policy.cost.step import Costs
 from moesaic.sim.timeline import run as simulate
+from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
 from moesaic.train.data import Batch
@@ -341,15 +340,12 @@ def peak_bytes(world: World, job: Job) -> tuple[int, int]:
     """Most bytes that torch's tensors held in two steps, and that the process held."""
     torch.set_num_threads(1)
     plan = lay_out(job.layout, job.model, world.size)
-    with tempfile.TemporaryDirectory() as place:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-            samples = Documents(job)
-            for _ in range(2):
-                run.step(samples)
-        path = Path(place) / "trace.json"
-        watched.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    totals = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
-    run.close()
-    return max(totals), devices.peak_bytes(world.device)
+
+    def train() -> None:
+        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+        samples = Documents(job)
+        for _ in range(2):
+            run.step(samples)
+        run.close()
+
+    return most_allocated(train), devices.peak_bytes(world.device)
