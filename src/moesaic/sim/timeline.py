@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -39,6 +40,14 @@ class Timeline:
     def step_s(self) -> float:
         """The time until the last rank is done."""
         return float(self.end_s.max())
+
+    @cached_property
+    def slowest(self) -> int:
+        """Who waits least for others: all may be done at the same time, having met at the end."""
+        waiting = sum(
+            (span.begin_s - span.start_s for span in self.spans), np.zeros_like(self.end_s)
+        )
+        return int((self.end_s - waiting).argmax())
 
     def by_phase(self, rank: int) -> dict[str, float]:
         """Seconds of one rank by phase, waiting included."""
