@@ -43,11 +43,12 @@ class Timeline:
 
     @cached_property
     def slowest(self) -> int:
-        """Who waits least for others: all may be done at the same time, having met at the end."""
-        waiting = sum(
-            (span.begin_s - span.start_s for span in self.spans), np.zeros_like(self.end_s)
-        )
-        return int((self.end_s - waiting).argmax())
+        """Of those who are done last, as all are that meet at the end, who waits least."""
+        waiting = np.zeros_like(self.end_s)
+        for span in self.spans:
+            waiting += span.begin_s - span.start_s
+        waiting[self.end_s < self.end_s.max()] = np.inf
+        return int(waiting.argmin())
 
     def by_phase(self, rank: int) -> dict[str, float]:
         """Seconds of one rank by phase, waiting included."""
