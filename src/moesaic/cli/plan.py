@@ -134,7 +134,7 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
 
     places = place(cluster, layout.ranks)
     timeline = run(Costs.of(job, layout, cluster).events(), layout.ranks)
-    slowest = int(timeline.end_s.argmax())
+    slowest = timeline.slowest
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
     device = device_at(cluster, places[slowest])

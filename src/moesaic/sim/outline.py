@@ -19,21 +19,23 @@ MOST = 16
 
 
 def outline(timeline: Timeline) -> list[RankTimeline]:
-    """The rank that is done last, and the first one unless it does the same."""
-    last = int(timeline.end_s.argmax())
-    slowest, first = (_spans(timeline, rank) for rank in (last, 0))
-    told = [RankTimeline(rank=last, spans=slowest)]
-    return told if first == slowest else [*told, RankTimeline(rank=0, spans=first)]
+    """The rank that others wait for, and the first one unless it does the same."""
+    slowest, first = (_spans(timeline, rank) for rank in (timeline.slowest, 0))
+    told = [RankTimeline(rank=timeline.slowest, spans=slowest)]
+    return told if first in ([], slowest) else [*told, RankTimeline(rank=0, spans=first)]
 
 
 def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:
     """One rank: the first micro-batch block by block, the rest of the step phase by phase."""
     passes = [list(run) for _, run in groupby(_pieces(timeline, rank), lambda one: one.phase)]
-    first = [run for run, way in zip(passes, WAYS, strict=False) if run[0].phase == way]
+    first = {way: next((run for run in passes if run[0].phase == way), None) for way in WAYS}
+    start = next((place for place, run in enumerate(passes) if run[0].phase in WAYS), 0)
     rest: dict[str, list[list[RankSpan]]] = {}
-    for run in passes[len(first) :]:
-        rest.setdefault(run[0].phase, []).append(run)
-    spans = [one for run in first for one in _fold(run)]
+    for run in passes[start:]:
+        if run is not first.get(run[0].phase):
+            rest.setdefault(run[0].phase, []).append(run)
+    spans = [one for run in passes[:start] for one in run]
+    spans += [one for run in first.values() if run is not None for one in _fold(run)]
     for runs in rest.values():
         every = [one for run in runs for one in run]
         spans.append(_sum(every, ALL if len(every) > 1 else every[0].block, len(runs)))

@@ -106,7 +106,7 @@ def test_a_plan_tells_the_step_on_a_clock(place: Path) -> None:
             told = sum(span.seconds for span in last.spans if span.phase == phase)
             assert told == pytest.approx(seconds, rel=1e-4)
         assert list(dict.fromkeys(span.phase for span in last.spans)) == [
-            "forward", "backward", "reduce", "clip", "optimizer",
+            "data", "forward", "backward", "reduce", "clip", "optimizer", "log",
         ]  # fmt: skip
         assert max(span.micro_batches for span in last.spans) == 3
         assert all(any(span.waiting_s for span in other.spans) for other in others)

@@ -65,6 +65,15 @@ def test_work_of_several_ranks_is_done_as_often_as_they_agree_and_counts_on_aver
     assert (heard, machine.calls) == ([10], 5)
 
 
+def test_what_is_done_between_calls_does_not_count() -> None:
+    machine = Machine(3.0)
+
+    def between() -> None:
+        machine.now += 100.0
+
+    assert together(machine.work, machine.clock, lambda count: 5, 10.0, between) == 3.0
+
+
 def test_a_line_is_found_through_exact_points() -> None:
     sizes = [8.0, 1e3, 1e5, 1e7]
     found = line(sizes, [2e-5 + size / 3e9 for size in sizes])

@@ -31,6 +31,7 @@ CHAIN = 16
 FUNCTION_ELEMENTS = 1 << 18
 WAYS = 3
 """Products that are timed together."""
+ATTENTIONS = ("forward", "backward", "masked_forward", "masked_backward")
 HEADS, HEAD_DIM = 8, 64
 """Of the attention that is measured."""
 _LENGTHS = (64, 1024)
@@ -128,9 +129,9 @@ def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Itera
         yield f"passes {kind}", len(sizes.passed), map(made, sizes.passed)
     for dtype in sizes.sides:
         lengths = sizes.lengths(dtype)
-        for way in ("forward", "backward"):
-            made = _attention(device, dtype, way, lengths)
-            yield f"attention {way} {dtype}", len(lengths), made
+        for way in ATTENTIONS:
+            attending = _attention(device, dtype, way, lengths)
+            yield f"attention {way} {dtype}", len(lengths), attending
         products = sizes.products(dtype)
         yield f"products {dtype}", len(products), _products(device, dtype, sizes, products)
 
@@ -214,7 +215,7 @@ KINDS: dict[str, Callable[[torch.device, Sizes, int], _Work]] = {
 def _attention(
     device: torch.device, dtype: str, way: str, lengths: Sequence[int]
 ) -> Iterator[_Work]:
-    """Causal attention of `HEADS` heads of `HEAD_DIM`, or its backward pass alone."""
+    """Attention of `HEADS` heads of `HEAD_DIM`, causal or with a mask, or its backward pass alone."""
     with _precision(dtype):
         for length in lengths:
             shape = (1, HEADS, length, HEAD_DIM)
@@ -222,11 +223,13 @@ def _attention(
                 torch.full(shape, 0.5, dtype=_TYPES[dtype], device=device, requires_grad=True)
                 for _ in range(3)
             )
-            forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            how = {"attn_mask": mask} if "masked" in way else {"is_causal": True}
+            forward = partial(F.scaled_dot_product_attention, q, k, v, **how)
             mixed = forward()
             given = (mixed, (q, k, v), torch.ones_like(mixed))
             backward = partial(torch.autograd.grad, *given, retain_graph=True)
-            yield forward if way == "forward" else backward
+            yield forward if way.endswith("forward") else backward
 
 
 def _products(

@@ -47,9 +47,10 @@ def attention_s(device: Device, op: Op) -> float | None:
     scores = op.products[0]
     if not scores.flops:
         return 0.0
-    share = 0.5 + 0.5 / scores.rows  # What is left of causal attention was measured.
-    each = measured.at(scores.rows, scores.inner, backward=op.kind == "attention backward")
-    return scores.count * each * op.causal_share / share
+    return scores.count * measured.at(
+        scores.rows, scores.inner, backward=op.kind == "attention backward",
+        masked=op.causal_share == 1.0,
+    )  # fmt: skip
 
 
 def op_s(device: Device, op: Op) -> float:
