@@ -16,10 +16,11 @@ from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, Predictions, RankPlace, planned, short
-from moesaic.facts.workload import Memory, count, memory
+from moesaic.facts.workload import count
 from moesaic.train.jobfile import load_job
 
 if TYPE_CHECKING:
+    from moesaic.policy.cost.room import Held
     from moesaic.sim.timeline import Timeline
 
 JobFile = Annotated[
@@ -129,6 +130,7 @@ def _most_ranks(cluster: Cluster) -> int:
 
 def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], Timeline]:
     """What is to be expected, as plain data, and the step behind it."""
+    from moesaic.policy.cost.room import tightest
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
@@ -138,19 +140,20 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
     device = device_at(cluster, places[slowest])
-    needs = memory(job, layout, on_cpu=device.kind == "cpu")
+    held = tightest(job, layout, cluster, places)
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
         "cluster": cluster.name, "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
-        "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
-        "memory_bytes": device.memory_bytes,
-        "fits": needs.peak_bytes <= device.memory_bytes,
+        "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
+        "memory_bytes": held.device.memory_bytes,
+        "memory_rank": held.rank,
+        "fits": held.share <= 1,
         "step_s": timeline.step_s, "phases_s": phases, "blocks_s": timeline.by_block(slowest),
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
-        "binds": _binds(needs, device.memory_bytes, phases),
+        "binds": _binds(held, phases),
     }, timeline  # fmt: skip
 
 
@@ -177,12 +180,12 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
     return plan.model_copy(update={"places": places, "predictions": predictions})
 
 
-def _binds(needs: Memory, memory_bytes: float, phases: dict[str, float]) -> str:
-    if needs.peak_bytes > memory_bytes:
+def _binds(held: Held, phases: dict[str, float]) -> str:
+    if held.share > 1:
         return (
-            f"memory: a rank needs {screen.size(needs.peak_bytes)} and a device has "
-            f"{screen.size(memory_bytes)}; raise layout.ep, layout.shard or train.micro_batches, "
-            "or set train.recompute"
+            f"memory: rank {held.rank} needs {screen.size(held.needs.peak_bytes)} and its device, "
+            f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; raise layout.ep, "
+            "layout.shard or train.micro_batches, or set train.recompute"
         )
     name = max(phases, key=lambda phase: phases[phase])
     return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"

@@ -226,14 +226,16 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
 
     timeline = run(replicated(traced_blocks(traced, ranks), ranks, cluster), ranks)
     slowest = timeline.slowest
-    device = device_at(cluster, place(cluster, ranks)[slowest])
+    devices = [device_at(cluster, one) for one in place(cluster, ranks)]
+    smallest = min(device.memory_bytes for device in devices)
     needs = traced_memory(traced)
     return {
-        "cluster": cluster.name, "model": traced.name, "ranks": ranks, "device": device.model,
+        "cluster": cluster.name, "model": traced.name, "ranks": ranks,
+        "device": devices[slowest].model,
         "parameters": traced.parameters, "flops": traced.flops,
         "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
-        "memory_bytes": device.memory_bytes,
-        "fits": needs.peak_bytes <= device.memory_bytes,
+        "memory_bytes": smallest,
+        "fits": needs.peak_bytes <= smallest,
         "step_s": timeline.step_s, "phases_s": timeline.by_phase(slowest),
         "blocks_s": timeline.by_block(slowest),
         "samples_per_s": ranks * traced.batch / timeline.step_s,

@@ -130,8 +130,27 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
     assert main([*LINE, "--json", "--set", "layout.ep=1"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["fits"] is False
-    assert facts["binds"].startswith("memory: a rank needs ")
+    assert facts["binds"].startswith("memory: rank 0 needs ")
     assert "raise layout.ep" in facts["binds"]
+
+
+def test_every_rank_is_held_against_its_own_device(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The slow host has room for all; the fast one, which nobody waits for, has hardly any."""
+    slow = "devices = { count = 1, memory_bytes = 1e13, memory_bandwidth = 1e10 }"
+    fast = "devices = { count = 1, memory_bytes = 1e9 }"
+    hosts = "".join(
+        f'[[hosts]]\nname = "{name}"\npreset = "h100-8"\n{devices}\n'
+        for name, devices in (("slow", slow), ("fast", fast))
+    )
+    link = CLUSTER[CLUSTER.index("[[links]]") :]
+    (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}\n{link}')
+    line = ["plan", "job.toml", "--cluster", "unlike.toml", "--json", "--layout", "ep=2"]
+    assert main(line) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["fits"], facts["memory_rank"], facts["memory_bytes"]) == (False, 1, 1e9)
+    assert "rank 1 needs" in facts["binds"]
 
 
 @pytest.mark.parametrize(
