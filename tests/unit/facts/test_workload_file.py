@@ -96,7 +96,8 @@ def test_it_says_what_a_rank_holds() -> None:
     assert needs.parameters_bytes == 240 + 9
     assert (needs.gradients_bytes, needs.moments_bytes) == (120, 240)
     assert needs.activations_bytes == 711
-    assert needs.peak_bytes == 240 + 9 + 240 + 711
+    # Backward of `a` finds its own activations, its gradients and that of its output.
+    assert needs.peak_bytes == 240 + 9 + 240 + 700 + 120 + 50
 
 
 def change(path: str, value: Any) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
         (change("blocks.0.saved", 2), "unknown key 'blocks[0].saved'"),
         (change("blocks.0.saved_bytes", -1), "blocks[0].saved_bytes = -1 is out of range"),
         (change("blocks.1.forward.calls", -1), "calls = -1 is out of range: give an integer from"),
+        (change("blocks.0.forward.calls", 0), "moved_bytes = 100 with calls = 0, and no kernel"),
         (change("blocks.0.forward.products.0.type", "int8"), 'type = "int8" is not known'),
         (change("blocks.0.forward.attention.0.share", 0.0), "share = 0.0 is out of range"),
         (change("blocks.0.gradients", [-4]), "gradients of a has a negative size"),

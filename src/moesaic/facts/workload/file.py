@@ -8,6 +8,7 @@ without torch. It knows one way of laying a model over ranks: every rank has all
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ class TracedWork(Section):
     """Kernels started, products and attention among them."""
     specials: int = Field(default=0, ge=0)
     """Numbers of which an exponential, or the like, is taken, attention left out."""
+
+    @model_validator(mode="after")
+    def _kernels_move_bytes(self) -> TracedWork:
+        if self.moved_bytes and not self.calls:
+            raise ValueError(
+                f"moved_bytes = {self.moved_bytes} with calls = 0, and no kernel moves them: trace "
+                "the model again"
+            )
+        return self
 
     @property
     def flops(self) -> int:
@@ -275,5 +285,18 @@ def traced_memory(traced: Traced) -> Memory:
         activations_bytes=activations,
         head_bytes=0,
         forward_bytes=activations,
-        backward_bytes=gradients,
+        backward_bytes=max(gradients, _backward(traced.blocks)),
     )
+
+
+def _backward(blocks: Sequence[TracedBlock]) -> int:
+    """The most that the backward pass of a block finds: its own activations and those before it,
+    gradients of the parameters from it on, and of its output and its input."""
+    kept = sum(block.saved_bytes for block in blocks)
+    made = most = 0
+    for before, block in zip([*blocks[-2::-1], None], reversed(blocks), strict=True):
+        made += sum(block.gradients)
+        handed_on = block.output_bytes + (before.output_bytes if before is not None else 0)
+        most = max(most, kept + made + handed_on)
+        kept -= block.saved_bytes
+    return most
