@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moesaic.base.errors import ConfigError, unwritable
+from moesaic.base.files import replacing
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
@@ -33,9 +34,10 @@ ClusterFile = Annotated[
 Nproc = Annotated[
     int | None,
     typer.Option(
-        "--nproc", metavar="N", help="Ranks; unset: as many as fit the cluster.", show_default=False
+        "--nproc", metavar="N", min=1, show_default=False,
+        help="Ranks; unset: as many as fit the cluster.",
     ),
-]
+]  # fmt: skip
 Layout = Annotated[
     str | None,
     typer.Option(
@@ -84,6 +86,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
             "JOB.toml": job, "--set": sets, "--layout": layout, "--out": out, "--trace": trace
         }  # fmt: skip
         return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
+    _check_places(out, trace)
     job_ = load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
     chosen = planned(job_, nproc or _most_ranks(where))
     facts, timeline = predict(job_, chosen, where)
@@ -98,6 +101,16 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if out is not None and not dry_run:
         screen.say(f"{'next':<18} {shlex.join(_train_words(path, out, sets or ()))}")
     return 0
+
+
+def _check_places(out: Path | None, trace: Path | None) -> None:
+    """Refuse what cannot be written before anything is; a plan may have been edited."""
+    if out is not None:
+        flags.check_new("--out", out, "plan.json")
+    if trace is not None:
+        flags.check_place("--trace", trace, "step.json")
+    if out is not None and trace is not None and out.absolute() == trace.absolute():
+        raise ConfigError(f"--out and --trace are both '{out}': name two files")
 
 
 def _layout_sets(layout: str | None) -> list[str]:
@@ -200,10 +213,9 @@ def _trace(timeline: Timeline) -> str:
 
 def _write(flag: str, path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise unwritable(f"{flag} '{path}'", error) from None
 

@@ -65,8 +65,8 @@ def test_it_says_what_binds_and_writes_a_timeline(
     assert "binds              backward: " in said
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
-    assert main([*LINE, "--out", "never.json", "--trace", "never.json", "--dry-run"]) == 0
-    assert not (place / "never.json").exists()
+    assert main([*LINE, "--out", "never.json", "--trace", "never too.json", "--dry-run"]) == 0
+    assert not list(place.glob("never*"))
 
 
 def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +95,7 @@ def test_a_plan_tells_the_step_on_a_clock(place: Path) -> None:
     uneven = CLUSTER.replace("replicas = 2\n", slow)
     (place / "uneven.toml").write_text(uneven)
     for cluster, ranks in (("cluster.toml", [0]), ("uneven.toml", [8, 0])):
+        (place / "plan.json").unlink(missing_ok=True)
         line = ["plan", "job.toml", "--cluster", cluster, "--out", "plan.json"]
         assert main([*line, "--set", "train.micro_batches=4"]) == 0
         found = load_plan(place / "plan.json").predictions
@@ -162,7 +163,19 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
         ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
-        ("plan job.toml --cluster cluster.toml --out no/where.json", "cannot be written (No such"),
+        (
+            "plan job.toml --cluster cluster.toml --out no/where.json",
+            "'no/where.json' is in a directory that",
+        ),
+        ("plan job.toml --cluster cluster.toml --out .", "--out '.' is a directory: name a file"),
+        ("plan job.toml --cluster cluster.toml --out job.toml", "--out 'job.toml' is there alread"),
+        (
+            "plan job.toml --cluster cluster.toml --out a --trace no/b",
+            "--trace 'no/b' is in a directory that is not there: make it first",
+        ),
+        ("plan job.toml --cluster cluster.toml --out a --trace ./a", "are both 'a': name two file"),
+        ("plan job.toml --cluster cluster.toml --nproc 0", "0 is not in the range x>=1"),
+        ("plan job.toml --cluster cluster.toml --nproc -8", "-8 is not in the range x>=1"),
         ("plan job.toml --cluster cluster.toml --layout ep", "--layout 'ep' is not of the form"),
         ("plan job.toml --cluster cluster.toml --layout ep=3", "layout.ep = 3 does not divide"),
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
@@ -182,3 +195,5 @@ def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixtu
     assert said.err.startswith("error: ")
     assert said.err.count("\n") == 1
     assert words in said.err
+    written = {one.name for one in place.iterdir()}
+    assert written == {"job.toml", "cluster.toml", "lonely.toml"}

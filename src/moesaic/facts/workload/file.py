@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError, unwritable
+from moesaic.base.files import replacing
 from moesaic.facts.workload.blocks import ADAMW_PASSES, Block, Work, summed
 from moesaic.facts.workload.memory import Memory
 from moesaic.facts.workload.ops import Op, Product
@@ -237,12 +238,10 @@ def read_traced(raw: Any, origin: str) -> Traced:
 
 def save_traced(traced: Traced, path: Path) -> None:
     """Write `traced` to `path`, whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(traced.to_json(), encoding="utf-8")
-        part.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(traced.to_json(), encoding="utf-8")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise unwritable(f"'{path}'", error) from None
 
 
