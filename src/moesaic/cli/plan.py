@@ -17,7 +17,7 @@ from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, Predictions, RankPlace, planned, short
-from moesaic.facts.workload import count
+from moesaic.facts.workload import STEP, count
 from moesaic.train.jobfile import load_job
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
         cluster=cluster.name,
         step_s=short(facts["step_s"]),
         phases_s={name: short(seconds) for name, seconds in facts["phases_s"].items()},
-        blocks_s={name or "step": short(s) for name, s in facts["blocks_s"].items()},
+        blocks_s={name: short(s) for name, s in facts["blocks_s"].items()},
         tokens_per_s=short(facts["tokens_per_s"]),
         memory_bytes={
             name.removesuffix("_bytes"): int(num_bytes)
@@ -243,7 +243,7 @@ def _print(facts: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         screen.say(f"{name:<18} {value}")
-    layers = {name: s for name, s in facts["blocks_s"].items() if name}
+    layers = {name: s for name, s in facts["blocks_s"].items() if name != STEP}
     slowest = sorted(layers, key=lambda name: -layers[name])[:3]
     screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(layers[n])}" for n in slowest))
 

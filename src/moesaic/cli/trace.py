@@ -19,6 +19,7 @@ from moesaic.cli import screen
 from moesaic.cli.flags import DryRun, Json, Out
 from moesaic.facts.cluster import Cluster, device_at, place
 from moesaic.facts.workload import (
+    STEP,
     Traced,
     load_traced,
     save_traced,
@@ -262,7 +263,7 @@ def _print(facts: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         screen.say(f"{name:<18} {value}")
-    blocks = {name: s for name, s in facts["blocks_s"].items() if name}
+    blocks = {name: s for name, s in facts["blocks_s"].items() if name != STEP}
     slowest = sorted(blocks, key=lambda name: -blocks[name])[:3]
     screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(blocks[n])}" for n in slowest))
 

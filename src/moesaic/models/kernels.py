@@ -40,12 +40,11 @@ OVERWRITING = (
 )  # fmt: skip
 """They write all of their first argument, and do not read it."""
 
-PLACING = (
-    "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_",
-    "_index_put_impl",
-)  # fmt: skip
-"""They write as many elements of their first argument as their last one has; that of the indices'
-gradient is handed a table of zeros to write to, though it is not called in place."""
+PLACING = ("scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_")
+"""They write as many elements of their first argument as their last one has."""
+
+GRADIENTS = ("scatter_add", "index_add", "index_put")
+"""Autograd writes to its own table of zeros by those in place, but by these while it is watched."""
 
 SPECIAL = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tanh", "sigmoid", "erf",
@@ -136,7 +135,8 @@ class Passes(TorchDispatchMode):
         if func.namespace == HOUSE:
             _see_slots(seen, name, args)
         if found is None:
-            seen.moved_bytes += _moved(name, read, written)
+            placing = name in GRADIENTS and torch._C._current_autograd_node() is not None
+            seen.moved_bytes += _moved(f"{name}_" if placing else name, read, written)
             if name.removesuffix("_") in SPECIAL:
                 seen.specials += max(one.numel() for one in (*read, *written))
             return out

@@ -139,7 +139,7 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets:asks --json", "asks for values of a tensor (aten._local_scalar_dense"),
         ("trace nets:make --block 7 --json", "blocks = '7' is no module of the model"),
         ("trace nets:make --out no/where.json", "cannot be written"),
-        ("plan --workload none.json --cluster cluster.toml", "there is no file 'none.json'"),
+        ("plan --workload none.json --cluster cluster.toml", "'none.json': there is no such file"),
         ("plan --workload a.json", "--cluster is missing"),
         ("plan job.toml --workload a.json --cluster cluster.toml", "goes without JOB.toml, which"),
         ("plan --workload a.json --cluster cluster.toml --set a=1", "goes without --set, which is"),

@@ -306,7 +306,7 @@ PLACED = 4 * 8 + 2 * 4 * 8 * 4
         (lambda: TABLE.index_add_(0, ROWS, SOURCE), PLACED),
         (lambda: TABLE.index_copy_(0, ROWS, SOURCE), PLACED),
         (lambda: TABLE.index_put_((ROWS,), SOURCE), PLACED),
-        (lambda: TABLE.index_put_((ROWS, ROWS % 8), torch.tensor(3.0)), 2 * 4 * 8 + 4 + 4 * 4),
+        (lambda: TABLE.index_put_((ROWS, ROWS), torch.tensor(3.0)), 2 * 4 * 8 + 4 + 4 * 4),
         (lambda: TABLE.index_put_((ROWS,), torch.tensor(3.0)), 4 * 8 + 4 + 4 * 8 * 4),
         (lambda: TABLE.zero_(), TABLE.nbytes),
         (lambda: TABLE.fill_(3.0), TABLE.nbytes),
@@ -322,9 +322,14 @@ def test_writing_moves_what_is_written(call: Callable[[], Tensor], moved_bytes: 
     assert seen.moved_bytes == moved_bytes
 
 
-def test_gradients_of_picked_rows_are_written_to_a_table_of_zeros() -> None:
-    table = TABLE.clone().requires_grad_()
-    picked, seen = table[ROWS], Seen()
+@pytest.mark.parametrize(
+    "pick", [lambda table: table[ROWS], lambda table: table.index_select(0, ROWS)]
+)
+def test_gradients_of_picked_rows_are_written_to_a_table_of_zeros(
+    pick: Callable[[Tensor], Tensor],
+) -> None:
+    table, seen = TABLE.clone().requires_grad_(), Seen()
+    picked = pick(table)
     with Passes(lambda: seen):
         torch.autograd.grad(picked, table, SOURCE)
     assert seen.moved_bytes == TABLE.nbytes + PLACED
@@ -356,6 +361,20 @@ def test_an_own_operation_is_read_off_its_flops() -> None:
     (product,) = block.forward.products
     assert (product.rows, product.columns, product.inner) == (6, 6, 6)
     library._destroy()
+
+
+def test_a_module_called_step_is_told_from_what_is_in_no_block() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.step(x)
+            return result
+
+    traced = trace(Steps(), torch.ones(2, 3))
+    assert [block.name for block in traced.blocks] == ["step (module)"]
 
 
 def test_blocks_are_children_or_what_is_named() -> None:
