@@ -274,7 +274,7 @@ def traced_memory(traced: Traced) -> Memory:
         activations_bytes=activations,
         head_bytes=0,
         forward_bytes=activations,
-        backward_bytes=max(gradients, _backward(traced.blocks)),
+        backward_bytes=_backward(traced.blocks),
     )
 
 
