@@ -40,7 +40,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z%][a-zA-Z%-]*\):.*##/  make \1@/p' Makefile | awk -F@ '{printf "%-20s%s\n", $$1, $$2}'
 
 demo: $(HAS_MOESAIC)  ## plan and train a small mixture of experts on two ranks, let it write, show its report
-	@mkdir -p $(DEMO) && rm -rf $(DEMO)/run $(DEMO)/cluster.toml
+	@mkdir -p $(DEMO) && rm -rf $(DEMO)/run $(DEMO)/cluster.toml $(DEMO)/plan.json
 	@$(BIN)/python examples/demo/make_text.py $(DEMO)
 	$(BIN)/moesaic probe --nproc 2 $(LOOK) --out $(DEMO)/cluster.toml
 	$(BIN)/moesaic plan examples/demo/demo.toml --cluster $(DEMO)/cluster.toml --out $(DEMO)/plan.json

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import pytest
 from benchmarks import generate, measure, simulated
+from benchmarks.measure import Row
 from benchmarks.simulated import Calibration
 
 from moesaic.facts.workload import count
@@ -17,9 +19,27 @@ def test_the_job_has_the_table_s_parameters(gpus: int) -> None:
     assert round(total / 1e9, 1) == simulated.BILLIONS[gpus]
 
 
-def test_no_row_is_calibrated_on_and_foretold() -> None:
-    for known, wanted in simulated.SPLITS:
-        assert not set(known) & set(wanted)
+def test_no_row_is_calibrated_on_and_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[set[int]] = []
+    foretold: list[int] = []
+
+    def calibrate(seconds: dict[int, float]) -> Calibration:
+        handed.append(set(seconds))
+        return Calibration()
+
+    def tell(_: str, __: Calibration, known: Sequence[int], wanted: Sequence[int]) -> list[Row]:
+        assert handed[-1] == handed[-2] == set(known)
+        foretold.extend(wanted)
+        assert not handed[-1] & set(wanted)
+        return []
+
+    monkeypatch.setattr(simulated, "calibrate", calibrate)
+    monkeypatch.setattr(simulated, "foretold", tell)
+    for other in ("simulator", "uncalibrated", "ratios"):
+        monkeypatch.setattr(simulated, other, lambda *_: [])
+    monkeypatch.setattr(simulated, "LARGE", {})
+    list(simulated.rows())
+    assert sorted(set(foretold)) == [16, 64, 128]
 
 
 def test_calibrating_finds_what_a_table_was_made_with() -> None:

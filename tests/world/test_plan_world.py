@@ -130,6 +130,11 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
         ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, and --nproc 2: start 1, or"),
         ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
         (again, ["--set", "train.recompute=false"], "which has train.recompute = true: leave one"),
+        (
+            {},
+            ["--set", "layout={shard=2}"],
+            "--set layout={shard=2} beside --plan 'plan.json', whi",
+        ),
         ({}, ["--set", "layout.shard=2"], "--set layout.shard=2 beside --plan 'plan.json', which"),
         ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
         ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),

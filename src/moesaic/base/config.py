@@ -109,6 +109,34 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
         raise ConfigError(f"{origin}: not readable as TOML ({error}): simplify it") from None
 
 
+def read_json(path: Path, origin: str, remedy: str) -> dict[str, Any]:
+    """The object of a JSON file; `origin` opens the message of an error, `remedy` ends it."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except FileNotFoundError:
+        raise ConfigError(f"{origin}: there is no such file: {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"{origin} cannot be read ({error.strerror}): {remedy}") from None
+    except KeyError as error:
+        raise ConfigError(
+            f"{origin} has the key '{error.args[0]}' twice in one object: remove one of the two"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin} is not readable JSON ({error}): {remedy}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{origin} holds no JSON object: {remedy}")
+    return raw
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, none of whose keys stands there twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise KeyError(next(name for name in names if names.count(name) > 1))
+    return result
+
+
 def apply_sets(raw: Mapping[str, Any], sets: Iterable[str]) -> dict[str, Any]:
     """A copy of `raw` with every `a.b=value` of `sets` written over it; later ones win.
 
@@ -147,12 +175,12 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     brought the key in.
     """
     try:
-        return kind.model_validate(dict(raw))
+        return kind.model_validate(dict(raw), by_alias=True, by_name=False)
     except ValidationError as error:
         mistakes = _mistakes(kind, error)
     first = mistakes[0]
     more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
-    culprits = [item for item in sets if _covers(item.partition("=")[0].strip(), first.key)]
+    culprits = [item for item in sets if covers(item, first.key)]
     where = f"--set {culprits[-1]}" if culprits else blame(origin, sets, first.sentence)
     raise ConfigError(f"{where}: {first.sentence}{more}")
 
@@ -163,8 +191,10 @@ def blame(origin: str, sets: Sequence[str], sentence: str) -> str:
     return f"{origin} with {' and '.join(named)}" if named else origin
 
 
-def _covers(set_key: str, key: str) -> bool:
-    return bool(key) and f"{_plain(key)}.".startswith(f"{set_key}.")
+def covers(item: str, key: str) -> bool:
+    """Whether an item of `--set` sets `key`, or a table that it is in."""
+    named = item.partition("=")[0].strip()
+    return bool(key) and f"{_plain(key)}.".startswith(f"{named}.")
 
 
 class _Mistake(NamedTuple):

@@ -6,7 +6,6 @@ under another name and renamed when complete.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moesaic.base.errors import StoreError, unwritable
+from moesaic.base.files import replacing
 
 
 class RecordWriter:
@@ -39,10 +39,9 @@ class RecordWriter:
             return
         table = pa.Table.from_pylist([dict(row) for row in self._rows], schema=self._schema)
         target = self._directory / f"part-{self._next:06d}.parquet"
-        partial = target.with_suffix(".partial")
         try:
-            pq.write_table(table, partial)
-            os.replace(partial, target)
+            with replacing(target) as partial:
+                pq.write_table(table, partial)
         except OSError as error:
             raise unwritable(f"'{target}'", error) from None
         self._rows, self._next = [], self._next + 1

@@ -79,6 +79,24 @@ def _explain_all(kind: type[BaseModel], as_json: bool) -> None:
     screen.show(table)
 
 
+def check_new(flag: str, place: Path, name: str) -> None:
+    """Refuse a `place` that no new file called such as `name` can have."""
+    check_place(flag, place, name)
+    if place.exists():
+        raise UserError(
+            f"{flag} '{place}' is there already, perhaps with changes of yours: remove it, or name "
+            "another file"
+        )
+
+
+def check_place(flag: str, place: Path, name: str) -> None:
+    """Refuse a `place` that no file called such as `name` can have."""
+    if place.is_dir():
+        raise UserError(f"{flag} '{place}' is a directory: name a file, such as {place}/{name}")
+    if not place.absolute().parent.is_dir():
+        raise UserError(f"{flag} '{place}' is in a directory that is not there: make it first")
+
+
 def need(value: Path | None, name: str, verb: str) -> Path:
     """`value`, which may be left out only beside --explain."""
     if value is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from rich.table import Table
 from moesaic import __version__
 from moesaic.base.config import parse
 from moesaic.base.errors import unwritable
+from moesaic.base.files import replacing
 from moesaic.cli import screen
 from moesaic.cli.rank import bounded, end_with_parent
 from moesaic.dist.probe.settings import ProbeConfig
@@ -80,18 +80,15 @@ def _watched(shown: bool, total: int) -> Iterator[Watch]:
 
 def _write(path: Path, found: Found) -> None:
     """The file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     opening = (
         f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
         f"{len(found.repeats)} times over.\n# {_agreement(found)}.\n\n"
     )
     try:
-        partial.write_text(opening + found.cluster.to_toml(), encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(opening + found.cluster.to_toml(), encoding="utf-8")
     except OSError as error:
         raise unwritable(f"--out '{path}'", error) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _agreement(found: Found) -> str:

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moesaic.base.errors import ConfigError, unwritable
+from moesaic.base.files import replacing
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, Predictions, RankPlace, planned, short
-from moesaic.facts.workload import Memory, count, memory
+from moesaic.facts.workload import STEP, count
 from moesaic.train.jobfile import load_job
 
 if TYPE_CHECKING:
+    from moesaic.policy.cost.room import Held
     from moesaic.sim.timeline import Timeline
 
 JobFile = Annotated[
@@ -32,9 +34,10 @@ ClusterFile = Annotated[
 Nproc = Annotated[
     int | None,
     typer.Option(
-        "--nproc", metavar="N", help="Ranks; unset: as many as fit the cluster.", show_default=False
+        "--nproc", metavar="N", min=1, show_default=False,
+        help="Ranks; unset: as many as fit the cluster.",
     ),
-]
+]  # fmt: skip
 Layout = Annotated[
     str | None,
     typer.Option(
@@ -83,6 +86,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
             "JOB.toml": job, "--set": sets, "--layout": layout, "--out": out, "--trace": trace
         }  # fmt: skip
         return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
+    _check_places(out, trace)
     job_ = load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
     chosen = planned(job_, nproc or _most_ranks(where))
     facts, timeline = predict(job_, chosen, where)
@@ -97,6 +101,16 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if out is not None and not dry_run:
         screen.say(f"{'next':<18} {shlex.join(_train_words(path, out, sets or ()))}")
     return 0
+
+
+def _check_places(out: Path | None, trace: Path | None) -> None:
+    """Refuse what cannot be written before anything is; a plan may have been edited."""
+    if out is not None:
+        flags.check_new("--out", out, "plan.json")
+    if trace is not None:
+        flags.check_place("--trace", trace, "step.json")
+    if out is not None and trace is not None and out.absolute() == trace.absolute():
+        raise ConfigError(f"--out and --trace are both '{out}': name two files")
 
 
 def _layout_sets(layout: str | None) -> list[str]:
@@ -129,6 +143,7 @@ def _most_ranks(cluster: Cluster) -> int:
 
 def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], Timeline]:
     """What is to be expected, as plain data, and the step behind it."""
+    from moesaic.policy.cost.room import tightest
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
@@ -138,19 +153,20 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
     device = device_at(cluster, places[slowest])
-    needs = memory(job, layout, on_cpu=device.kind == "cpu")
+    held = tightest(job, layout, cluster, places)
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
         "cluster": cluster.name, "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
-        "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
-        "memory_bytes": device.memory_bytes,
-        "fits": needs.peak_bytes <= device.memory_bytes,
+        "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
+        "memory_bytes": held.device.memory_bytes,
+        "memory_rank": held.rank,
+        "fits": held.share <= 1,
         "step_s": timeline.step_s, "phases_s": phases, "blocks_s": timeline.by_block(slowest),
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
-        "binds": _binds(needs, device.memory_bytes, phases),
+        "binds": _binds(held, phases),
     }, timeline  # fmt: skip
 
 
@@ -166,7 +182,7 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
         cluster=cluster.name,
         step_s=short(facts["step_s"]),
         phases_s={name: short(seconds) for name, seconds in facts["phases_s"].items()},
-        blocks_s={name or "step": short(s) for name, s in facts["blocks_s"].items()},
+        blocks_s={name: short(s) for name, s in facts["blocks_s"].items()},
         tokens_per_s=short(facts["tokens_per_s"]),
         memory_bytes={
             name.removesuffix("_bytes"): int(num_bytes)
@@ -177,12 +193,12 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
     return plan.model_copy(update={"places": places, "predictions": predictions})
 
 
-def _binds(needs: Memory, memory_bytes: float, phases: dict[str, float]) -> str:
-    if needs.peak_bytes > memory_bytes:
+def _binds(held: Held, phases: dict[str, float]) -> str:
+    if held.share > 1:
         return (
-            f"memory: a rank needs {screen.size(needs.peak_bytes)} and a device has "
-            f"{screen.size(memory_bytes)}; raise layout.ep, layout.shard or train.micro_batches, "
-            "or set train.recompute"
+            f"memory: rank {held.rank} needs {screen.size(held.needs.peak_bytes)} and its device, "
+            f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; raise layout.ep, "
+            "layout.shard or train.micro_batches, or set train.recompute"
         )
     name = max(phases, key=lambda phase: phases[phase])
     return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"
@@ -197,10 +213,9 @@ def _trace(timeline: Timeline) -> str:
 
 def _write(flag: str, path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise unwritable(f"{flag} '{path}'", error) from None
 
@@ -228,7 +243,7 @@ def _print(facts: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         screen.say(f"{name:<18} {value}")
-    layers = {name: s for name, s in facts["blocks_s"].items() if name}
+    layers = {name: s for name, s in facts["blocks_s"].items() if name != STEP}
     slowest = sorted(layers, key=lambda name: -layers[name])[:3]
     screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(layers[n])}" for n in slowest))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from moesaic.base.errors import UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
@@ -44,7 +43,7 @@ def probe(
     ranks = num_ranks(nproc)
     place = out or Path("cluster.toml")
     if leads():
-        _check_place(place)
+        flags.check_new("--out", place, "cluster.toml")
     if dry_run:
         if leads():
             _tell(place, config, ranks, as_json)
@@ -56,20 +55,6 @@ def probe(
         take_part(part)
         return 0
     return _run(part, _num_ranks(config, ranks))
-
-
-def _check_place(place: Path) -> None:
-    if place.is_dir():
-        raise UserError(
-            f"--out '{place}' is a directory: name a file, such as {place}/cluster.toml"
-        )
-    if place.exists():
-        raise UserError(
-            f"--out '{place}' is there already, perhaps with changes of yours: remove it, or name "
-            "another file"
-        )
-    if not place.absolute().parent.is_dir():
-        raise UserError(f"--out '{place}' is in a directory that is not there: make it first")
 
 
 def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from moesaic.base.errors import UserError, as_user_error
+from moesaic.base.files import replacing
 from moesaic.cli import screen
 from moesaic.cli.progress import watcher
 from moesaic.train.jobfile import load_job, obey
@@ -120,11 +121,9 @@ def _record(text: str, kind: str) -> None:
         "message": {"message": text, "extraInfo": extra},
         "kind": kind, "text": text, "time": time.time(),
     }  # fmt: skip
-    path = Path(os.environ[ERROR_FILE])
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(json.dumps(record), encoding="utf-8")
-        partial.replace(path)  # The agent reads it at any moment.
+        with replacing(Path(os.environ[ERROR_FILE])) as partial:  # The agent reads at any moment.
+            partial.write_text(json.dumps(record), encoding="utf-8")
     except OSError:
         print(text, file=sys.stderr)
 

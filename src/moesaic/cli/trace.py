@@ -19,6 +19,7 @@ from moesaic.cli import screen
 from moesaic.cli.flags import DryRun, Json, Out
 from moesaic.facts.cluster import Cluster, device_at, place
 from moesaic.facts.workload import (
+    STEP,
     Traced,
     load_traced,
     save_traced,
@@ -226,14 +227,16 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
 
     timeline = run(replicated(traced_blocks(traced, ranks), ranks, cluster), ranks)
     slowest = timeline.slowest
-    device = device_at(cluster, place(cluster, ranks)[slowest])
+    devices = [device_at(cluster, one) for one in place(cluster, ranks)]
+    smallest = min(device.memory_bytes for device in devices)
     needs = traced_memory(traced)
     return {
-        "cluster": cluster.name, "model": traced.name, "ranks": ranks, "device": device.model,
+        "cluster": cluster.name, "model": traced.name, "ranks": ranks,
+        "device": devices[slowest].model,
         "parameters": traced.parameters, "flops": traced.flops,
         "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
-        "memory_bytes": device.memory_bytes,
-        "fits": needs.peak_bytes <= device.memory_bytes,
+        "memory_bytes": smallest,
+        "fits": needs.peak_bytes <= smallest,
         "step_s": timeline.step_s, "phases_s": timeline.by_phase(slowest),
         "blocks_s": timeline.by_block(slowest),
         "samples_per_s": ranks * traced.batch / timeline.step_s,
@@ -260,7 +263,7 @@ def _print(facts: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         screen.say(f"{name:<18} {value}")
-    blocks = {name: s for name, s in facts["blocks_s"].items() if name}
+    blocks = {name: s for name, s in facts["blocks_s"].items() if name != STEP}
     slowest = sorted(blocks, key=lambda name: -blocks[name])[:3]
     screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(blocks[n])}" for n in slowest))
 

@@ -35,7 +35,7 @@ from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, planned
-from moesaic.facts.workload import count, memory
+from moesaic.facts.workload import count
 from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
 
 JobFile = Annotated[
@@ -267,7 +267,9 @@ def _headline(facts: dict[str, Any]) -> str:
 
 def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     """What a run of the job would be."""
-    counts, needs = count(loaded.job.model), memory(loaded.job, plan)
+    from moesaic.policy.cost.room import fullest
+
+    counts, (_, needs) = count(loaded.job.model), fullest(loaded.job, plan)
     if as_json:
         screen.as_json(
             {

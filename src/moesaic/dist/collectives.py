@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.dist.world import Group
+from moesaic.facts.workload.messages import BUCKET_BYTES
 
 
 def sum_(tensor: Tensor, group: Group | None) -> Tensor:
@@ -30,7 +31,7 @@ def gather(tensor: Tensor, group: Group | None) -> Tensor:
 
 
 def sum_buckets_(
-    tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = 32 << 20
+    tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
     """Add up every tensor over the group, in place, in few messages: flat buckets of one dtype."""
     if group is None or not tensors:

@@ -35,11 +35,22 @@ PICKING = (
 )  # fmt: skip
 """They read as many elements of their first argument as their indices say."""
 
+OVERWRITING = (
+    "copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
+)  # fmt: skip
+"""They write all of their first argument, and do not read it."""
+
+PLACING = ("scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_")
+"""They write as many elements of their first argument as their last one has."""
+
+GRADIENTS = ("scatter_add", "index_add", "index_put")
+"""Autograd writes to its own table of zeros by those in place, but by these while it is watched."""
+
 SPECIAL = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tanh", "sigmoid", "erf",
     "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "softplus_backward", "mish",
-    "mish_backward", "elu", "log_sigmoid_forward", "logsumexp", "_softmax", "_log_softmax",
-    "_log_softmax_backward_data",
+    "mish_backward", "elu", "log_sigmoid_forward", "logsumexp", "_softmax", "_safe_softmax",
+    "_log_softmax", "_log_softmax_backward_data",
 )  # fmt: skip
 """They take an exponential, or the like, of every number."""
 
@@ -124,7 +135,8 @@ class Passes(TorchDispatchMode):
         if func.namespace == HOUSE:
             _see_slots(seen, name, args)
         if found is None:
-            seen.moved_bytes += _moved(name, read, written)
+            placing = name in GRADIENTS and torch._C._current_autograd_node() is not None
+            seen.moved_bytes += _moved(f"{name}_" if placing else name, read, written)
             if name.removesuffix("_") in SPECIAL:
                 seen.specials += max(one.numel() for one in (*read, *written))
             return out
@@ -164,7 +176,7 @@ def _type(name: str, read: list[Tensor]) -> Type:
 def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> int:
     """Bytes that a kernel other than a product reads and writes."""
     moved = 0
-    if name == "copy_":
+    if name in OVERWRITING:
         read = read[1:]
     if name in ("zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "full_like"):
         read = []
@@ -175,9 +187,19 @@ def _moved(name: str, read: list[Tensor], written: list[Tensor]) -> int:
         read, written = read[1:], written[:1]
     if name == "embedding_dense_backward":  # Into a table of zeros, row by row.
         moved += 2 * read[0].nbytes
-    if name == "scatter_add_":  # In place: only what is added to.
-        read, written = read[1:], read[2:]
+    if name in PLACING:
+        moved += _placed(read)
+        read, written = read[1:], []
     return moved + sum(map(touched, (*read, *written)))
+
+
+def _placed(read: list[Tensor]) -> int:
+    """Bytes that are written to places of the first of `read`, by the last and those between."""
+    table, *indices, source = read
+    elements = source.numel()
+    if elements == 1 and indices:  # One value may go to all places.
+        elements = max(one.numel() for one in indices) * math.prod(table.shape[len(indices) :])
+    return min(elements * table.itemsize, touched(table))
 
 
 def touched(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.facts.workload import Traced
+from moesaic.facts.workload import STEP, Traced
 from moesaic.facts.workload.file import (
     VERSION,
     TracedAttention,
@@ -322,7 +322,7 @@ class Watch:
 
     def _block(self, name: str, held: Sequence[nn.Parameter], saved: int) -> TracedBlock:
         return TracedBlock(
-            name=name,
+            name=f"{name} (module)" if name == STEP else name,
             parameters=sum(one.numel() for one in held),
             parameter_bytes=sum(one.nbytes for one in held),
             gradients=[one.nbytes for one in held if one.requires_grad],

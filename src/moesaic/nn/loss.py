@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.facts.workload.sizes import HEAD_ROWS
+
 IGNORED = -100
-_ROWS = 1024
 
 
 class HeadLoss(torch.autograd.Function):
@@ -31,8 +32,8 @@ class HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH) if wants_weight else None
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
-        for start in range(0, x_TH.shape[0], _ROWS):
-            rows, targets = x_TH[start : start + _ROWS], targets_T[start : start + _ROWS]
+        for start in range(0, x_TH.shape[0], HEAD_ROWS):
+            rows, targets = x_TH[start : start + HEAD_ROWS], targets_T[start : start + HEAD_ROWS]
             present = targets != IGNORED
             target = targets.clamp(min=0)[:, None]
             log_p = F.log_softmax((rows @ operand.T).to(wide), dim=-1)
@@ -45,7 +46,7 @@ class HeadLoss(torch.autograd.Function):
             grad *= present.to(wide)[:, None] * scale
             grad = grad.to(x_TH.dtype)
             if grad_x is not None:
-                torch.mm(grad, operand, out=grad_x[start : start + _ROWS])
+                torch.mm(grad, operand, out=grad_x[start : start + HEAD_ROWS])
             if grad_weight is not None:
                 _add_outer(grad_weight, grad, rows)
             del log_p, grad  # Or they would be there while the next ones are made.

@@ -36,6 +36,7 @@ class Part:
     resumed_from: str | None
     ranks: int
     device: str
+    tokens_per_step: float
     parameters_total: float
     parameters_active: float
 
@@ -229,6 +230,7 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
             resumed_from=None if origin is None else str(origin),
             ranks=ranks if isinstance(ranks, int) else 1,
             device=str(event.get("device", "unknown")),
+            tokens_per_step=number(event.get("tokens_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
         )

@@ -54,10 +54,13 @@ def read_prediction(
         predicted = parse(Predictions, plan["predictions"], "plan.json")
     except (ConfigError, KeyError, TypeError):  # A hand was at it: the rest of the run still shows.
         return None
+    tokens = log.parts[-1].tokens_per_step
+    if not np.isfinite(tokens):
+        return None
     last = log.steps.step > log.parts[-1].step
     known = peaks[np.isfinite(peaks)]
     measured = measure(
-        predicted,
+        tokens,
         log.steps.step_s[last].tolist(),
         {name: seconds[last].tolist() for name, seconds in log.steps.phases.items()},
         float(known.max()) if len(known) else None,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from moesaic.base.errors import StoreError, unwritable
+from moesaic.base.files import replacing
 from moesaic.report import comparison, page
 from moesaic.report.facts import RunFacts
 
@@ -17,10 +17,9 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
         raise StoreError("no run directory was given: name one or more")
     runs = [RunFacts.read(run_dir) for run_dir in run_dirs]
     text = page.render(runs[0]) if len(runs) == 1 else comparison.render(runs)
-    partial = out.with_name(f"{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out)
+        with replacing(out) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise unwritable(f"the report '{out}'", error) from None

@@ -58,7 +58,7 @@ def _pieces(timeline: Timeline, rank: int) -> list[RankSpan]:
                 computing += spent
         found.append(
             RankSpan(
-                phase=phase, block=block or "step", computing_s=computing, messages_s=messages,
+                phase=phase, block=block, computing_s=computing, messages_s=messages,
                 waiting_s=waiting,
             )
         )  # fmt: skip

@@ -11,14 +11,16 @@ import torch
 from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather
 from moesaic.dist.world import World
+from moesaic.facts.job import Job
 from moesaic.facts.plan import FIRST, WINDOW, Plan, measure
 
 
 class Expectation:
     """Collects this rank's steps; does nothing where the plan predicted nothing."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, job: Job, world: World) -> None:
         self._predicted, self._world = plan.predictions, world
+        self._tokens = job.train.batch * job.data.sequence
         self._steps: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=FIRST + WINDOW)
 
     def add(self, step_s: float, phases_s: Mapping[str, float]) -> None:
@@ -35,7 +37,7 @@ class Expectation:
         most = int(gather(peak, self._world.everyone).max())
         names = dict.fromkeys(name for _, phases in self._steps for name in phases)
         measured = measure(
-            self._predicted,
+            self._tokens,
             [step_s for step_s, _ in self._steps],
             {name: [phases.get(name, 0.0) for _, phases in self._steps] for name in names},
             most,

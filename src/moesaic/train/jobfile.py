@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.base import keys
-from moesaic.base.config import apply_sets, parse, parse_toml, read_text
+from moesaic.base.config import apply_sets, covers, parse, parse_toml, read_text
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
@@ -65,12 +65,13 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     plan, origin = load_plan(path), f"--plan '{path}'"
     check(plan, loaded.job, origin)
     job = ruled(loaded.job, plan)
-    said = {item.partition("=")[0].strip(): item for item in sets}
+    said = apply_sets({}, sets)
     for table, name in (("layout", "ep"), ("layout", "shard"), ("train", "recompute")):
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
-        if before != now and f"{table}.{name}" in said:
+        if before != now and name in said.get(table, {}):
+            named = [item for item in sets if covers(item, f"{table}.{name}")]
             raise ConfigError(
-                f"--set {said[f'{table}.{name}']} beside {origin}, which has "
+                f"--set {named[-1]} beside {origin}, which has "
                 f"{table}.{name} = {keys.show(now)}: leave one of them out"
             )
     space = "\n" if sets else "\n\n"

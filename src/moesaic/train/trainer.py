@@ -215,7 +215,7 @@ class _Session:
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
         )  # fmt: skip
         run.hook = self._enter
-        self.expectation = Expectation(run.plan, world)
+        self.expectation = Expectation(run.plan, run.job, world)
         self.figures: dict[str, Any] = {}
 
     def go(self, origin: str | None) -> dict[str, Any]:

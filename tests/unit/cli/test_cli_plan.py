@@ -58,15 +58,16 @@ LINE = ["plan", "job.toml", "--cluster", "cluster.toml"]
 def test_it_says_what_binds_and_writes_a_timeline(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (place / "cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
     assert main([*LINE, "--trace", "step.json"]) == 0
     said = capfd.readouterr().out
-    assert said.startswith("16 ranks on two nodes (NVIDIA H100")
+    assert said.startswith("32 ranks on two nodes (NVIDIA H100")
     assert "computed, not measured" in said
     assert "binds              backward: " in said
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
-    assert main([*LINE, "--out", "never.json", "--trace", "never.json", "--dry-run"]) == 0
-    assert not (place / "never.json").exists()
+    assert main([*LINE, "--out", "never.json", "--trace", "never too.json", "--dry-run"]) == 0
+    assert not list(place.glob("never*"))
 
 
 def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +96,7 @@ def test_a_plan_tells_the_step_on_a_clock(place: Path) -> None:
     uneven = CLUSTER.replace("replicas = 2\n", slow)
     (place / "uneven.toml").write_text(uneven)
     for cluster, ranks in (("cluster.toml", [0]), ("uneven.toml", [8, 0])):
+        (place / "plan.json").unlink(missing_ok=True)
         line = ["plan", "job.toml", "--cluster", cluster, "--out", "plan.json"]
         assert main([*line, "--set", "train.micro_batches=4"]) == 0
         found = load_plan(place / "plan.json").predictions
@@ -130,8 +132,27 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
     assert main([*LINE, "--json", "--set", "layout.ep=1"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["fits"] is False
-    assert facts["binds"].startswith("memory: a rank needs ")
+    assert facts["binds"].startswith("memory: rank 0 needs ")
     assert "raise layout.ep" in facts["binds"]
+
+
+def test_every_rank_is_held_against_its_own_device(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The slow host has room for all; the fast one, which nobody waits for, has hardly any."""
+    slow = "devices = { count = 1, memory_bytes = 1e13, memory_bandwidth = 1e10 }"
+    fast = "devices = { count = 1, memory_bytes = 1e9 }"
+    hosts = "".join(
+        f'[[hosts]]\nname = "{name}"\npreset = "h100-8"\n{devices}\n'
+        for name, devices in (("slow", slow), ("fast", fast))
+    )
+    link = CLUSTER[CLUSTER.index("[[links]]") :]
+    (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}\n{link}')
+    line = ["plan", "job.toml", "--cluster", "unlike.toml", "--json", "--layout", "ep=2"]
+    assert main(line) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["fits"], facts["memory_rank"], facts["memory_bytes"]) == (False, 1, 1e9)
+    assert "rank 1 needs" in facts["binds"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +164,19 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
         ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
         ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
-        ("plan job.toml --cluster cluster.toml --out no/where.json", "cannot be written (No such"),
+        (
+            "plan job.toml --cluster cluster.toml --out no/where.json",
+            "'no/where.json' is in a directory that",
+        ),
+        ("plan job.toml --cluster cluster.toml --out .", "--out '.' is a directory: name a file"),
+        ("plan job.toml --cluster cluster.toml --out job.toml", "--out 'job.toml' is there alread"),
+        (
+            "plan job.toml --cluster cluster.toml --out a --trace no/b",
+            "--trace 'no/b' is in a directory that is not there: make it first",
+        ),
+        ("plan job.toml --cluster cluster.toml --out a --trace ./a", "are both 'a': name two file"),
+        ("plan job.toml --cluster cluster.toml --nproc 0", "invalid value for '--nproc': Input"),
+        ("plan job.toml --cluster cluster.toml --nproc -8", "invalid value for '--nproc': Input"),
         ("plan job.toml --cluster cluster.toml --layout ep", "--layout 'ep' is not of the form"),
         ("plan job.toml --cluster cluster.toml --layout ep=3", "layout.ep = 3 does not divide"),
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
@@ -163,3 +196,5 @@ def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixtu
     assert said.err.startswith("error: ")
     assert said.err.count("\n") == 1
     assert words in said.err
+    written = {one.name for one in place.iterdir()}
+    assert written == {"job.toml", "cluster.toml", "lonely.toml"}

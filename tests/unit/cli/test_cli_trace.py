@@ -94,6 +94,24 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(
     assert "slowest blocks" in said
 
 
+def test_copies_are_held_against_the_smallest_device(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = "devices = { count = 1, memory_bandwidth = 1e6 }"
+    small = "devices = { count = 1, memory_bytes = 1e3 }"
+    hosts = "".join(
+        f'[[hosts]]\nname = "{name}"\npreset = "h100-8"\n{devices}\n'
+        for name, devices in (("slow", slow), ("small", small))
+    )
+    link = '[[links]]\nends = ["*", "*"]\nkind = "wire"\nlatency_s = 1e-5\nbandwidth = 1e9\n'
+    (place / "unlike.toml").write_text(f'name = "unlike"\n{hosts}{link}')
+    assert call("trace nets:make --out workload.json", place) == 0
+    capfd.readouterr()
+    assert call("plan --workload workload.json --cluster unlike.toml --json", place) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["fits"], facts["memory_bytes"]) == (False, 1e3)
+
+
 def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert call("trace nets:asks --real --json", place) == 0
     assert json.loads(capfd.readouterr().out)["batch"] == 3
@@ -121,7 +139,7 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets:asks --json", "asks for values of a tensor (aten._local_scalar_dense"),
         ("trace nets:make --block 7 --json", "blocks = '7' is no module of the model"),
         ("trace nets:make --out no/where.json", "cannot be written"),
-        ("plan --workload none.json --cluster cluster.toml", "there is no file 'none.json'"),
+        ("plan --workload none.json --cluster cluster.toml", "'none.json': there is no such file"),
         ("plan --workload a.json", "--cluster is missing"),
         ("plan job.toml --workload a.json --cluster cluster.toml", "goes without JOB.toml, which"),
         ("plan --workload a.json --cluster cluster.toml --set a=1", "goes without --set, which is"),

@@ -10,19 +10,17 @@ import pytest
 from moesaic.base.config import parse
 from moesaic.dist.probe.cluster import Assembly, Place, headlines
 from moesaic.dist.probe.compute import (
-    ATTENTIONS, CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, PASSED_BYTES, WAYS, Sizes,
+    ATTENTIONS, CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, WAYS, Sizes,
 )  # fmt: skip
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures
 from moesaic.facts.cluster import Cluster
+from moesaic.facts.workload.ops import PASSED_BYTES
 
 SIZES = Sizes({"fp32": 64}, [4096, 1 << 20])
 GPU = Place("a", "a cpu", 8, 64e9, "gpu", "a gpu", 16e9, "infiniband")
-PATTERNS = {
-    "read": 8.0, "write": 7.0, "random read": 6.0, "random write": 5.0, "mixed": 4.0,
-    "random read, large": 3.0, "random write, large": 2.0, "mixed, large": 1.0,
-}  # fmt: skip
+PATTERNS = {"read": 8.0, "write": 7.0, "random read": 6.0, "random write": 5.0, "mixed": 4.0}
 
 
 def computed(name: str, flops: float, bandwidth: float) -> Figures:

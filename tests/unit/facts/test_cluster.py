@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import tomllib
+import tracemalloc
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,6 +51,8 @@ def cluster(hosts: list[Any], links: list[Any] | None = None) -> Cluster:
     return resolve({"name": "test", "hosts": hosts, "links": links or []}, "c.toml")
 
 
+POINT = {"bytes": [1], "seconds": [1]}
+SUM = {"name": "all_reduce", "ranks": 2, "times": POINT}
 LINKED = [link("a", "b"), link("a", "a", 5e9)]
 RATES = dict.fromkeys(("read", "write", "random_read", "random_write", "mixed"), 1000000000.0)
 KEYS_OF_DEVICE = (
@@ -86,8 +89,19 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([host("a", core(1), core(2), core(2))], [],
      "hosts[0]: two devices of kind cpu have count = 2: keep one"),
     ([host("a-*")], [],
-     'hosts[0]: name = "a-*" holds one of * ? [, by which links name many: '
-     'leave it out'),
+     'hosts[0]: name = "a-*" holds a *, by which links name many: leave it out'),
+    ([host("a-1")], [link("a-?", "a-[1]")],
+     'links[0].ends = ["a-?", "a-[1]"]: no host is called "a-?": did you mean "a-1" (it takes one '
+     'of ["a-1"])?'),
+    ([host("a", {**DEVICE, "passes": [{"kind": "norm", "times": POINT}] * 2})], [],
+     "hosts[0].devices[0]: passes has two curves for norm: keep one"),
+    ([host("a")], [{**link("a", "a"), "collectives": [SUM, {**SUM, "ranks": 3}, SUM]}],
+     "links[0]: collectives has two curves for all_reduce of 2 ranks: keep one"),
+    ([host("a", {**DEVICE, "count": 10**8})], [],
+     "hosts[0].devices[0].count = 100000000 is out of range: give an integer from 1 and up to "
+     "65536"),
+    ([host("a", replicas=10**8)], [],
+     "hosts[0].replicas = 100000000 is out of range: give an integer from 1 and up to 65536"),
     ([host("a", {**DEVICE, "streams": {"bytes": [2, 1], "seconds": [1, 2]}})], [],
      "hosts[0].devices[0].streams: bytes = [2.0, 1.0] does not rise from above 0: sort it"),
     ([host("a", {**DEVICE, "streams": {"bytes": [1, 2], "seconds": [1]}})], [],
@@ -114,7 +128,7 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([{"preset": "cpu", "devices": {"count": 4}}], [],
      "hosts[0]: two devices of kind cpu have count = 4: keep one"),
     ([host("a", replicas=0)], [],
-     "hosts[0].replicas = 0 is out of range: give an integer from 1"),
+     "hosts[0].replicas = 0 is out of range: give an integer from 1 and up to 65536"),
 ]  # fmt: skip
 
 
@@ -152,8 +166,8 @@ def test_what_one_may_ask_and_not_get_is_one_sentence() -> None:
          "no links lead from host 'b' to host 'c': add [[links]] with ends = [\"b\", \"c\"], or "
          '["*", "*"] for a network of all'),
         (lambda: device_at(made, b).speed("bf16"),
-         "device 'G' has no speed for bf16 (it has fp32): add a [[hosts.devices.matmul]] with that "
-         "dtype, or choose another train.precision"),
+         "bf16 products are asked of device 'G', which has speeds for fp32 alone: add a "
+         '[[hosts.devices.matmul]] with dtype = "bf16", or plan for another device'),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             ask()
@@ -267,6 +281,16 @@ def test_a_thousand_hosts_are_little_work() -> None:
     places = place(many, 8000)
     assert places[-1] == Place("a-999", 0, 7)
     assert len(path(many, places[0], places[-1])) == 1
+
+
+def test_only_as_many_places_are_made_as_are_asked_for() -> None:
+    made = cluster([host(f"a{i}", {**DEVICE, "count": 1 << 16}) for i in range(64)])
+    tracemalloc.start()
+    try:
+        assert len(place(made, 8)) == 8
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_key_is_documented() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster import Curve, Grid
+from moesaic.facts.cluster import Curve, Grid, Heads
 
 sizes = st.floats(min_value=1.0, max_value=1e12)
 times = st.floats(min_value=1e-7, max_value=1e3)
@@ -119,6 +119,12 @@ def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
          "seconds holds 3 times for 2 points: give one for each"),
         (Curve, {"bytes": [1], "seconds": [0]}, "seconds holds 0.0: give times above 0"),
         (Curve, {"bytes": [], "seconds": []}, "bytes = [] is 0 long: give a list of numbers"),
+        (Heads, {"head_dim": 8, "lengths": [1, 2], "forward": [1], "backward": [1, 2]},
+         "forward holds 1 times for 2 points: give one for each"),
+        (Heads, {"head_dim": 8, "lengths": [1, 2], "forward": [1, 2], "backward": [1, 0]},
+         "backward holds 0.0: give times above 0"),
+        (Curve, {"num_bytes": [1], "seconds": [1]},
+         "unknown key 'num_bytes': did you mean 'bytes'?"),
         (Grid, {"rows": [1, 2], "columns": [1], "inner": [3, 2], "seconds": [1, 2, 3, 4]},
          "inner = [3.0, 2.0] does not rise from above 0: sort it"),
         (Grid, {"rows": [1, 2], "columns": [1, 2, 3], "inner": [4], "seconds": [1, 2]},
@@ -126,7 +132,7 @@ def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
     ],
 )  # fmt: skip
 def test_an_impossible_curve_is_one_sentence(
-    kind: type[Curve | Grid], raw: dict[str, Any], sentence: str
+    kind: type[Curve | Grid | Heads], raw: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(kind, raw, "c.toml")

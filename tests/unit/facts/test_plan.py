@@ -93,6 +93,11 @@ def test_a_layout_that_does_not_fit(layout: LayoutConfig, ranks: int, sentence: 
     assert str(caught.value) == sentence
 
 
+def test_no_more_ranks_than_a_plan_can_be_for() -> None:
+    with pytest.raises(ConfigError, match="a plan has 1048576 ranks at most, not 4294967296: ask"):
+        lay_out(LayoutConfig(), MODEL, 1 << 32)
+
+
 RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "shard": 1, "experts": 4}
 PLACE = {"host": "a", "device": "A CPU", "kind": "cpu"}
 PREDICTIONS: dict[str, Any] = {
@@ -107,6 +112,11 @@ def told(*ranks: dict[str, Any], **change: Any) -> dict[str, Any]:
     spans = [{**SPAN, "computing_s": 1.5, "messages_s": 0.25, "waiting_s": 0.25}] * 2
     entries = [{"rank": 1, "spans": spans, **one} for one in ranks or (change,)]
     return {"predictions": {**PREDICTIONS, "timeline": entries}}
+
+
+def below_zero(key: str, name: str) -> dict[str, Any]:
+    """A change of a plan: a prediction that cannot be."""
+    return {"predictions": {**PREDICTIONS, key: {name: -1}}}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,16 @@ def told(*ranks: dict[str, Any], **change: Any) -> dict[str, Any]:
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
         ({"copies": {}}, "unknown key 'copies'"),
+        (
+            {"homes_by_rank": [[0, 1], [2, 3]]},
+            "unknown key 'homes_by_rank': the keys at the top are ranks,",
+        ),
+        ({"ranks": 1 << 60}, "ranks = 1152921504606846976 is out of range: give an integer from 1"),
+        ({"experts": 10**11}, "experts = 100000000000 is out of range: give an integer from 0"),
+        ({"ranks": 10**9, "ep": 10**9, "experts": 0}, "ranks = 1000000000 is out of range"),
+        (below_zero("phases_s", "forward"), "predictions.phases_s.forward = -1.0 is below 0: plan"),
+        (below_zero("blocks_s", "step"), "predictions.blocks_s.step = -1.0 is below 0: plan"),
+        (below_zero("memory_bytes", "peak"), "predictions.memory_bytes.peak = -1 is below 0: plan"),
         (told(rank=4), "predictions.timeline[0].rank = 4, and ranks = 4: predictions are of an"),
         (told({}, {}), "predictions.timeline has rank 1 twice: remove one of the two"),
         (
@@ -162,6 +182,14 @@ def test_no_plan_at_all(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_plan(tmp_path / "plan.json")
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """JSON has the last one count, which is not what whoever edits the first would think."""
+    place = tmp_path / "plan.json"
+    place.write_text('{"ranks": 4, "ep": 2, "shard": 1, "ep": 4, "experts": 4}')
+    with pytest.raises(ConfigError, match="has the key 'ep' twice in one object: remove one"):
+        load_plan(place)
 
 
 def test_it_is_written_and_read_back(tmp_path: Path) -> None:
@@ -279,14 +307,11 @@ def test_it_is_held_against_machines(found: list[RankPlace], sentence: str | Non
 
 
 def test_the_first_steps_are_not_measured() -> None:
-    predictions = Predictions(
-        cluster="c", step_s=2.0, phases_s={}, blocks_s={}, tokens_per_s=50.0, memory_bytes={}
-    )
-    found = measure(predictions, [9, 9, 9, 4, 5, 6], {"data": [1, 1, 1, 2, 2, 2]}, 7.0, "resident")
+    found = measure(100, [9, 9, 9, 4, 5, 6], {"data": [1, 1, 1, 2, 2, 2]}, 7.0, "resident")
     assert found is not None
     assert (found.steps, found.step_s, found.phases_s) == (3, 5.0, {"data": 2.0})
     assert found.tokens_per_s == 20.0
-    alone = measure(predictions, [9.0], {}, None, "resident")
+    alone = measure(100, [9.0], {}, None, "resident")
     assert alone is not None
     assert alone.step_s == 9.0
-    assert measure(predictions, [], {}, None, "resident") is None
+    assert measure(100, [], {}, None, "resident") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,18 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.dist.checkpoint.staging import Staging
-from moesaic.dist.collectives import sum_buckets_
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Block, Work, count, memory, parameters, workload
 from moesaic.facts.workload.memory import activations
-from moesaic.facts.workload.messages import BUCKET_BYTES
-from moesaic.facts.workload.sizes import HEAD_ROWS
 from moesaic.models.initial import InitialSource
 from moesaic.models.kernels import Passes, Seen
-from moesaic.nn import loss
 from moesaic.testing.flops import UNCOUNTED, flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
@@ -375,9 +370,3 @@ def test_attention_that_ends_at_documents_skips_nothing() -> None:
             ranks=1, ep=1, shard=1, experts=0))  # fmt: skip
         shares = {op.causal_share for op in blocks[1].forward.ops if op.name == "attend"}
         assert shares == {share}
-
-
-def test_constants_are_those_of_the_code() -> None:
-    assert HEAD_ROWS == loss._ROWS
-    default = inspect.signature(sum_buckets_).parameters["bucket_bytes"].default
-    assert default == BUCKET_BYTES

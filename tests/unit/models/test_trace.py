@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -11,15 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, lay_out
-from moesaic.facts.workload import Traced, workload
+from moesaic.facts.workload import Traced, traced_memory, workload
 from moesaic.facts.workload.file import TracedBlock
 from moesaic.models.initial import InitialSource
+from moesaic.models.kernels import Passes, Seen
 from moesaic.models.trace import OUTSIDE, block_names, trace
 from moesaic.testing.flops import UNCOUNTED
 from moesaic.testing.jobs import RandomSamples, tiny_job
@@ -139,6 +144,44 @@ def test_activations_are_what_autograd_saves(make: Callable[[], Made]) -> None:
     del out
 
 
+def wide_end() -> Made:
+    """Gradients of the last parameters meet activations of the first layers."""
+    layers = (
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(16 * 16 * 16, 1024),
+    )  # fmt: skip
+    return nn.Sequential(*layers), torch.randn(128, 3, 16, 16)
+
+
+def wide_start() -> Made:
+    """Gradients come when activations have gone."""
+    rest = [nn.Sequential(nn.Linear(2048, 32), nn.GELU(), nn.Linear(32, 2048)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), *rest), torch.randn(64, 2048)
+
+
+def equal_parts() -> Made:
+    """Activations alone decide."""
+    parts = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    return nn.Sequential(*parts), torch.randn(2048, 64)
+
+
+@pytest.mark.parametrize("make", [wide_end, wide_start, equal_parts])
+def test_memory_at_its_fullest_is_what_torch_allocates(make: Callable[[], Made]) -> None:
+    """Within what a convolution's kernel takes for itself, which nobody foretells."""
+    gc.collect()  # What goes while it is watched would count as room.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        model, x = make()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    events = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    moments = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    allocated = max(accumulate(num_bytes for _, num_bytes in sorted(moments, key=itemgetter(0))))
+    assert traced_memory(trace(model, x)).peak_bytes == pytest.approx(allocated, rel=0.05)
+
+
 def test_blocks_have_their_own() -> None:
     blocks = trace(*mlp()).blocks
     assert [block.name for block in blocks] == ["0", "1", "2", "3"]
@@ -252,6 +295,53 @@ def test_causal_attention_says_what_it_skips() -> None:
     assert forward.op().specials == 6 * 8 * 8 * 9 // 16
 
 
+TABLE, ROWS, SOURCE = torch.zeros(1000, 8), torch.arange(4), torch.ones(4, 8)
+PLACED = 4 * 8 + 2 * 4 * 8 * 4
+"""Bytes of four indices, of four rows that are read and of as many that are written."""
+
+
+@pytest.mark.parametrize(
+    ("call", "moved_bytes"),
+    [
+        (lambda: TABLE.index_add_(0, ROWS, SOURCE), PLACED),
+        (lambda: TABLE.index_copy_(0, ROWS, SOURCE), PLACED),
+        (lambda: TABLE.index_put_((ROWS,), SOURCE), PLACED),
+        (lambda: TABLE.index_put_((ROWS, ROWS), torch.tensor(3.0)), 2 * 4 * 8 + 4 + 4 * 4),
+        (lambda: TABLE.index_put_((ROWS,), torch.tensor(3.0)), 4 * 8 + 4 + 4 * 8 * 4),
+        (lambda: TABLE.zero_(), TABLE.nbytes),
+        (lambda: TABLE.fill_(3.0), TABLE.nbytes),
+        (lambda: TABLE.normal_(), TABLE.nbytes),
+        (lambda: TABLE.copy_(TABLE + 1), 4 * TABLE.nbytes),
+        (lambda: TABLE.add_(1.0), 2 * TABLE.nbytes),
+    ],
+)
+def test_writing_moves_what_is_written(call: Callable[[], Tensor], moved_bytes: int) -> None:
+    seen = Seen()
+    with Passes(lambda: seen):
+        call()
+    assert seen.moved_bytes == moved_bytes
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda table: table[ROWS], lambda table: table.index_select(0, ROWS)]
+)
+def test_gradients_of_picked_rows_are_written_to_a_table_of_zeros(
+    pick: Callable[[Tensor], Tensor],
+) -> None:
+    table, seen = TABLE.clone().requires_grad_(), Seen()
+    picked = pick(table)
+    with Passes(lambda: seen):
+        torch.autograd.grad(picked, table, SOURCE)
+    assert seen.moved_bytes == TABLE.nbytes + PLACED
+
+
+def test_a_softmax_of_any_name_takes_exponentials() -> None:
+    seen = Seen()
+    with Passes(lambda: seen):
+        torch.ops.aten._safe_softmax(SOURCE, -1)
+    assert seen.specials == SOURCE.numel()
+
+
 def test_an_own_operation_is_read_off_its_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
@@ -271,6 +361,20 @@ def test_an_own_operation_is_read_off_its_flops() -> None:
     (product,) = block.forward.products
     assert (product.rows, product.columns, product.inner) == (6, 6, 6)
     library._destroy()
+
+
+def test_a_module_called_step_is_told_from_what_is_in_no_block() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.step(x)
+            return result
+
+    traced = trace(Steps(), torch.ones(2, 3))
+    assert [block.name for block in traced.blocks] == ["step (module)"]
 
 
 def test_blocks_are_children_or_what_is_named() -> None:

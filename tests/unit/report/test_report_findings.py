@@ -48,7 +48,7 @@ def make_steps(size: int, **columns: Any) -> Steps:
 
 
 def part(step: int = 0) -> Part:
-    return Part(0.0, 1.0, step, None, 1, "cpu", 1.0, 1.0)
+    return Part(0.0, 1.0, step, None, 1, "cpu", 1.0, 1.0, 1.0)
 
 
 def text(finding: Finding | None) -> str:

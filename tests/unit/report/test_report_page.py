@@ -210,12 +210,13 @@ def test_summary_of_a_dense_run_has_no_experts(tmp_path: Path) -> None:
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20, killed_at=14)
     assert "Predicted and measured" not in page.render(RunFacts.read(directory))
-    run = predict(directory)
+    run = predict(directory, {**PREDICTED, "tokens_per_s": 1.0})
     text = page.render(run)
     found = run.prediction
     assert found is not None
     assert found.measured.steps == 11
     assert found.measured.step_s == pytest.approx(float(np.median(run.steps.step_s[3:])))
+    assert found.measured.tokens_per_s == pytest.approx(TOKENS / found.measured.step_s)
     assert found.measured.peak_bytes == max(float(rank.peak_bytes.max()) for rank in run.ranks)
     assert "Predicted for cluster &#x27;&lt;here&gt;&#x27;." in text
     assert "most memory of a rank, resident</td><td>1.00 MiB" in text

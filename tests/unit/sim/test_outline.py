@@ -30,7 +30,7 @@ def steps(draw: st.DrawFn) -> Timeline:
     once += [event("backward", block) for block in reversed(blocks)]
     times = draw(st.integers(1, 5))
     last = [event("backward", block) for block in blocks if times > 1]
-    last += [event("reduce", "")]
+    last += [event("reduce", "step")]
     last += [event("optimizer", block) for block in blocks]
     return run(once * times + last, ranks)
 
@@ -89,7 +89,7 @@ def test_ranks_that_wait_for_others_are_told_beside_the_last_one() -> None:
             rest,
         ],
     )
-    alike = [event("forward", "a", 1.0, 1.0), event("reduce", "", 0.5, 0.5, together=True)]
+    alike = [event("forward", "a", 1.0, 1.0), event("reduce", "step", 0.5, 0.5, together=True)]
     (only,) = outline(run(alike, 2))
     assert [(span.phase, span.block) for span in only.spans] == [
         ("forward", "a"),

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moesaic.dist.probe.compute import (
-    ATTENTIONS,     CHAIN, FUNCTION_ELEMENTS, HEAD_DIM, HEADS, KINDS, PASSED_BYTES, WAYS, Sizes,
+    ATTENTIONS, CHAIN, FUNCTION_ELEMENTS, HEAD_DIM, HEADS, KINDS, WAYS, Sizes,
 )  # fmt: skip
 from moesaic.dist.probe.disks import SMALL
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures, line, medians
+from moesaic.facts.workload.ops import PASSED_BYTES
 from moesaic.facts.cluster import (
     Cluster, Collective, Curve, Device, Disk, Grid, Heads, Host, Link, Matmul, Passes,
 )  # fmt: skip

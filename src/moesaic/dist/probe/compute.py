@@ -25,8 +25,6 @@ _LARGEST_PASS = 4
 """The largest tensor of an update is so many times smaller than the largest copy: there are four."""
 _MOST_TENSORS = 64
 _MOST_WEIGHTS = 1024
-PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
-"""What kernels read and write, as a multiple of their tensor."""
 CHAIN = 16
 FUNCTION_ELEMENTS = 1 << 18
 WAYS = 3

@@ -26,9 +26,6 @@ _PATTERNS = {
     "random read": (SMALL, "read", True),
     "random write": (SMALL, "write", True),
     "mixed": (SMALL, "mixed", True),
-    "random read, large": (LARGE, "read", True),
-    "random write, large": (LARGE, "write", True),
-    "mixed, large": (LARGE, "mixed", True),
 }
 """Size of the blocks, what is done with them, and whether in no order."""
 _IN_FLIGHT = 4

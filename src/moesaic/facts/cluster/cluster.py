@@ -7,9 +7,9 @@ peaks by whoever asks for a time. Units are bytes, seconds, flops.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -63,7 +63,7 @@ class Device(Section):
     """cpu: a share of the host's cores; npu: Ascend and its like; xpu: Kunlun and its like."""
     model: str
     """What it is called."""
-    count: int = Field(default=1, ge=1)
+    count: int = Field(default=1, ge=1, le=1 << 16)
     """How many there are; of a CPU, how many ranks share its cores."""
     threads: int = Field(default=1, ge=1)
     """Threads of a rank, of a CPU."""
@@ -90,6 +90,9 @@ class Device(Section):
         twice = _twice([one.dtype for one in self.matmul])
         if twice is not None:
             raise ValueError(f"matmul has two speeds for {twice}: keep one")
+        twice = _twice([one.kind for one in self.passes])
+        if twice is not None:
+            raise ValueError(f"passes has two curves for {twice}: keep one")
         return self
 
     def times_of(self, kind: str) -> Curve | None:
@@ -106,8 +109,9 @@ class Device(Section):
                 return one
         known = ", ".join(one.dtype for one in self.matmul)
         raise ConfigError(
-            f"device '{self.model}' has no speed for {dtype} (it has {known}): add a "
-            "[[hosts.devices.matmul]] with that dtype, or choose another train.precision"
+            f"{dtype} products are asked of device '{self.model}', which has speeds for {known} "
+            f'alone: add a [[hosts.devices.matmul]] with dtype = "{dtype}", or plan for another '
+            "device"
         )
 
 
@@ -146,9 +150,9 @@ class Host(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Host:
-        if any(letter in self.name for letter in "*?["):
+        if "*" in self.name:
             raise ValueError(
-                f'name = "{self.name}" holds one of * ? [, by which links name many: leave it out'
+                f'name = "{self.name}" holds a *, by which links name many: leave it out'
             )
         shares = _twice([device.count for device in self.devices if device.kind == "cpu"])
         if shares is not None:
@@ -171,6 +175,13 @@ class Wire(Section):
     """Whether all that it joins share that speed, as on a bus or behind a narrow switch."""
     collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it; unset: by latency and bandwidth."""
+
+    @model_validator(mode="after")
+    def _measured_once(self) -> Self:
+        twice = _twice([f"{one.name} of {one.ranks} ranks" for one in self.collectives])
+        if twice is not None:
+            raise ValueError(f"collectives has two curves for {twice}: keep one")
+        return self
 
 
 class Link(Wire):
@@ -225,7 +236,7 @@ class Cluster(Section):
         ends = dict.fromkeys(end for link in self.links for end in link.ends)
         exact = {end: {end: None} for end in ends if end in self.by_name}  # Mostly, and fast.
         patterns = {
-            end: dict.fromkeys(name for name in self.by_name if fnmatchcase(name, end))
+            end: dict.fromkeys(filter(_pattern(end).fullmatch, self.by_name))
             for end in ends
             if end not in exact
         }
@@ -240,6 +251,11 @@ class Cluster(Section):
             for name in {**first, **second}:
                 found[name].append(link)
         return found
+
+
+def _pattern(end: str) -> re.Pattern[str]:
+    """What `end` of a link stands for, in which only `*` is more than itself."""
+    return re.compile(".*".join(map(re.escape, end.split("*"))), re.DOTALL)
 
 
 def _twice(values: Sequence[str | int]) -> str | int | None:

@@ -29,7 +29,7 @@ class Curve(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Curve:
         _check_axis("bytes", self.num_bytes)
-        _check_seconds(self.seconds, len(self.num_bytes))
+        _check_seconds("seconds", self.seconds, len(self.num_bytes))
         return self
 
     def at(self, num_bytes: float) -> float:
@@ -53,7 +53,9 @@ class Grid(Section):
     def _consistent(self) -> Grid:
         for name in ("rows", "columns", "inner"):
             _check_axis(name, getattr(self, name))
-        _check_seconds(self.seconds, len(self.rows) * len(self.columns) * len(self.inner))
+        _check_seconds(
+            "seconds", self.seconds, len(self.rows) * len(self.columns) * len(self.inner)
+        )
         return self
 
     def at(self, rows: float, columns: float, inner: float) -> float:
@@ -81,9 +83,10 @@ class Heads(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Heads:
         _check_axis("lengths", self.lengths)
-        for seconds in (self.forward, self.backward, self.masked_forward, self.masked_backward):
+        for name in ("forward", "backward", "masked_forward", "masked_backward"):
+            seconds = getattr(self, name)
             if seconds is not None:
-                _check_seconds(seconds, len(self.lengths))
+                _check_seconds(name, seconds, len(self.lengths))
         return self
 
     def at(self, length: float, head_dim: float, *, backward: bool, masked: bool = False) -> float:
@@ -130,10 +133,10 @@ def _check_axis(name: str, axis: Sequence[float]) -> None:
         raise ValueError(f"{name} = {keys.show(axis)} does not rise from above 0: sort it")
 
 
-def _check_seconds(seconds: Sequence[float], expected: int) -> None:
+def _check_seconds(name: str, seconds: Sequence[float], expected: int) -> None:
     if len(seconds) != expected:
         raise ValueError(
-            f"seconds holds {len(seconds)} times for {expected} points: give one for each"
+            f"{name} holds {len(seconds)} times for {expected} points: give one for each"
         )
     if min(seconds) <= 0:
-        raise ValueError(f"seconds holds {min(seconds)}: give times above 0")
+        raise ValueError(f"{name} holds {min(seconds)}: give times above 0")

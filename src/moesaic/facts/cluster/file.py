@@ -32,7 +32,7 @@ class HostEntry(Host):
 
     file_keys: ClassVar[type[BaseModel] | None] = KnownHost
 
-    replicas: int | None = Field(default=None, ge=1)
+    replicas: int | None = Field(default=None, ge=1, le=1 << 16)
     """How many such hosts there are, called name-0, name-1, ...; unset: one, called name."""
     link: Wire | None = None
     """What joins the devices of each; [[links]] that name the host twice go before it."""

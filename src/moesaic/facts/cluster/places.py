@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -44,14 +45,14 @@ def place(cluster: Cluster, num_ranks: int) -> list[Place]:
 
 
 def _fill(host: Host, num_wanted: int) -> list[Place]:
-    accelerators = [
+    accelerators = (
         Place(host.name, index, number)
         for index, device in enumerate(host.devices)
         if device.kind != "cpu"
         for number in range(device.count)
-    ]
-    if accelerators:
-        return accelerators[:num_wanted]
+    )
+    if any(device.kind != "cpu" for device in host.devices):
+        return list(itertools.islice(accelerators, num_wanted))
     ways = {device.count: index for index, device in enumerate(host.devices)}
     num_ranks = min(num_wanted, max(ways))
     if num_ranks and num_ranks not in ways:

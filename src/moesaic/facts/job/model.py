@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 
+MOST_EXPERTS = 1 << 15
+"""Fewer experts than these a layer has; their numbers are kept in two bytes."""
+
 Family = Literal["llama", "mixtral", "olmoe"]
 Preset = Literal["tiny-dense", "tiny-mixtral", "tiny-olmoe", "olmoe-1b-7b", "mixtral-8x7b"]
 
@@ -43,7 +46,7 @@ class ModelConfig(Section):
     """Width of one head; even, for the rotary embedding."""
     ffn: int = Field(ge=1)
     """Inner width of the feed-forward network, or of one expert."""
-    experts: int = Field(default=0, ge=0, lt=1 << 15)
+    experts: int = Field(default=0, ge=0, lt=MOST_EXPERTS)
     """Experts a layer; 0 for a dense model."""
     top_k: int = Field(default=0, ge=0)
     """Experts that each token visits; 0 for a dense model."""

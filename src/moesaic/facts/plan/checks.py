@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moesaic.base.config import parse
+from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan.layout import block_names
@@ -17,17 +16,7 @@ from moesaic.facts.plan.plan import Plan, RankPlace
 def load_plan(path: Path) -> Plan:
     """The plan in the file at `path`."""
     origin = f"--plan '{path}'"
-    remedy = "give a file that `moesaic plan --out` wrote"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{origin}: there is no such file: {remedy}") from None
-    except OSError as error:
-        raise ConfigError(f"{origin} cannot be read ({error.strerror}): {remedy}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{origin} is not readable JSON ({error}): {remedy}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{origin} holds no JSON object: {remedy}")
+    raw = read_json(path, origin, "give a file that `moesaic plan --out` wrote")
     return parse(Plan, raw, origin)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig
-from moesaic.facts.plan.plan import Plan
+from moesaic.facts.plan.plan import MOST_RANKS, Plan
 
 
 def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     """The plan that `layout` means on `ranks` ranks; anything else is as the job says."""
     shard = ranks if layout.shard == "all" else layout.shard
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"a plan has {MOST_RANKS} ranks at most, not {ranks}: ask for fewer (--nproc)"
+        )
     for key, value in (("layout.ep", layout.ep), ("layout.shard", shard)):
         if ranks % value:
             raise ConfigError(

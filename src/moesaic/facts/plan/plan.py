@@ -8,8 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.job.model import MOST_EXPERTS
 from moesaic.facts.plan.predictions import Predictions
 
+MOST_RANKS = 1 << 20
+"""Ranks that a plan can be for."""
 _WIDTH = 100
 
 
@@ -41,13 +44,13 @@ class Plan(Section):
     `[i * shard, (i + 1) * shard)` share out the dense parameters.
     """
 
-    ranks: int = Field(ge=1)
+    ranks: int = Field(ge=1, le=MOST_RANKS)
     """World size."""
     ep: int = Field(ge=1)
     """Ranks that share out the experts."""
     shard: int = Field(ge=1)
     """Ranks that share out the dense parameters."""
-    experts: int = Field(ge=0)
+    experts: int = Field(ge=0, lt=MOST_EXPERTS)
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
     """The experts on each of the `ep` ranks, in the order of its slots; unset: in turn."""
@@ -74,6 +77,8 @@ class Plan(Section):
             return raw
         ep, experts = raw.get("ep"), raw.get("experts")
         if not (isinstance(ep, int) and isinstance(experts, int)) or ep < 1 or experts % ep:
+            return raw
+        if max(ep, experts) >= MOST_EXPERTS:  # The fields say what is wrong with it.
             return raw
         share = experts // ep
         return {**raw, "homes": [list(range(i * share, (i + 1) * share)) for i in range(ep)]}

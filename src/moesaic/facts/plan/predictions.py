@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from moesaic.base.config import Section
 
@@ -79,6 +79,17 @@ class Predictions(Section):
     timeline: list[RankTimeline] = Field(default_factory=list)
     """The step on a clock: of the rank that others wait for, and of rank 0 where that differs."""
 
+    @model_validator(mode="after")
+    def _nothing_below_zero(self) -> Predictions:
+        for key in ("phases_s", "blocks_s", "memory_bytes"):
+            for name, value in getattr(self, key).items():
+                if value < 0:
+                    raise ValueError(
+                        f"predictions.{key}.{name} = {value} is below 0: plan anew, or remove "
+                        "predictions"
+                    )
+        return self
+
 
 class Measured(Section):
     """The same figures of a run: medians over its steps."""
@@ -90,7 +101,7 @@ class Measured(Section):
     phases_s: dict[str, float]
     """Seconds by phase on rank 0; waiting counts where it happens."""
     tokens_per_s: float
-    """Tokens of all ranks in a second, counted as the prediction counts them."""
+    """Tokens of all ranks in a second."""
     peak_bytes: float | None
     """Most memory that a rank held."""
     memory: Literal["allocated", "resident"]
@@ -98,13 +109,13 @@ class Measured(Section):
 
 
 def measure(
-    predictions: Predictions,
+    tokens: float,
     step_s: Sequence[float],
     phases_s: Mapping[str, Sequence[float]],
     peak_bytes: float | None,
     memory: Literal["allocated", "resident"],
 ) -> Measured | None:
-    """What was measured, from the seconds of each step; None while there is none.
+    """What was measured, from the seconds of each step of `tokens`; None while there is none.
 
     The first steps do not count where there are others.
     """
@@ -117,7 +128,7 @@ def measure(
         steps=len(usual),
         step_s=middle,
         phases_s={name: statistics.median(found) for name, found in phases.items() if found},
-        tokens_per_s=predictions.tokens_per_s * predictions.step_s / max(middle, 1e-9),
+        tokens_per_s=tokens / max(middle, 1e-9),
         peak_bytes=peak_bytes,
         memory=memory,
     )

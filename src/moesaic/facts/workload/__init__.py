@@ -1,6 +1,6 @@
 """The workload: what a model consists of, and what training it asks of one rank."""
 
-from moesaic.facts.workload.blocks import Block, Work, workload
+from moesaic.facts.workload.blocks import STEP, Block, Work, workload
 from moesaic.facts.workload.file import (
     Traced,
     load_traced,
@@ -14,6 +14,7 @@ from moesaic.facts.workload.ops import Op, Product
 from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
 
 __all__ = [
+    "STEP",
     "Block",
     "Counts",
     "Memory",

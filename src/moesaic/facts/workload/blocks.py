@@ -16,8 +16,8 @@ from moesaic.facts.workload.ops import Op, Part
 from moesaic.facts.workload.parameters import Parameter, local_size, parameters
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
-ADAMW_PASSES = 7
-"""Values, gradient and two moments are read, all but the gradient written."""
+STEP = "step"
+"""Name of the block of what belongs to none."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def workload(
     """What `rank` does in one micro-batch and in the update, block by block.
 
     Args:
-        job: the job.
+        job: the job, under the plan (`facts.plan.ruled`): whether layers are computed again is read
+            from it alone.
         plan: which rank holds what.
         rank: whose work.
         loads: by expert layer, assignments by expert or by rank and expert over one global
@@ -91,7 +92,7 @@ def workload(
     blocks = [replace(block, update=Work(update[block.name])) for block in blocks]
     if plan.shard > 1:
         blocks = _sharded(blocks, held, job, plan, rank)
-    return [*blocks, Block("step", Work(), Work(), _step(job, plan, rank))]
+    return [*blocks, Block(STEP, Work(), Work(), _step(job, plan, rank))]
 
 
 def _block_of(parameter: Parameter, job: Job) -> str:
@@ -188,9 +189,7 @@ def _update(job: Job, plan: Plan, rank: int, held: Sequence[Parameter]) -> tuple
     added, clips = job.train.micro_batches - 1, job.train.clip > 0
     return (
         Op("accumulate", (), 3 * added * elements * width, added * tensors),
-        Op("norm", (), owned * width, tensors, kind="norm"),
-        Op("clip", (), 2 * clips * elements * width, clips * tensors, kind="scale"),
-        Op("adamw", (), ADAMW_PASSES * elements * width, tensors, kind="adamw"),
+        *ops.update(elements * width, tensors, normed_bytes=owned * width, clips=clips),
     )
 
 

@@ -8,16 +8,18 @@ without torch. It knows one way of laying a model over ranks: every rank has all
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from moesaic.base.config import Section, parse
+from moesaic.base.config import Section, parse, read_json
 from moesaic.base.errors import ConfigError, unwritable
-from moesaic.facts.workload.blocks import ADAMW_PASSES, Block, Work, summed
+from moesaic.base.files import replacing
+from moesaic.facts.workload.blocks import STEP, Block, Work, summed
 from moesaic.facts.workload.memory import Memory
-from moesaic.facts.workload.ops import Op, Product
+from moesaic.facts.workload.ops import Op, Product, update
 from moesaic.facts.workload.sizes import Type
 
 VERSION = 1
@@ -102,6 +104,15 @@ class TracedWork(Section):
     specials: int = Field(default=0, ge=0)
     """Numbers of which an exponential, or the like, is taken, attention left out."""
 
+    @model_validator(mode="after")
+    def _kernels_move_bytes(self) -> TracedWork:
+        if self.moved_bytes and not self.calls:
+            raise ValueError(
+                f"moved_bytes = {self.moved_bytes} with calls = 0, and no kernel moves them: trace "
+                "the model again"
+            )
+        return self
+
     @property
     def flops(self) -> int:
         """Of all products, in full."""
@@ -122,7 +133,8 @@ class TracedBlock(Section):
     """One part of the model."""
 
     name: str
-    """Its dotted name in the model; (outside): what is in no block, the loss too."""
+    """Its dotted name in the model, `step (module)` where that is `step`; (outside): what is in no
+    block, the loss too."""
     parameters: int = Field(ge=0)
     """Elements of its parameters; a tensor of two blocks is the first one's."""
     parameter_bytes: int = Field(ge=0)
@@ -185,6 +197,10 @@ class Traced(Section):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"blocks has '{name}' more than once: give each a name of its own")
+        if STEP in names:
+            raise ValueError(
+                f"blocks has '{STEP}', which stands for what is in no block: give it another name"
+            )
         return self
 
     @property
@@ -200,22 +216,12 @@ class Traced(Section):
 
 def load_traced(path: Path) -> Traced:
     """The workload that the file at `path` holds."""
-    remedy = "give a file that `moesaic trace` wrote"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file '{path}': {remedy}") from None
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be read ({error.strerror}): {remedy}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"'{path}' is not JSON ({error}): {remedy}") from None
+    raw = read_json(path, f"'{path}'", "give a file that `moesaic trace` wrote")
     return read_traced(raw, str(path))
 
 
-def read_traced(raw: Any, origin: str) -> Traced:
+def read_traced(raw: Mapping[str, Any], origin: str) -> Traced:
     """The workload that `raw` says; `origin` opens the message of an error."""
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{origin}: not a table of keys: give a file that `moesaic trace` wrote")
     version = raw.get("version")
     if version is not None and (type(version) is not int or version != VERSION):
         raise ConfigError(
@@ -227,12 +233,10 @@ def read_traced(raw: Any, origin: str) -> Traced:
 
 def save_traced(traced: Traced, path: Path) -> None:
     """Write `traced` to `path`, whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(traced.to_json(), encoding="utf-8")
-        part.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(traced.to_json(), encoding="utf-8")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise unwritable(f"'{path}'", error) from None
 
 
@@ -243,22 +247,17 @@ def traced_blocks(traced: Traced, ranks: int = 1) -> list[Block]:
     updates everything, by AdamW with a clipped norm.
     """
     blocks = [
-        Block(one.name, Work(one.forward.ops()), Work(one.backward.ops()), Work(_update(one)))
+        Block(
+            one.name,
+            Work(one.forward.ops()),
+            Work(one.backward.ops()),
+            Work(update(sum(one.gradients), len(one.gradients))),
+        )
         for one in traced.blocks
     ]
     sizes = [size for one in traced.blocks for size in one.gradients]
     reduced = summed([("dense", tuple(range(ranks)), sizes)])
-    return [*blocks, Block("step", Work(), Work(), reduced)]
-
-
-def _update(block: TracedBlock) -> tuple[Op, ...]:
-    """The gradient's norm, clipping and AdamW."""
-    num_bytes, tensors = sum(block.gradients), len(block.gradients)
-    return (
-        Op("norm", (), num_bytes, tensors, kind="norm"),
-        Op("clip", (), 2 * num_bytes, tensors, kind="scale"),
-        Op("adamw", (), ADAMW_PASSES * num_bytes, tensors, kind="adamw"),
-    )
+    return [*blocks, Block(STEP, Work(), Work(), reduced)]
 
 
 def traced_memory(traced: Traced) -> Memory:
@@ -276,5 +275,18 @@ def traced_memory(traced: Traced) -> Memory:
         head_bytes=0,
         working_bytes=0,
         forward_bytes=activations,
-        backward_bytes=gradients,
+        backward_bytes=_backward(traced.blocks),
     )
+
+
+def _backward(blocks: Sequence[TracedBlock]) -> int:
+    """The most that the backward pass of a block finds: its own activations and those before it,
+    gradients of the parameters from it on, and of its output and its input."""
+    kept = sum(block.saved_bytes for block in blocks)
+    made = most = 0
+    for before, block in zip([*blocks[-2::-1], None], reversed(blocks), strict=True):
+        made += sum(block.gradients)
+        handed_on = block.output_bytes + (before.output_bytes if before is not None else 0)
+        most = max(most, kept + made + handed_on)
+        kept -= block.saved_bytes
+    return most

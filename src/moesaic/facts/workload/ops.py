@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, Sizes, Type
 
+PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
+"""What kernels of a kind read and write, as a multiple of their tensor. AdamW reads values,
+gradient and two moments, and writes all but the gradient."""
 _DISPATCH_BYTES = 174
 """Per token and choice, read and written as indices, masks and counts: an estimate."""
 
@@ -279,4 +282,23 @@ def loss(s: Sizes) -> Part:
             specials=2 * logits,
         ),
         Op("loss", (), backward, 2 + 2 * s.casts),
+    )
+
+
+def update(
+    num_bytes: int, tensors: int, *, normed_bytes: int | None = None, clips: bool = True
+) -> tuple[Op, ...]:
+    """The gradient's norm, clipping and AdamW, once a step.
+
+    Args:
+        num_bytes: of all that is updated.
+        tensors: in how many tensors it lies.
+        normed_bytes: what counts in the norm here; absent: all of it.
+        clips: whether the gradient is scaled.
+    """
+    normed = num_bytes if normed_bytes is None else normed_bytes
+    return (
+        Op("norm", (), PASSED_BYTES["norm"] * normed, tensors, kind="norm"),
+        Op("clip", (), PASSED_BYTES["scale"] * clips * num_bytes, clips * tensors, kind="scale"),
+        Op("adamw", (), PASSED_BYTES["adamw"] * num_bytes, tensors, kind="adamw"),
     )

@@ -24,7 +24,7 @@ class Event:
     phase: str
     """The phase of the step that it belongs to, as `train.phases` names it."""
     block: str
-    """The block of the model; empty for what belongs to none."""
+    """The block of the model; `step`: none."""
     seconds: Seconds
     """How long it takes, by rank."""
     groups: Sequence[Sequence[int]] = field(default_factory=tuple)

@@ -95,7 +95,7 @@ class Lanes:
         self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: list[list[int]]
     ) -> Iterator[Event]:
         """What one block does one way: first it computes, then it speaks."""
-        name = "" if row[0].name == "step" else row[0].name
+        name = row[0].name
         devices = [self.device(alike[0]) for alike in ranks]
         for ops in zip(*(work.ops for work in works), strict=True):
             each = tuple(op_s(device, op) for device, op in zip(devices, ops, strict=True))

@@ -1,0 +1,24 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, whose file takes the place of `path` at the end.
+
+    Nothing of it stays if anything fails. A crash of the machine may still lose it: what must
+    outlast that is flushed to disk by whoever writes it.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        with suppress(OSError):  # Mostly there is none by then.
+            partial.unlink()

@@ -1,0 +1,60 @@
+"""Room in memories: the rank that holds most, and the one that its device has least room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from moesaic.facts.cluster import Cluster, Device, Place, device_at
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import Memory, memory
+from moesaic.facts.workload.loads import expert_counts, slots_of
+from moesaic.facts.workload.parameters import parameters, rank_size
+
+
+class Held(NamedTuple):
+    """What one rank holds, and the device that it holds it on."""
+
+    rank: int
+    needs: Memory
+    device: Device
+
+    @property
+    def share(self) -> float:
+        """Of the device's memory; above 1 it does not fit."""
+        return self.needs.peak_bytes / self.device.memory_bytes
+
+
+def tightest(job: Job, plan: Plan, cluster: Cluster, places: Sequence[Place]) -> Held:
+    """The rank that needs the largest share of its own device's memory."""
+    alike: dict[tuple[str, float, bool], list[int]] = {}
+    devices = [device_at(cluster, one) for one in places]
+    for rank, device in enumerate(devices):
+        at = (device.model, device.memory_bytes, device.kind == "cpu")
+        alike.setdefault(at, []).append(rank)
+    found = []
+    for ranks in alike.values():
+        device = devices[ranks[0]]
+        found.append(Held(*fullest(job, plan, ranks, on_cpu=device.kind == "cpu"), device))
+    return max(found, key=lambda held: held.share)
+
+
+def fullest(
+    job: Job, plan: Plan, ranks: Iterable[int] | None = None, *, on_cpu: bool = True
+) -> tuple[int, Memory]:
+    """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
+    size = job.train.batch // job.train.micro_batches
+    dense = [p for p in parameters(job.model) if p.kind != "expert"]
+    counts = expert_counts(job, plan, None) if job.model.experts else None
+    groups = {rank: group for group in plan.expert_groups() for rank in group}
+    owned = [sum(rank_size(p, plan.shard, rank) for p in dense) for rank in range(plan.shard)]
+    kinds: dict[tuple[int, ...], int] = {}
+    for rank in ranks if ranks is not None else range(plan.ranks):
+        arriving = sum(slots_of(counts, plan, rank, groups[rank])) if counts is not None else 0
+        # A checkpoint is shared out piece by piece, so that no two ranks stage alike.
+        staging = rank if on_cpu and job.checkpoint.asynchronous else -1
+        kind = (len(plan.rows(rank, size)), arriving, owned[rank % plan.shard], staging)
+        kinds.setdefault(kind, rank)
+    found = [(rank, memory(job, plan, rank, on_cpu=on_cpu)) for rank in kinds.values()]
+    return max(found, key=lambda one: one[1].peak_bytes)
