@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moesaic.base.errors import ConfigError, unwritable
-from moesaic.cli import flags, screen
+from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
@@ -208,32 +208,13 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    layout = facts["plan"]
-    screen.say(
+    layout, price = facts["plan"], facts["price_per_billion_tokens"]
+    outlook.tell(
         f"{layout['ranks']} ranks on {facts['cluster']} ({facts['device']}), experts over "
-        f"{layout['ep']}, dense parameters over {layout['shard']}; computed, not measured\n"
-    )
-    price = facts["price_per_billion_tokens"]
-    rows = {
-        "step": f"{_time(facts['step_s'])}, of which",
-        **{f"  {name}": _time(seconds) for name, seconds in facts["phases_s"].items()},
-        "tokens": f"{facts['tokens_per_s']:,.0f} a second",
-        **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
-        "memory per rank": f"{screen.size(facts['memory_per_rank']['peak_bytes'])} of "
-        f"{screen.size(facts['memory_bytes'])} at its fullest, of",
-        **{
-            f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
-            for name, num_bytes in facts["memory_per_rank"].items()
-            if name != "peak_bytes" and num_bytes
+        f"{layout['ep']}, dense parameters over {layout['shard']}",
+        facts,
+        {
+            "tokens": f"{facts['tokens_per_s']:,.0f} a second",
+            **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },
-        "binds": facts["binds"],
-    }
-    for name, value in rows.items():
-        screen.say(f"{name:<18} {value}")
-    layers = {name: s for name, s in facts["blocks_s"].items() if name}
-    slowest = sorted(layers, key=lambda name: -layers[name])[:3]
-    screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(layers[n])}" for n in slowest))
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    )
