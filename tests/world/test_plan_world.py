@@ -94,7 +94,9 @@ def train(*flags: str) -> dict[str, Any]:
     return facts
 
 
-def test_a_run_obeys_its_plan_and_tells_how_it_went(place: Path) -> None:
+def test_a_run_obeys_its_plan_and_tells_how_it_went(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     planned = plan("--layout", "ep=2,shard=2")
     facts = train()
     assert (facts["ranks"], facts["step"]) == (2, 6)
@@ -109,6 +111,21 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(place: Path) -> None:
     assert told["measured"]["phases_s"].keys() >= planned["predictions"]["phases_s"].keys()
     assert facts["prediction"]["measured"] == told["measured"]
     assert "Predicted and measured" in Path("run/report.html").read_text()
+
+    # What it recorded of loads goes into the next plan; even ones were taken for the first.
+    assert planned["predictions"]["loads"] is None
+    loaded = plan("--layout", "ep=2,shard=2", "--loads", "run")["predictions"]
+    assert loaded["loads"] == "run"
+    assert loaded["step_s"] > planned["predictions"]["step_s"]
+    for flags, words in (
+        (["--set", "model.experts=8"], "--loads 'run' has the loads of 16 experts in each of 1 "),
+        (["--set", "model.layers=3"], "but model.experts = 16 and model.layers = 3: give a run of"),
+        (["--loads", "nowhere"], "there is no run directory 'nowhere'"),
+    ):
+        line = ["plan", "job.toml", "--cluster", "cluster.toml", "--loads", "run", *flags]
+        capfd.readouterr()
+        assert main(line) == 2
+        assert words in capfd.readouterr().err
 
     # By hand: experts change places, layers are recomputed, and nothing is predicted any more.
     homes = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]

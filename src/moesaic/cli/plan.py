@@ -20,6 +20,9 @@ from moesaic.facts.workload import Memory, count, memory
 from moesaic.train.jobfile import load_job
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from moesaic.sim.timeline import Timeline
 
 JobFile = Annotated[
@@ -49,6 +52,13 @@ Trace = Annotated[
         help="Write a timeline of one step, for ui.perfetto.dev.",
     ),
 ]  # fmt: skip
+Loads = Annotated[
+    Path | None,
+    typer.Option(
+        "--loads", metavar="RUN", show_default=False,
+        help="Load experts as this run did in its later steps; unset: all alike.",
+    ),
+]  # fmt: skip
 _SHOWN_RANKS = 16
 _HOUR_S = 3600.0
 
@@ -59,6 +69,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     nproc: Nproc = None,
     layout: Layout = None,
     workload: Workload = None,
+    loads: Loads = None,
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
@@ -80,12 +91,13 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     where = load_cluster(cluster)
     if workload is not None:
         beside = {
-            "JOB.toml": job, "--set": sets, "--layout": layout, "--out": out, "--trace": trace
+            "JOB.toml": job, "--set": sets, "--layout": layout, "--loads": loads, "--out": out,
+            "--trace": trace,
         }  # fmt: skip
         return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
     job_ = load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
     chosen = planned(job_, nproc or _most_ranks(where))
-    facts, timeline = predict(job_, chosen, where)
+    facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
         _write("--out", out, promise(chosen, where, facts).to_json())
     if trace is not None and not dry_run:
@@ -127,13 +139,36 @@ def _most_ranks(cluster: Cluster) -> int:
     return total
 
 
-def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], Timeline]:
-    """What is to be expected, as plain data, and the step behind it."""
+def _recorded(run: Path, job: Job) -> list[NDArray[np.float64]]:
+    """How `run` loaded the experts of each layer, over the last quarter of its recorded steps."""
+    from moesaic.report import RunFacts
+
+    found, model = RunFacts.read(run).loads, job.model
+    if found is None:
+        raise ConfigError(
+            f"--loads '{run}' has recorded no loads, as runs of dense models do not: give another "
+            "run, or leave --loads out"
+        )
+    if found.recent.shape != (model.layers, model.experts):
+        layers, experts = found.recent.shape
+        raise ConfigError(
+            f"--loads '{run}' has the loads of {experts} experts in each of {layers} layers, but "
+            f"model.experts = {model.experts} and model.layers = {model.layers}: give a run of "
+            "this model, or leave --loads out"
+        )
+    return list(found.recent)
+
+
+def predict(
+    job: Job, layout: Plan, cluster: Cluster, loads: Path | None = None
+) -> tuple[dict[str, Any], Timeline]:
+    """What is to be expected, as plain data, and the step behind it; `loads` is a run."""
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
     places = place(cluster, layout.ranks)
-    timeline = run(Costs.of(job, layout, cluster).events(), layout.ranks)
+    recorded = None if loads is None else _recorded(loads, job)
+    timeline = run(Costs.of(job, layout, cluster, recorded).events(), layout.ranks)
     slowest = int(timeline.end_s.argmax())
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
@@ -141,7 +176,8 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
     needs = memory(job, layout, on_cpu=device.kind == "cpu")
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
-        "cluster": cluster.name, "plan": layout.decisions(), "device": device.model,
+        "cluster": cluster.name, "loads": None if loads is None else str(loads),
+        "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
         "memory_bytes": device.memory_bytes,
@@ -162,6 +198,7 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
         places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
     predictions = Predictions(
         cluster=cluster.name,
+        loads=facts["loads"],
         step_s=_short(facts["step_s"]),
         phases_s={name: _short(seconds) for name, seconds in facts["phases_s"].items()},
         blocks_s={name or "step": _short(s) for name, s in facts["blocks_s"].items()},
@@ -209,9 +246,10 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 def _print(facts: dict[str, Any]) -> None:
     layout, price = facts["plan"], facts["price_per_billion_tokens"]
+    routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     outlook.tell(
         f"{layout['ranks']} ranks on {facts['cluster']} ({facts['device']}), experts over "
-        f"{layout['ep']}, dense parameters over {layout['shard']}",
+        f"{layout['ep']}{routing}, dense parameters over {layout['shard']}",
         facts,
         {
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",

@@ -22,6 +22,8 @@ class Predictions(Section):
 
     cluster: str
     """Name of the cluster that it was worked out for."""
+    loads: str | None = None
+    """The run that recorded the loads of experts that it rests on; unset: even ones."""
     step_s: float = Field(gt=0)
     """Seconds of a step."""
     phases_s: dict[str, float]
