@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse
-from moesaic.base.errors import UserError
+from moesaic.base.errors import UserError, unwritable
 from moesaic.cli import screen
 
 Sets = Annotated[
@@ -84,3 +84,13 @@ def need(value: Path | None, name: str, verb: str) -> Path:
     if value is None:
         raise UserError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
     return value
+
+
+def write(flag: str, path: Path, text: str) -> None:
+    """Write the file that `flag` names, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise unwritable(f"{flag} '{path}'", error) from None

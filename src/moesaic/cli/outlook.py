@@ -40,7 +40,9 @@ def tell(
     blocks = {name: seconds for name, seconds in facts["blocks_s"].items() if name}
     slowest = sorted(blocks, key=lambda name: -blocks[name])[:SLOWEST]
     rows["slowest blocks"] = ", ".join(f"{name} {time(blocks[name])}" for name in slowest)
-    screen.say(f"{opening}; computed, not measured\n")
+    learnt = facts["calibration"]
+    basis = f", calibrated by {learnt['runs']} run{'s'[: learnt['runs'] > 1]}" if learnt else ""
+    screen.say(f"{opening}; computed{basis}, not measured\n")
     for name, value in rows.items():
         screen.say(f"{name:<18} {value}")
 

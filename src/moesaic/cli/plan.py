@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moesaic.base.errors import ConfigError, unwritable
+from moesaic.base.errors import ConfigError
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
@@ -99,9 +99,9 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     chosen = planned(job_, nproc or _most_ranks(where))
     facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
-        _write("--out", out, promise(chosen, where, facts).to_json())
+        flags.write("--out", out, promise(chosen, where, facts).to_json())
     if trace is not None and not dry_run:
-        _write("--trace", trace, _trace(timeline))
+        flags.write("--trace", trace, _trace(timeline))
     if as_json:
         screen.as_json(facts)
         return 0
@@ -166,7 +166,7 @@ def predict(
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
-    places = place(cluster, layout.ranks)
+    places, learnt = place(cluster, layout.ranks), cluster.calibration
     recorded = None if loads is None else _recorded(loads, job)
     timeline = run(Costs.of(job, layout, cluster, recorded).events(), layout.ranks)
     slowest = int(timeline.end_s.argmax())
@@ -177,6 +177,7 @@ def predict(
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
         "cluster": cluster.name, "loads": None if loads is None else str(loads),
+        "calibration": learnt and learnt.model_dump(),
         "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
@@ -199,6 +200,7 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
     predictions = Predictions(
         cluster=cluster.name,
         loads=facts["loads"],
+        calibration=cluster.calibration,
         step_s=_short(facts["step_s"]),
         phases_s={name: _short(seconds) for name, seconds in facts["phases_s"].items()},
         blocks_s={name or "step": _short(s) for name, s in facts["blocks_s"].items()},
@@ -232,16 +234,6 @@ def _trace(timeline: Timeline) -> str:
 
     shown = range(min(len(timeline.end_s), _SHOWN_RANKS))
     return screen.dumps(trace(timeline, shown)) + "\n"
-
-
-def _write(flag: str, path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise unwritable(f"{flag} '{path}'", error) from None
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -227,9 +227,10 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
     timeline = run(replicated(traced_blocks(traced, ranks), ranks, cluster), ranks)
     slowest = int(timeline.end_s.argmax())
     device = device_at(cluster, place(cluster, ranks)[slowest])
-    needs = traced_memory(traced)
+    needs, learnt = traced_memory(traced), cluster.calibration
     return {
-        "cluster": cluster.name, "model": traced.name, "ranks": ranks, "device": device.model,
+        "cluster": cluster.name, "calibration": learnt and learnt.model_dump(),
+        "model": traced.name, "ranks": ranks, "device": device.model,
         "parameters": traced.parameters, "flops": traced.flops,
         "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
         "memory_bytes": device.memory_bytes,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Matmul, Passes
+from moesaic.facts.cluster import Calibration, Cluster, Curve, Device, Grid, Heads, Matmul, Passes
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
@@ -182,6 +182,23 @@ def test_an_exchange_takes_as_long_as_the_rank_that_receives_the_most() -> None:
         events = Costs.of(job, plan, cluster(count=4), loads).events()
         times.append(next(event.seconds for event in events if event.name == "tokens"))
     assert times[1] - latency_s == pytest.approx(2 * (times[0] - latency_s))
+
+
+def test_what_runs_have_shown_multiplies_times() -> None:
+    job, where = tiny_job(layout={"ep": 4, "shard": 2}), cluster(hosts=2, count=2)
+
+    def calibrated(device: str = "one", **factors: float) -> float:
+        given = {"products": 1.0, "passes": 1.0, "messages": 1.0, **factors}
+        learnt = Calibration(runs=1, devices=[device], **given)
+        return step_s(job, 4, where.model_copy(update={"calibration": learnt}))
+
+    plain = step_s(job, 4, where)
+    assert calibrated() == plain
+    assert calibrated(products=2, passes=2, messages=2) == pytest.approx(2 * plain)
+    assert calibrated("another", products=2, passes=2) == plain
+    more = [calibrated(**{kind: 2}) - plain for kind in ("products", "passes", "messages")]
+    assert min(more) > 0
+    assert sum(more) == pytest.approx(plain)
 
 
 def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moesaic.facts.cluster import Cluster, Device, Place, device_at, place
+from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block, Message, Op, Work, workload
@@ -93,8 +93,9 @@ class Lanes:
         """What one block does one way: first it computes, then it speaks."""
         name = "" if row[0].name == "step" else row[0].name
         devices = [self.device(alike[0]) for alike in ranks]
+        slower = [self._slower(device) for device in devices]
         for ops in zip(*(work.ops for work in works), strict=True):
-            each = tuple(op_s(device, op) for device, op in zip(devices, ops, strict=True))
+            each = tuple(map(op_s, devices, ops, slower))
             if any(each):
                 seconds = self._spread(each, ranks)
                 yield Event(ops[0].name, phase or _phase(ops[0]), name, seconds)
@@ -102,6 +103,11 @@ class Lanes:
             groups = self._groups(messages[0])
             seconds = self._message_s(messages, ranks, groups)
             yield Event(messages[0].name, phase or "reduce", name, seconds, groups)
+
+    def _slower(self, device: Device) -> Calibration | None:
+        """What runs have shown of devices like this one."""
+        learnt = self.cluster.calibration
+        return learnt if learnt is not None and device.model in learnt.devices else None
 
     def _spread(self, each: tuple[float, ...], ranks: list[list[int]]) -> Seconds:
         """Seconds by rank, from those of ranks that are alike; layers share what is equal."""
@@ -141,9 +147,11 @@ class Lanes:
         if key not in self._spoken:
             if key[:2] not in self._paces:
                 self._paces[key[:2]] = self._traffic.paces(operation, groups)
+            learnt = self.cluster.calibration
+            by = 1.0 if learnt is None else learnt.messages
             seconds = np.zeros(self.plan.ranks)
             for group, pace, num_bytes in zip(groups, self._paces[key[:2]], most, strict=True):
-                seconds[group] = pace.seconds(num_bytes)
+                seconds[group] = by * pace.seconds(num_bytes)
             self._spoken[key] = seconds
         return self._spoken[key]
 
