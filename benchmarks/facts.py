@@ -1,13 +1,12 @@
 """Theme `facts`: what was predicted beside what was measured, and what simulations say.
 
-A fresh probe goes before every few cases, and each case is predicted from the latest one before it
-is measured: no figure of a measured step reaches a prediction. facts.md says what bounds them.
+Every case has a probe of its own, taken amid its steps, as machines change their speed by the
+minute; no figure of a measured step reaches a prediction. facts.md says what bounds them.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -15,18 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure, simulated
 from benchmarks.training import UniformSamples, olmoe
 from moesaic.dist import device as devices
-from moesaic.dist.probe.links import collective
+from moesaic.dist.probe.links import COLLECTIVES, chore, collective
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.job import Job
@@ -35,8 +33,10 @@ from moesaic.facts.workload import memory
 from moesaic.models.initial import InitialSource
 from moesaic.policy.cost.step import Costs
 from moesaic.sim.timeline import run as simulate
+from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
+from moesaic.train.data import Batch
 
 MIXTRAL = {
     "family": "mixtral", "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "experts": 8,
@@ -45,12 +45,13 @@ MIXTRAL = {
 DENSE = {"family": "llama", "ffn": 1408, "experts": 0, "top_k": 0}
 WIDE = {**DENSE, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 16384}
 RANKS = 2
-STEPS = 11
-WARM_UP = 3
-CASES_A_PROBE = 3
-PROBE_S = 12
+STEPS = 9
+WARM_UP = 2
+PROBE_S = 16
+LONG_PROBE_S = 60
 PRODUCTS = 32
 MESSAGES = 24
+MESSAGE_CALLS = 300
 SEED = 7
 STEP_BARS = {"median": "<= 0.10", "worst": "<= 0.20"}
 
@@ -71,6 +72,8 @@ def cases() -> list[Case]:
         model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **tables.pop("model", {})}
         train = {"steps": 1_000_000, "batch": batch, "clip": 1.0, "device": "cpu"}
         tables["train"] = {**train, **tables.get("train", {})}
+        packing = tables.pop("packing", "stream")
+        tables["data"] = {"path": "unused", "sequence": sequence, "packing": packing}
         job = olmoe(batch, sequence, model=model, checkpoint={"asynchronous": False}, **tables)
         return Case(name, ranks, job)
 
@@ -88,6 +91,7 @@ def cases() -> list[Case]:
         case("Mixtral-shaped, 8 x 256", 1, 8, 256, model=MIXTRAL),
         case("dense, 8 x 256", 1, 8, 256, model=DENSE),
         case("dense, 4 x 512, wide vocabulary", 1, 4, 512, model=WIDE),
+        case("dense, 8 x 256, two documents a sample", 1, 8, 256, model=DENSE, packing="documents"),
         case("OLMoE-shaped, 8 x 128, 2 ranks, ep 2, even", 2, 8, 128, layout=layout(2),
              routing=even),
         case("OLMoE-shaped, 8 x 256, 2 ranks, ep 2, even, recompute", 2, 8, 256,
@@ -117,17 +121,16 @@ def rows(rounds: int) -> Iterator[measure.Row]:
 def predicted_steps(chosen: Sequence[Case], steps: int) -> Iterator[measure.Row]:
     """Predicted over measured time of a step, by case; then the median error and the worst."""
     errors = []
-    for index, case in enumerate(chosen):
-        if index % CASES_A_PROBE == 0:
-            cluster = probe()
+    for case in chosen:
+        cluster, measured = steps_around_a_probe(case, steps)
         foretold_s = predict_s(case, cluster)
-        measured = times_of(case, steps)
-        ratios = [foretold_s / seconds for seconds in measured]
+        ratios = [foretold_s / taken.seconds for taken in measured]
         ratio = statistics.median(ratios)
         errors.append(abs(ratio - 1.0))
         yield measure.row(
             f"step, predicted over measured: {case.name}", ratio, "ratio", bar="",
-            against="the step itself, measured", interval=measure.bootstrap(ratios), repeats=steps,
+            against="the step itself, measured", interval=measure.bootstrap(ratios),
+            repeats=len(ratios),
         )  # fmt: skip
     for name, value in (("median", statistics.median(errors)), ("worst", max(errors))):
         yield measure.row(
@@ -136,14 +139,19 @@ def predicted_steps(chosen: Sequence[Case], steps: int) -> Iterator[measure.Row]
         )  # fmt: skip
 
 
-def probe() -> Cluster:
+def probe(path: Path, seconds: int = PROBE_S) -> None:
     """This machine, measured now as users measure it."""
+    command = [sys.executable, "-m", "moesaic", "probe", "--nproc", str(RANKS)]
+    flags = ["--set", f"seconds={seconds}", "--set", "disks=[]", "--out", str(path)]
+    subprocess.run([*command, *flags], check=True, capture_output=True)
+
+
+def probed(seconds: int) -> Cluster:
+    """What a probe finds now."""
     measure.wait_for_quiet()
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "cluster.toml"
-        command = [sys.executable, "-m", "moesaic", "probe", "--nproc", str(RANKS)]
-        flags = ["--set", f"seconds={PROBE_S}", "--set", "disks=[]", "--out", str(path)]
-        subprocess.run([*command, *flags], check=True, capture_output=True)
+        probe(path, seconds)
         return load_cluster(path)
 
 
@@ -153,91 +161,148 @@ def predict_s(case: Case, cluster: Cluster) -> float:
     return simulate(Costs.of(case.job, plan, cluster).events(), case.ranks).step_s
 
 
-def times_of(case: Case, steps: int) -> list[float]:
-    """Seconds of `steps` steps, after a few more."""
+class Documents(UniformSamples):
+    """Samples of two documents each, where the job keeps them apart, else of one."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._apart = job.data.packing == "documents"
+
+    def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
+        """The samples of `indices`."""
+        batch = super().batch(indices, shuffled=shuffled)
+        second = batch.positions >= batch.positions.shape[1] // 2
+        return replace(batch, documents=second.int()) if self._apart else batch
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One measured step."""
+
+    seconds: float
+    phases: dict[str, float]
+
+
+def steps_around_a_probe(case: Case, steps: int) -> tuple[Cluster, list[Taken]]:
+    """`steps` steps of `case` before a probe and as many after it."""
     pool = Ranks(case.ranks)
-    try:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "cluster.toml"
         measure.wait_for_quiet()
-        times: list[float] = pool.run(case.ranks, take_steps, case.job, steps, timeout_s=600.0)[0]
-    finally:
-        pool.close()
-    return times
+        try:
+            taken: list[Taken] = pool.run(
+                case.ranks, take_steps, case.job, steps, path, timeout_s=600.0
+            )[0]
+        finally:
+            pool.close()
+        return load_cluster(path), taken
 
 
-def take_steps(world: World, job: Job, steps: int) -> list[float]:
-    """On each rank: the seconds of each of `steps` steps."""
+def take_steps(world: World, job: Job, steps: int, path: Path) -> list[Taken]:
+    """On each rank: `steps` steps, a probe by rank 0 alone, and `steps` more."""
     torch.set_num_threads(devices.num_cores() // world.size)
     plan = lay_out(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    samples, times = UniformSamples(job), []
-    for step in range(WARM_UP + steps):
-        began = time.perf_counter()
-        run.step(samples)
-        if step >= WARM_UP:
-            times.append(time.perf_counter() - began)
+    samples, taken = Documents(job), []
+    for half in range(2):
+        for step in range(WARM_UP + steps):
+            began = time.perf_counter()
+            facts = run.step(samples)
+            if step >= WARM_UP:
+                taken.append(Taken(time.perf_counter() - began, facts.phases))
+        if half == 0 and world.leads:
+            probe(path)
+            world.store.set("probed", "")
+        world.await_words(world.store, ["probed"])  # Costs no core, as waiting in gloo would.
     run.close()
-    return times
+    return taken
 
 
 def predicted_parts() -> Iterator[measure.Row]:
     """Median errors of single products and collectives, at sizes between those of the probe."""
-    cluster = probe()
-    (host,) = cluster.hosts
-    draw = random.Random(SEED)
-    shapes = [tuple(round(2 ** draw.uniform(5, 10)) for _ in range(3)) for _ in range(PRODUCTS)]
-    torch.set_num_threads(devices.num_cores())
-    grid = next(d for d in host.devices if d.count == 1).speed("fp32").products
-    assert grid is not None
-    errors = [abs(grid.at(*shape) / product_s(*shape) - 1.0) for shape in shapes]
-    yield measure.row(
-        f"error of a product's predicted time, median of {PRODUCTS} between the probe's",
-        statistics.median(errors), "share", bar="<= 0.05", against="torch.mm, fp32, both cores",
-        interval=measure.bootstrap(errors), repeats=PRODUCTS,
-    )  # fmt: skip
-    (link,) = cluster.links
-    sizes = [4 * RANKS * round(2 ** draw.uniform(9, 20)) for _ in range(MESSAGES)]
+    draw, pool = random.Random(SEED), Ranks(RANKS)
+    shapes = [(draw.randrange(16, 1025), *_widths(draw)) for _ in range(PRODUCTS)]
     asked = [
-        (one.name, size) for size, one in zip(sizes, link.collectives * MESSAGES, strict=False)
+        (COLLECTIVES[i % len(COLLECTIVES)], 4 * RANKS * round(2 ** draw.uniform(9, 20)))
+        for i in range(MESSAGES)
     ]
-    pool = Ranks(RANKS)
     try:
-        times = pool.run(RANKS, take_messages, asked)[0]
+        before = [products_s(shapes), pool.run(RANKS, take_messages, asked, timeout_s=600.0)[0]]
+        cluster = probed(LONG_PROBE_S)
+        after = [products_s(shapes), pool.run(RANKS, take_messages, asked, timeout_s=600.0)[0]]
     finally:
         pool.close()
+    products, messages = (
+        [statistics.mean(both) for both in zip(*parts, strict=True)]
+        for parts in zip(before, after, strict=True)
+    )
+    (host,), (link,) = cluster.hosts, cluster.links
+    grid = next(d for d in host.devices if d.count == 1).speed("fp32").products
+    assert grid is not None
     curves = {one.name: one.times for one in link.collectives}
-    errors = [
-        abs(curves[name].at(size) / seconds - 1.0)
-        for (name, size), seconds in zip(asked, times, strict=True)
-    ]
-    yield measure.row(
-        f"error of a collective's predicted time, median of {MESSAGES} between the probe's",
-        statistics.median(errors), "share", bar="<= 0.10", against=f"gloo, {RANKS} ranks",
-        interval=measure.bootstrap(errors), repeats=MESSAGES,
+    yield _error(
+        f"a product's predicted time, median of {PRODUCTS}", "<= 0.05",
+        f"torch.mm, fp32, {devices.num_cores()} threads, the mean of a layer's three ways",
+        [grid.at(*shape) for shape in shapes], products,
+    )  # fmt: skip
+    yield _error(
+        f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
+        f"gloo, {RANKS} ranks, the mean of {MESSAGE_CALLS} calls between products",
+        [curves[name].at(size) for name, size in asked], messages,
     )  # fmt: skip
 
 
-def product_s(rows: int, columns: int, inner: int) -> float:
-    """Median seconds of one product of a layer, whose weight is in no cache."""
-    weights = itertools.cycle(
-        torch.rand(max(1, (64 << 20) // (4 * columns * inner)), inner, columns)
-    )
-    left, out = torch.rand(rows, inner), torch.rand(rows, columns)
+def _widths(draw: random.Random) -> tuple[int, int]:
+    """Columns and inner size, which are multiples of 32 as the widths of models are."""
+    return draw.randrange(64, 1025, 32), draw.randrange(64, 1025, 32)
+
+
+def _error(
+    of: str, bar: str, against: str, foretold: Sequence[float], measured: Sequence[float]
+) -> measure.Row:
+    errors = [abs(one / other - 1.0) for one, other in zip(foretold, measured, strict=True)]
+    return measure.row(
+        f"error of {of}", statistics.median(errors), "share", bar=bar, against=against,
+        interval=measure.bootstrap(errors), repeats=len(errors),
+    )  # fmt: skip
+
+
+def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:
+    """Median seconds of products as layers ask for them, whose weights are in no cache."""
+    torch.set_num_threads(devices.num_cores())
+    arena = torch.rand(16 << 20)
+    return [_product_s(arena, *shape) for shape in shapes]
+
+
+def _product_s(arena: torch.Tensor, rows: int, columns: int, inner: int) -> float:
+    step = columns * max(rows, inner)
+    starts = itertools.cycle(range(0, len(arena) - step + 1, step))
+    x, tall, wide = (torch.rand(*size) for size in ((rows, inner), (inner, rows), (inner, columns)))
+    y = torch.empty(rows, columns)
 
     def multiply() -> None:
-        torch.mm(left, next(weights), out=out)
+        at = next(starts)
+        weight, grad = arena[at : at + columns * inner], arena[at : at + rows * columns]
+        torch.mm(x, weight.view(columns, inner).T, out=y)
+        torch.mm(x, weight.view(inner, columns), out=y)
+        torch.mm(tall.T, wide, out=grad.view(rows, columns))
 
-    return statistics.median(_seconds(multiply, 10) for _ in range(15))
+    return statistics.median(_seconds(multiply, 3) for _ in range(15)) / 3
 
 
 def take_messages(world: World, asked: Sequence[tuple[str, int]]) -> list[float]:
-    """Median seconds of each operation of so many bytes."""
-    group = world.everyone
+    """Mean seconds of each operation of so many bytes, between products."""
+    group, compute, times = world.everyone, chore(world.device), []
     assert group is not None
-    times = []
     for name, size in asked:
         work = collective(name, size, world.size, world.device, group)
+        work()
         dist.barrier(group)
-        times.append(statistics.median(_seconds(work, 5) for _ in range(9)))
+        spent = 0.0
+        for _ in range(MESSAGE_CALLS):
+            compute()
+            spent += _seconds(work, 1)
+        times.append(spent / MESSAGE_CALLS)
     return times
 
 
@@ -275,15 +340,12 @@ def peak_bytes(world: World, job: Job) -> tuple[int, int]:
     """Most bytes that torch's tensors held in two steps, and that the process held."""
     torch.set_num_threads(1)
     plan = lay_out(job.layout, job.model, world.size)
-    with tempfile.TemporaryDirectory() as place:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-            samples = UniformSamples(job)
-            for _ in range(2):
-                run.step(samples)
-        path = Path(place) / "trace.json"
-        watched.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    totals = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
-    run.close()
-    return max(totals), devices.peak_bytes(world.device)
+
+    def train() -> None:
+        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+        samples = Documents(job)
+        for _ in range(2):
+            run.step(samples)
+        run.close()
+
+    return most_allocated(train), devices.peak_bytes(world.device)

@@ -15,7 +15,7 @@ from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, Predictions, RankPlace, planned
+from moesaic.facts.plan import Plan, Predictions, RankPlace, planned, short
 from moesaic.facts.workload import Memory, count, memory
 from moesaic.train.jobfile import load_job
 
@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     chosen = planned(job_, nproc or _most_ranks(where))
     facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
-        flags.write("--out", out, promise(chosen, where, facts).to_json())
+        flags.write("--out", out, promise(chosen, where, facts, timeline).to_json())
     if trace is not None and not dry_run:
         flags.write("--trace", trace, _trace(timeline))
     if as_json:
@@ -191,8 +191,10 @@ def predict(
     }, timeline  # fmt: skip
 
 
-def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
+def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timeline) -> Plan:
     """`plan` with places for its ranks on `cluster`, and what `predict` found of it."""
+    from moesaic.sim.outline import outline
+
     places = []
     for one in place(cluster, plan.ranks):
         device = device_at(cluster, one)
@@ -201,21 +203,17 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any]) -> Plan:
         cluster=cluster.name,
         loads=facts["loads"],
         calibration=cluster.calibration,
-        step_s=_short(facts["step_s"]),
-        phases_s={name: _short(seconds) for name, seconds in facts["phases_s"].items()},
-        blocks_s={name or "step": _short(s) for name, s in facts["blocks_s"].items()},
-        tokens_per_s=_short(facts["tokens_per_s"]),
+        step_s=short(facts["step_s"]),
+        phases_s={name: short(seconds) for name, seconds in facts["phases_s"].items()},
+        blocks_s={name or "step": short(s) for name, s in facts["blocks_s"].items()},
+        tokens_per_s=short(facts["tokens_per_s"]),
         memory_bytes={
             name.removesuffix("_bytes"): int(num_bytes)
             for name, num_bytes in facts["memory_per_rank"].items()
         },
+        timeline=outline(timeline),
     )
     return plan.model_copy(update={"places": places, "predictions": predictions})
-
-
-def _short(value: float) -> float:
-    """As many digits as a file that people read needs."""
-    return float(f"{value:.5g}")
 
 
 def _binds(needs: Memory, memory_bytes: float, phases: dict[str, float]) -> str:

@@ -90,8 +90,6 @@ class Seen:
     """Read and written by kernels other than products."""
     calls: int = 0
     """All kernels started."""
-    product_calls: int = 0
-    """Those of them that are products."""
     specials: int = 0
     """Numbers of which an exponential, or the like, is taken outside of attention."""
     products: Counter[tuple[Shape | Heads, Type]] = field(default_factory=Counter)
@@ -130,8 +128,6 @@ class Passes(TorchDispatchMode):
             if name.removesuffix("_") in SPECIAL:
                 seen.specials += max(one.numel() for one in (*read, *written))
             return out
-        if func.namespace != HOUSE:
-            seen.product_calls += 1
         kind = _type(name, read)
         for shape, count in found:
             seen.products[shape, kind] += count
@@ -193,7 +189,6 @@ def _see_slots(seen: Seen, name: str, args: Any) -> None:
     """A product a slot; gradients in another type than factors are written once more."""
     busy = int((args[2] > 0).sum())
     seen.calls += busy - 1
-    seen.product_calls += busy
     if name == "grouped_outer":
         left, out = args[0], args[3]
         size = out[0].numel()

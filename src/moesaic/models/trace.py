@@ -356,7 +356,7 @@ def _work(seen: Seen) -> TracedWork:
             if isinstance(shape, Heads)
         ],
         moved_bytes=seen.moved_bytes,
-        calls=seen.calls - seen.product_calls,
+        calls=seen.calls,
         specials=seen.specials,
     )
 

@@ -144,12 +144,11 @@ class Dispatcher:
 
     def finish(self, sent: Sent) -> tuple[Tensor, Tensor]:
         """Wait; rows in order of (slot, global token), and how many each slot has (on the host)."""
-        for work in sent.works:
-            work.wait()
+        _wait(sent.works)
         if sent.arrival is None:
             return sent.rows, sent.slot_counts
-        rows: Tensor = Permute.apply(sent.rows, sent.arrival)
-        return rows, sent.slot_counts
+        sent.rows = Permute.apply(sent.rows, sent.arrival)
+        return sent.rows, sent.slot_counts
 
     def combine(self, results: Tensor, weights_TK: Tensor, counted: Counted, sent: Sent) -> Tensor:
         """Bring results (in slot order) back to their tokens and add them up, weighted."""
@@ -160,12 +159,17 @@ class Dispatcher:
             works: list[Any] = []
             group = self.ranks.group
             results = Exchange.apply(results, sent.receive, sent.send, group, works)
-            for work in works:
-                work.wait()
+            _wait(works)
         present = counted.experts_TK != NOBODY
         weights_TK = torch.where(present, weights_TK, 0.0).to(results.dtype)
         combined: Tensor = Combine.apply(results, weights_TK, sent.order, sent.inverse_TK)
         return combined
+
+
+def _wait(works: list[Any]) -> None:
+    """Wait for `works` and let go of them, and so of what was sent."""
+    while works:
+        works.pop().wait()
 
 
 def _within(asked_RKE: Tensor, limit: int) -> Tensor:

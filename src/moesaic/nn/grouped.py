@@ -147,6 +147,7 @@ class GatedExperts(torch.autograd.Function):
             grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
             grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
             grad_rows.append(share.multiply(grad_inner, gate_up, transposed=False))
+            del grad_activated, activated, grad_inner  # Or they outlast the next share's.
         return _join(grad_rows), grad_arena, None, None
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moesaic.report.charts import experts, learning, prediction, speed
+from moesaic.report.charts import experts, learning, prediction, speed, timeline
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
 from moesaic.report.facts import RunFacts
@@ -35,7 +35,7 @@ def render(run: RunFacts) -> str:
     facts = summary(run)
     sections = _sections(run)
     figures = [figure for _, _, group in sections for figure in group]
-    compared = [prediction.phases(run.prediction)] if run.prediction is not None else []
+    compared = _compared(run)
     figures += compared
     data: dict[str, Any] = {
         "figures": [figure.to_json() for figure in figures],
@@ -129,6 +129,13 @@ def _section(title: str, extra: str, group: list[Figure]) -> str:
         f'<section><div class="bar"><h2>{title}</h2>{extra}</div>'
         f'<div class="grid">{cards}</div></section>'
     )
+
+
+def _compared(run: RunFacts) -> list[Figure]:
+    if run.prediction is None:
+        return []
+    clock = timeline.step(run.prediction)
+    return [prediction.phases(run.prediction), *([] if clock is None else [clock])]
 
 
 def _predicted(run: RunFacts, group: list[Figure]) -> str:

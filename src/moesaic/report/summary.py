@@ -89,7 +89,8 @@ def _prediction(run: RunFacts) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
-        "predicted": found.predicted.model_dump(), "measured": found.measured.model_dump(),
+        "predicted": found.predicted.model_dump(exclude={"timeline"}),
+        "measured": found.measured.model_dump(),
         "step_ratio": known(found.ratio),
     }  # fmt: skip
 

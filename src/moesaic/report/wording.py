@@ -76,6 +76,11 @@ def timing(seconds: float) -> str:
     return f"{three(seconds)} s" if seconds >= 1 else f"{three(seconds * 1000)} ms"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """(seconds of the unit, its name) that suits an axis up to `seconds`."""
+    return (1.0, "s") if seconds >= 2 else (1e-3, "ms")
+
+
 def moment(time_s: float) -> str:
     """A time of the clock."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))

@@ -144,6 +144,7 @@ class Run:
                 result = lm.compute(self.model, batch, context, self.job, targets)
             with phases("backward"):
                 result.total.backward()
+                result.context.mask = None  # The largest part of what the losses hold on to.
             if self.recorder is not None:
                 step, choices = self.counters["step"], result.context.choices
                 self.recorder.record(step, batch.samples, choices)
@@ -153,7 +154,9 @@ class Run:
     def _precision(self) -> AbstractContextManager[object]:
         if self.job.train.precision != "bf16":
             return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        # Every weight is cast once a pass; the cache would only keep what layers have let go.
+        kind = self.world.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
 
     def _reduce(self) -> None:
         """Sum gradients: dense ones over all ranks (FSDP has done its own), experts over copies."""

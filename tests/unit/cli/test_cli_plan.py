@@ -90,6 +90,31 @@ def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert plan.predictions.memory_bytes["peak"] == facts["memory_per_rank"]["peak_bytes"]
 
 
+def test_a_plan_tells_the_step_on_a_clock(place: Path) -> None:
+    slow = '\n[[hosts]]\nname = "slow"\npreset = "a100-8"\n'
+    uneven = CLUSTER.replace("replicas = 2\n", slow)
+    (place / "uneven.toml").write_text(uneven)
+    for cluster, ranks in (("cluster.toml", [0]), ("uneven.toml", [8, 0])):
+        line = ["plan", "job.toml", "--cluster", cluster, "--out", "plan.json"]
+        assert main([*line, "--set", "train.micro_batches=4"]) == 0
+        found = load_plan(place / "plan.json").predictions
+        assert found is not None
+        assert [told.rank for told in found.timeline] == ranks
+        last, *others = found.timeline
+        assert last.seconds == pytest.approx(found.step_s, rel=1e-4)
+        for phase, seconds in found.phases_s.items():
+            told = sum(span.seconds for span in last.spans if span.phase == phase)
+            assert told == pytest.approx(seconds, rel=1e-4)
+        assert list(dict.fromkeys(span.phase for span in last.spans)) == [
+            "data", "forward", "backward", "reduce", "clip", "optimizer", "log",
+        ]  # fmt: skip
+        assert max(span.micro_batches for span in last.spans) == 3
+        assert all(any(span.waiting_s for span in other.spans) for other in others)
+        lines = (place / "plan.json").read_text().splitlines()
+        spans = sum(len(told.spans) for told in found.timeline)
+        assert sum(line.strip().startswith('{"phase": ') for line in lines) == spans
+
+
 def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--json", "--nproc", "8"]) == 0
     facts = json.loads(capfd.readouterr().out)

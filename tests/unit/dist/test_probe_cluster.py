@@ -9,7 +9,9 @@ import pytest
 
 from moesaic.base.config import parse
 from moesaic.dist.probe.cluster import Assembly, Place, headlines
-from moesaic.dist.probe.compute import CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, PASSED_BYTES, Sizes
+from moesaic.dist.probe.compute import (
+    ATTENTIONS, CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, PASSED_BYTES, WAYS, Sizes,
+)  # fmt: skip
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures
@@ -32,10 +34,14 @@ def computed(name: str, flops: float, bandwidth: float) -> Figures:
             for kind in KINDS
         },
         f"{name} copies": [2 * size / bandwidth for size in SIZES.copies],
-        f"{name} attention forward fp32": [HEADS * 1e-5 * n**2 for n in SIZES.lengths("fp32")],
-        f"{name} attention backward fp32": [HEADS * 2e-5 * n**2 for n in SIZES.lengths("fp32")],
+        **{
+            f"{name} attention {way} fp32": [
+                HEADS * (place + 1) * 1e-5 * n**2 for n in SIZES.lengths("fp32")
+            ]
+            for place, way in enumerate(ATTENTIONS)
+        },
         f"{name} products fp32": [
-            2 * rows * columns * inner / flops for rows, columns, inner in SIZES.products("fp32")
+            WAYS * 2 * rows * columns * inner / flops for rows, columns, inner in SIZES.products("fp32")
         ],
     }
 
@@ -95,6 +101,8 @@ def test_curves_are_read_as_they_were_measured() -> None:
     assert attention is not None
     assert attention.at(64, 64, backward=False) == pytest.approx(1e-5 * 64**2, rel=1e-3)
     assert attention.at(128, 32, backward=True) == pytest.approx(1e-5 * 128**2, rel=1e-3)
+    masked = attention.at(64, 64, backward=True, masked=True)
+    assert masked == pytest.approx(4e-5 * 64**2, rel=1e-3)
     products = cpu.speed("fp32").products
     assert products is not None
     for rows, columns, inner in SIZES.products("fp32"):

@@ -53,7 +53,7 @@ def test_short_calls_are_timed_many_at_once() -> None:
     assert machine.calls > 10 * readings
 
 
-def test_work_of_several_ranks_is_done_as_often_as_they_agree() -> None:
+def test_work_of_several_ranks_is_done_as_often_as_they_agree_and_counts_on_average() -> None:
     machine = Machine(7.0, 1.0, 1.0, 9.0, 2.0)
     heard: list[int] = []
 
@@ -61,8 +61,17 @@ def test_work_of_several_ranks_is_done_as_often_as_they_agree() -> None:
         heard.append(count)
         return 3
 
-    assert together(machine.work, machine.clock, agree, 10.0) == 2.0
+    assert together(machine.work, machine.clock, agree, 10.0) == 4.0
     assert (heard, machine.calls) == ([10], 5)
+
+
+def test_what_is_done_between_calls_does_not_count() -> None:
+    machine = Machine(3.0)
+
+    def between() -> None:
+        machine.now += 100.0
+
+    assert together(machine.work, machine.clock, lambda count: 5, 10.0, between) == 3.0
 
 
 def test_a_line_is_found_through_exact_points() -> None:

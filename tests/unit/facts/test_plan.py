@@ -95,6 +95,18 @@ def test_a_layout_that_does_not_fit(layout: LayoutConfig, ranks: int, sentence: 
 
 RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "shard": 1, "experts": 4}
 PLACE = {"host": "a", "device": "A CPU", "kind": "cpu"}
+PREDICTIONS: dict[str, Any] = {
+    "cluster": "c", "step_s": 2.0, "phases_s": {"forward": 2.0}, "blocks_s": {"step": 2.0},
+    "tokens_per_s": 50.0, "memory_bytes": {"peak": 1 << 30},
+}  # fmt: skip
+SPAN = {"phase": "forward", "block": "layers.0.attention to layers.99.attention"}
+
+
+def told(*ranks: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """A change of a plan: predictions with a timeline, one entry for each of `ranks`."""
+    spans = [{**SPAN, "computing_s": 1.5, "messages_s": 0.25, "waiting_s": 0.25}] * 2
+    entries = [{"rank": 1, "spans": spans, **one} for one in ranks or (change,)]
+    return {"predictions": {**PREDICTIONS, "timeline": entries}}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,21 @@ PLACE = {"host": "a", "device": "A CPU", "kind": "cpu"}
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
         ({"copies": {}}, "unknown key 'copies'"),
+        (told(rank=4), "predictions.timeline[0].rank = 4, and ranks = 4: predictions are of an"),
+        (told({}, {}), "predictions.timeline has rank 1 twice: remove one of the two"),
+        (
+            told(rank=-1),
+            "predictions.timeline[0].rank = -1 is out of range: give an integer from 0",
+        ),
+        (told(spans=[]), "predictions.timeline[0].spans = [] is "),
+        (
+            told(spans=[{"phase": "forward", "block": "head", "waiting_s": -1.0}]),
+            "predictions.timeline[0].spans[0].waiting_s = -1.0 is out of range: give a number from",
+        ),
+        (
+            told(spans=[{"phase": "forward", "block": "head", "message_s": 1.0}]),
+            "unknown key 'predictions.timeline[0].spans[0].message_s': did you mean",
+        ),
     ],
 )
 def test_an_impossible_edit(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -138,10 +165,7 @@ def test_no_plan_at_all(text: str, words: str, tmp_path: Path) -> None:
 
 
 def test_it_is_written_and_read_back(tmp_path: Path) -> None:
-    predictions = Predictions(
-        cluster="c", step_s=2.0, phases_s={"forward": 2.0}, blocks_s={"step": 2.0},
-        tokens_per_s=50.0, memory_bytes={"peak": 1 << 30},
-    )  # fmt: skip
+    predictions = Predictions.model_validate(told({})["predictions"])
     plan = planned(tiny_job(layout={"ep": 2}), 4).model_copy(
         update={"places": [RankPlace.model_validate(PLACE)] * 4, "predictions": predictions}
     )
@@ -149,6 +173,9 @@ def test_it_is_written_and_read_back(tmp_path: Path) -> None:
     assert '  "homes": [[0, 1, 2, 3], [4, 5, 6, 7]],\n' in text
     (tmp_path / "plan.json").write_text(text)
     assert load_plan(tmp_path / "plan.json") == plan
+    span = json.dumps({**SPAN, "computing_s": 1.5, "messages_s": 0.25, "waiting_s": 0.25})
+    assert text.count(f"          {span}") == 2  # On one line, though it is a long one.
+    assert Predictions.model_validate(PREDICTIONS).timeline == []
     assert "predictions" not in plan.decisions()
 
 

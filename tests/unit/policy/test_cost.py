@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import Message, Op, Product, Work, workload
+from moesaic.facts.workload.file import TracedProduct, TracedWork
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
 from moesaic.policy.cost.step import Costs, replicated
 from moesaic.sim.timeline import run
@@ -34,11 +36,9 @@ def device(**changes: Any) -> Device:
 
 def test_a_large_product_runs_at_its_share_of_the_peak_and_a_thin_one_at_that_of_memory() -> None:
     large, thin = Product(4096, 4096, 4096), Product(1, 4096, 4096, count=3)
-    assert product_s(device(), "fp32", large) == pytest.approx(
-        1e-6 + 2 * 4096**3 / (PEAK_SHARE * 1e12)
-    )
+    assert product_s(device(), "fp32", large) == pytest.approx(2 * 4096**3 / (PEAK_SHARE * 1e12))
     touched = 4 * (4096 + 4096**2 + 4096)
-    assert product_s(device(), "fp32", thin) == pytest.approx(3 * (1e-6 + touched / 1e11))
+    assert product_s(device(), "fp32", thin) == pytest.approx(3 * touched / 1e11)
     assert product_s(device(), "fp32", Product(0, 5, 5)) == 0.0
 
 
@@ -67,7 +67,11 @@ def test_attention_that_was_measured_costs_what_was_measured() -> None:
     assert op_s(measured, backward) == pytest.approx(6 * 2 * 8e-4)
     masked = Op("attend", (scores, scores), kind="attention")
     assert op_s(measured, masked) == pytest.approx(6 * 2 * 4e-4 / causal)
+    known = heads.model_copy(update={"masked_forward": [3e-4, 5e-4]})
+    told = device(matmul=[Matmul(dtype="fp32", flops=1e12, attention=known)])
+    assert op_s(told, masked) == pytest.approx(6 * 2 * 5e-4)
     assert heads.at(256, 32, backward=False) == pytest.approx(16e-4)
+    assert op_s(measured, Op("attend", (Product(0, 0, 64),), kind="attention")) == 0.0
 
 
 def test_functions_cost_what_they_take_beyond_a_pass() -> None:
@@ -115,13 +119,38 @@ def test_one_rank_takes_the_sum_of_its_work() -> None:
     assert step_s(job, 1, cluster()) == pytest.approx(4 * each + once)
 
 
+def test_a_kernel_is_started_once() -> None:
+    """A formula's product and a traced one: each is one kernel, and heads of attention are one."""
+    product = Product(8, 8, 8, count=4)
+    free = device(memory_bandwidth=1e30, matmul=[Matmul(dtype="fp32", flops=1e30)], call_s=1.0)
+    assert op_s(free, Op("heads", (product,), calls=1)) == pytest.approx(1.0)
+    traced = TracedWork(
+        products=[TracedProduct(rows=8, columns=8, inner=8, count=4, type="fp32")],
+        moved_bytes=0, calls=4,
+    )  # fmt: skip
+    assert sum(op_s(free, op) for op in traced.ops()) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("ranks", "ep", "batch"), [(16, 2, 27), (8, 4, 9), (6, 3, 7)])
+def test_ranks_are_alike_only_if_all_that_comes_to_them_is(ranks: int, ep: int, batch: int) -> None:
+    job = tiny_job(layout={"ep": ep}, model={"experts": 12}, train={"batch": batch})
+    plan, where = lay_out(job.layout, job.model, ranks), cluster(ranks)
+    costs = Costs.of(job, plan, where)
+    alone = {rank: [rank] for rank in range(ranks)}
+    work = {rank: workload(job, plan, rank) for rank in alone}
+    each = run(costs.step(work, alone), ranks)
+    assert run(costs.events(), ranks).end_s == pytest.approx(each.end_s)
+
+
 @pytest.mark.parametrize("layout", [{}, {"ep": 4}, {"shard": 2}, {"ep": 2, "shard": 4}])
 def test_every_layout_has_its_timeline(layout: dict[str, int]) -> None:
     job = tiny_job(layout=layout)
     plan = lay_out(job.layout, job.model, 4)
     events = Costs.of(job, plan, cluster()).events()
     found = run(events, 4)
-    assert set(found.by_phase(0)) == {"forward", "backward", "reduce", "clip", "optimizer"}
+    phases = [phase for phase, _ in groupby(event.phase for event in events)]
+    assert phases == ["data", "forward", "backward", "reduce", "clip", "optimizer", "log"]
+    assert set(found.by_phase(0)) == set(phases)
     assert all(len(event.seconds) == 4 and (event.seconds >= 0).all() for event in events)
     spoken = {event.name for event in events if event.groups}
     assert ("tokens" in spoken) == ("ep" in layout)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster import Cluster, Curve, Link, Place, inside, place, route
+from moesaic.facts.cluster import Cluster, Collective, Curve, Link, Place, inside, place, route
 from moesaic.facts.cluster.file import resolve
 from moesaic.policy.cost.traffic import Pace, Traffic
 
@@ -273,3 +273,20 @@ def test_a_measured_operation_decides_where_it_is_the_same_one() -> None:
     for shared in paces(far, "all_reduce", [0, 2], [1, 3]):  # Two at once: twice the bytes.
         assert shared.seconds(1e7) == pytest.approx(curve.at(2e7))
     assert paces(far, "all_reduce", [0, 1])[0].measured is None
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_what_was_measured_counts_wherever_in_a_ring_the_slowest_link_is(slow: int) -> None:
+    times = {"bytes": [1e3, 1e9], "seconds": [1e-4, 5.0]}
+    known = [Collective(name="all_gather", ranks=3, times=Curve(**times))]
+    made = cluster(1, 1, 1)
+    wires = [
+        Link(
+            ends=[f"h{here}", f"h{(here + 1) % 3}"], kind="cable", latency_s=1e-6,
+            bandwidth=1e8 if here == slow else 1e9, collectives=known if here == slow else [],
+        )
+        for here in range(3)
+    ]  # fmt: skip
+    own = [link for link in made.links if link.ends != ["*", "*"]]
+    joined = made.model_copy(update={"links": own + wires})
+    assert paces(joined, "all_gather", [0, 1, 2])[0].seconds(1e9) == pytest.approx(5.0)

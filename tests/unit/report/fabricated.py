@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
+from moesaic.report import RunFacts
 
 START_S = 1_760_000_000.0
 LOADS = pa.schema(
@@ -27,6 +28,19 @@ LOADS = pa.schema(
     ]
 )
 TOKENS = 2048
+PREDICTED = {
+    "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
+    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "memory_bytes": {"peak": 1 << 20},
+}  # fmt: skip
+TIMELINE = [
+    {"rank": 1, "spans": [
+        {"phase": "forward", "block": "<embed>", "computing_s": 0.01, "messages_s": 0.004},
+        {"phase": "backward", "block": "<embed>", "computing_s": 0.03},
+        {"phase": "forward", "block": "all", "micro_batches": 3, "computing_s": 0.03},
+        {"phase": "reduce", "block": "step", "waiting_s": 0.006, "messages_s": 0.02},
+    ]},
+    {"rank": 0, "spans": [{"phase": "forward", "block": "<embed>", "computing_s": 0.02}]},
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -220,3 +234,10 @@ def fabricate(directory: Path, **story: Any) -> Path:
     """Write the run of `Story(**story)` to `directory`."""
     Fabric(directory, Story(**story)).write()
     return directory
+
+
+def predict(directory: Path, predicted: Any = PREDICTED) -> RunFacts:
+    """The run at `directory`, as if its plan had predicted this."""
+    path = directory / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "predictions": predicted}))
+    return RunFacts.read(directory)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fabricated import fabricate
+from fabricated import PREDICTED, TIMELINE, fabricate, predict
 
 from moesaic.report import RunFacts, page, write_report
 
@@ -206,6 +206,30 @@ def test_other_runs_are_drawn_too(
     run = RunFacts.read(fabricate(tmp_path / "run", **{"steps": 20, **story}))
     browser = show(page.render(run))
     assert len(browser.find_elements("css selector", ".chart svg.main-svg:first-child")) == charts
+
+
+def test_the_predicted_step_is_drawn(show: Open, tmp_path: Path) -> None:
+    predicted = {**PREDICTED, "timeline": TIMELINE}
+    browser = show(page.render(predict(fabricate(tmp_path / "run", steps=20), predicted)))
+    bars = browser.execute_script(
+        "return [...document.querySelectorAll('#step-timeline .bars .point path')]"
+        ".map((bar) => {const box = bar.getBBox(); return [box.x, box.y, box.width, box.height];})"
+    )
+    assert len(bars) == sum(points(browser, "step-timeline"))
+    assert all(width > 0 and height > 0 for _, _, width, height in bars)
+    lanes = browser.execute_script(
+        "return [...document.querySelectorAll('#step-timeline .ytick text')]"
+        ".map((one) => one.textContent)"
+    )
+    assert [name.partition("rank")[0] for name in lanes] == ["predicted, "] * 2 + ["measured, "]
+    browser.execute_script(
+        "Plotly.Fx.hover('step-timeline', [{curveNumber: arguments[0], pointNumber: 0}])",
+        [trace["name"] for trace in traces(browser, "step-timeline")].index("reduce"),
+    )
+    hover = browser.find_element("css selector", "#step-timeline .hoverlayer").text
+    assert "all blocks, reduce: waiting" in hover
+    assert "6.00 ms from 74.0 ms on" in hover
+    assert_silent(browser)
 
 
 def test_run_without_steps_is_a_page(show: Open, tmp_path: Path) -> None:

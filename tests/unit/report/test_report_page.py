@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fabricated import LOADS, TOKENS, fabricate
+from fabricated import LOADS, PREDICTED, TIMELINE, TOKENS, fabricate, predict
 
 from moesaic.base.errors import StoreError
 from moesaic.report import RunFacts, page, summary, write_report
@@ -207,18 +207,6 @@ def test_summary_of_a_dense_run_has_no_experts(tmp_path: Path) -> None:
     assert facts["experts"] is None
 
 
-PREDICTED = {
-    "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
-    "blocks_s": {"step": 0.1}, "tokens_per_s": 20480.0, "memory_bytes": {"peak": 1 << 20},
-}  # fmt: skip
-
-
-def predict(directory: Path, predicted: Any = PREDICTED) -> RunFacts:
-    path = directory / "plan.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "predictions": predicted}))
-    return RunFacts.read(directory)
-
-
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20, killed_at=14)
     assert "Predicted and measured" not in page.render(RunFacts.read(directory))
@@ -237,6 +225,35 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     facts = json.loads(json.dumps(summary(run), allow_nan=False))["prediction"]
     assert facts["step_ratio"] == pytest.approx(found.ratio)
     assert facts["predicted"]["cluster"] == "<here>"
+
+
+def test_the_predicted_step_stands_on_a_clock(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=20)
+    assert "step-timeline" not in figures_of(page.render(predict(directory)))
+    run = predict(directory, {**PREDICTED, "timeline": TIMELINE})
+    assert run.prediction is not None
+    measured = run.prediction.measured
+    figure = figures_of(page.render(run))["step-timeline"]
+    bars = {trace["name"]: trace for trace in figure["data"]}
+    assert [label.partition("<br>")[0] for label in figure["layout"]["yaxis"]["ticktext"]] == [
+        "predicted, rank 1", "predicted, rank 0", "measured, rank 0",
+    ]  # fmt: skip
+    forward = bars["forward"]
+    assert (forward["y"], forward["base"][:4]) == ([0, 0, 0, 1, 2], [0, 10, 44, 0])
+    assert forward["x"][:4] == [10, 4, 30, 20]
+    assert forward["x"][4] == pytest.approx(measured.phases_s["forward"] * 1e3, rel=1e-4)
+    assert (
+        forward["text"][1] == "&lt;embed&gt;, forward: messages<br><b>4.00 ms</b> from 10.0 ms on"
+    )
+    assert forward["text"][2].startswith("all blocks of 3 micro-batches, forward: computing<br>")
+    assert forward["text"][4].startswith("forward: median, waiting included<br>")
+    waiting, messages = bars["reduce"]["width"][:2]
+    assert waiting < messages < max(forward["width"])
+    # What is in no phase is drawn too, so that the lane is as long as the step.
+    assert bars["other"]["y"] == [2]
+    end = bars["other"]["base"][0] + bars["other"]["x"][0]
+    assert end == pytest.approx(measured.step_s * 1e3, rel=1e-3)
+    assert "timeline" not in summary(run)["prediction"]["predicted"]
 
 
 def test_what_a_run_says_of_its_prediction_goes_before(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moesaic.dist.probe.compute import (
-    CHAIN, FUNCTION_ELEMENTS, HEAD_DIM, HEADS, KINDS, PASSED_BYTES, Sizes,
+    ATTENTIONS,     CHAIN, FUNCTION_ELEMENTS, HEAD_DIM, HEADS, KINDS, PASSED_BYTES, WAYS, Sizes,
 )  # fmt: skip
 from moesaic.dist.probe.disks import SMALL
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
@@ -175,10 +175,10 @@ def _passes(kind: str, times: list[float], sizes: Sizes) -> Passes:
 
 
 def _matmul(dtype: str, figures: Figures, sizes: Sizes) -> Matmul:
-    times = figures[f"products {dtype}"]
+    times = [one / WAYS for one in figures[f"products {dtype}"]]
     ways = {
         way: [_short(one / HEADS) for one in figures[f"attention {way} {dtype}"]]
-        for way in ("forward", "backward")
+        for way in ATTENTIONS
     }
     lengths = [float(length) for length in sizes.lengths(dtype)]
     heads = Heads.model_validate({"head_dim": HEAD_DIM, "lengths": lengths, **ways})

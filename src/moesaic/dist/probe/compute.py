@@ -29,14 +29,17 @@ PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
 """What kernels read and write, as a multiple of their tensor."""
 CHAIN = 16
 FUNCTION_ELEMENTS = 1 << 18
+WAYS = 3
+"""Products that are timed together."""
+ATTENTIONS = ("forward", "backward", "masked_forward", "masked_backward")
 HEADS, HEAD_DIM = 8, 64
 """Of the attention that is measured."""
 _LENGTHS = (64, 1024)
 """Least and most tokens of it."""
 
 _SMALLEST_SIDE = 64
-_CUBES = 9
-"""All products take about 2.3 times the largest one, and each is done four times."""
+_CUBES = 7
+"""All products take about 2.3 times the largest one, and each is done three times."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,9 @@ def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Itera
         yield f"passes {kind}", len(sizes.passed), map(made, sizes.passed)
     for dtype in sizes.sides:
         lengths = sizes.lengths(dtype)
-        for way in ("forward", "backward"):
-            made = partial(_attention, device, dtype, way)
-            yield f"attention {way} {dtype}", len(lengths), map(made, lengths)
+        for way in ATTENTIONS:
+            attending = _attention(device, dtype, way, lengths)
+            yield f"attention {way} {dtype}", len(lengths), attending
         products = sizes.products(dtype)
         yield f"products {dtype}", len(products), _products(device, dtype, sizes, products)
 
@@ -209,19 +212,24 @@ KINDS: dict[str, Callable[[torch.device, Sizes, int], _Work]] = {
 """Kernels that are unlike most, by their kind in a cluster's file."""
 
 
-def _attention(device: torch.device, dtype: str, way: str, length: int) -> _Work:
-    """Causal attention of `HEADS` heads of `HEAD_DIM`, or its backward pass alone."""
-    shape = (1, HEADS, length, HEAD_DIM)
+def _attention(
+    device: torch.device, dtype: str, way: str, lengths: Sequence[int]
+) -> Iterator[_Work]:
+    """Attention of `HEADS` heads of `HEAD_DIM`, causal or with a mask, or its backward pass alone."""
     with _precision(dtype):
-        q, k, v = (
-            torch.full(shape, 0.5, dtype=_TYPES[dtype], device=device, requires_grad=True)
-            for _ in range(3)
-        )
-        if way == "forward":
-            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        ones = torch.ones_like(mixed)
-        return lambda: torch.autograd.grad(mixed, (q, k, v), ones, retain_graph=True)
+        for length in lengths:
+            shape = (1, HEADS, length, HEAD_DIM)
+            q, k, v = (
+                torch.full(shape, 0.5, dtype=_TYPES[dtype], device=device, requires_grad=True)
+                for _ in range(3)
+            )
+            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            how = {"attn_mask": mask} if "masked" in way else {"is_causal": True}
+            forward = partial(F.scaled_dot_product_attention, q, k, v, **how)
+            mixed = forward()
+            given = (mixed, (q, k, v), torch.ones_like(mixed))
+            backward = partial(torch.autograd.grad, *given, retain_graph=True)
+            yield forward if way.endswith("forward") else backward
 
 
 def _products(
@@ -236,13 +244,30 @@ def _products(
 
 
 def _product(arena: Tensor, rows: int, columns: int, inner: int) -> _Work:
-    """Rows times one weight of `arena` after another: a model's are in no cache when it needs them."""
-    size = inner * columns
+    """The `WAYS` in which layers ask for a product: for a result, for the gradients of its input
+    and of its weight.
+
+    Weights and their gradients come one after another of `arena`: a model's are in no cache when it
+    needs them.
+    """
+    weights = itertools.cycle(_cut(arena, inner, columns))
+    gradients = itertools.cycle(_cut(arena, rows, columns))
+    left, right = arena.new_full((rows, inner), 0.5), arena.new_full((inner, columns), 0.5)
+    turned, result = arena.new_full((inner, rows), 1 / inner), arena.new_empty(rows, columns)
+
+    def multiply() -> None:
+        torch.mm(left, next(weights).view(columns, inner).T, out=result)
+        torch.mm(left, next(weights), out=result)
+        torch.mm(turned.T, right, out=next(gradients))
+
+    return multiply
+
+
+def _cut(arena: Tensor, rows: int, columns: int) -> list[Tensor]:
+    """Matrices that lie in `arena` one after another."""
+    size = rows * columns
     number = max(1, min(_MOST_WEIGHTS, arena.numel() // size))
-    weights = [arena[i * size : (i + 1) * size].view(inner, columns) for i in range(number)]
-    following = itertools.cycle(weights)
-    left, result = arena.new_full((rows, inner), 0.5), arena.new_empty(rows, columns)
-    return lambda: torch.mm(left, next(following), out=result)
+    return [arena[i * size : (i + 1) * size].view(rows, columns) for i in range(number)]
 
 
 @contextmanager

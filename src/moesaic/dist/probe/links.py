@@ -110,16 +110,23 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
         dist.broadcast(number, src=first, group=group)
         return int(number.item())
 
+    compute = chore(world.device)
     found: Figures = {}
     for name in COLLECTIVES:
         found[f"{name} {where}"] = [
             together(
                 collective(name, num_bytes, ranks, world.device, group),
-                lambda: devices.now(world.device), agree, share_s,
+                lambda: devices.now(world.device), agree, share_s, compute,
             )
             for num_bytes in collective_bytes(ranks, most)
         ]  # fmt: skip
     return found
+
+
+def chore(device: torch.device) -> Callable[[], object]:
+    """What ranks compute between operations: they come to them at their own times, as in a step."""
+    left, right = torch.ones(256, 512, device=device), torch.ones(512, 512, device=device)
+    return lambda: torch.mm(left, right)
 
 
 def collective(

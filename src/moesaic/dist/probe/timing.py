@@ -31,14 +31,36 @@ def seconds(work: Callable[[], object], clock: Clock, budget_s: float) -> float:
 
 
 def together(
-    work: Callable[[], object], clock: Clock, agree: Callable[[int], int], budget_s: float
-) -> float:
-    """The same for work of several ranks: `agree` turns one rank's number of samples into all's."""
+    work: Callable[[], object], clock: Clock, agree: Callable[[int], int], budget_s: float,
+    between: Callable[[], object] = lambda: None,
+) -> float:  # fmt: skip
+    """What one call takes of several ranks that meet in it, on average, each call after `between`.
+
+    Of such calls some are fast and others wait for a thread to be woken, or for a rank that comes
+    late, so that their median is one or the other by chance, and a step pays for all.
+
+    Args:
+        work: what ranks do together.
+        clock: reads the time.
+        agree: turns one rank's number of calls into all's.
+        budget_s: about how long to go on.
+        between: what each does by itself before each call; its time does not count.
+    """
+
+    def calls(number: int) -> float:
+        total = 0.0
+        for _ in range(number):
+            between()
+            start = clock()
+            work()
+            total += clock() - start
+        return total / number
+
     work()
-    once = _sample(work, clock, 1)
-    wanted = int(budget_s / max(once, 1e-9))
-    count = agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted)))
-    return median(_sample(work, clock, 1) for _ in range(count))
+    start = clock()
+    calls(1)
+    wanted = int(budget_s / max(clock() - start, 1e-9))
+    return calls(agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted))))
 
 
 def _sample(work: Callable[[], object], clock: Clock, calls: int) -> float:

@@ -62,27 +62,38 @@ class Grid(Section):
 
 
 class Heads(Section):
-    """Seconds of causal attention, one head of one sequence, by the sequence's length."""
+    """Seconds of attention, one head of one sequence, by the sequence's length."""
 
     head_dim: float = Field(gt=0)
     """Width of a head."""
     lengths: list[float] = Field(min_length=1)
     """Tokens of a sequence, rising."""
     forward: list[float] = Field(min_length=1)
-    """The times that their forward passes take."""
+    """The times that their forward passes take, where attention is causal."""
     backward: list[float] = Field(min_length=1)
     """The times of their backward passes."""
+    masked_forward: list[float] | None = None
+    """The same with a mask, as documents in one sample need; unset: as much longer as there is more
+    to multiply."""
+    masked_backward: list[float] | None = None
+    """The same of backward passes."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Heads:
         _check_axis("lengths", self.lengths)
-        _check_seconds(self.forward, len(self.lengths))
-        _check_seconds(self.backward, len(self.lengths))
+        for seconds in (self.forward, self.backward, self.masked_forward, self.masked_backward):
+            if seconds is not None:
+                _check_seconds(seconds, len(self.lengths))
         return self
 
-    def at(self, length: float, head_dim: float, *, backward: bool) -> float:
+    def at(self, length: float, head_dim: float, *, backward: bool, masked: bool = False) -> float:
         """Seconds for one head of `head_dim` over `length` tokens."""
         seconds = self.backward if backward else self.forward
+        known = self.masked_backward if backward else self.masked_forward
+        if masked and known is None:  # A causal pass leaves out all but this share.
+            return self.at(length, head_dim, backward=backward) / (0.5 + 0.5 / length)
+        if masked and known is not None:
+            seconds = known
         beyond = max(length / self.lengths[-1], 1.0)  # It grows with the square; `_read` has one.
         return _read([self.lengths], seconds, [length]) * beyond * head_dim / self.head_dim
 

@@ -6,15 +6,28 @@ One JSON file that `moesaic plan` writes, people edit, training obeys and every 
 from moesaic.facts.plan.checks import check, check_places, load_plan, ruled
 from moesaic.facts.plan.layout import block_names, lay_out, planned
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
-from moesaic.facts.plan.predictions import FIRST, WINDOW, Measured, Predictions, measure
+from moesaic.facts.plan.predictions import (
+    ALL,
+    FIRST,
+    WINDOW,
+    Measured,
+    Predictions,
+    RankSpan,
+    RankTimeline,
+    measure,
+    short,
+)
 
 __all__ = [
+    "ALL",
     "FIRST",
     "WINDOW",
     "Measured",
     "Plan",
     "Predictions",
     "RankPlace",
+    "RankSpan",
+    "RankTimeline",
     "Tiers",
     "block_names",
     "check",
@@ -24,4 +37,5 @@ __all__ = [
     "measure",
     "planned",
     "ruled",
+    "short",
 ]

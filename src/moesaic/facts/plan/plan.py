@@ -100,6 +100,7 @@ class Plan(Section):
                 f"places has {len(self.places)} entries for ranks = {self.ranks}: give every rank "
                 "one, in their order, or remove places"
             )
+        self._check_timeline()
         return self
 
     def _check_homes(self) -> None:
@@ -133,8 +134,24 @@ class Plan(Section):
                     "make the shares equal"
                 )
 
+    def _check_timeline(self) -> None:
+        told = [one.rank for one in self.predictions.timeline] if self.predictions else []
+        for at, rank in enumerate(told):
+            if rank >= self.ranks:
+                raise ValueError(
+                    f"predictions.timeline[{at}].rank = {rank}, and ranks = {self.ranks}: "
+                    "predictions are of another plan; remove them, or plan anew"
+                )
+            if rank in told[:at]:
+                raise ValueError(
+                    f"predictions.timeline has rank {rank} twice: remove one of the two"
+                )
+
     def to_json(self) -> str:
-        """The plan as JSON that a person can edit: what fits on a line stands on one."""
+        """The plan as JSON that a person can edit: what fits on a line stands on one.
+
+        So does each row of a table, whatever its length.
+        """
         return _json(self.model_dump(mode="json", by_alias=True), "", top=True) + "\n"
 
     def homes(self, rank: int) -> tuple[int, ...]:
@@ -179,6 +196,13 @@ def _json(value: Any, margin: str, *, top: bool = False) -> str:
     if isinstance(value, dict):
         items = [f"{json.dumps(key)}: {_json(one, inner)}" for key, one in value.items()]
     else:
-        items = [_json(one, inner) for one in value]
+        items = [_row(one, inner) for one in value]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{margin}{closing}"
+
+
+def _row(value: Any, margin: str) -> str:
+    """An item of a list as JSON: on one line if it is a row of a table, an object of values."""
+    if isinstance(value, dict) and not any(isinstance(v, dict | list) for v in value.values()):
+        return json.dumps(value, ensure_ascii=False)
+    return _json(value, margin)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from moesaic.base.config import Section
 from moesaic.facts.cluster import Calibration
@@ -16,6 +16,50 @@ FIRST = 3
 """Steps that pay for warming up, and do not count."""
 WINDOW = 1000
 """Steps that the medians are of, at most: the last ones."""
+ALL = "all"
+"""What a span of all blocks has for its block."""
+
+
+class RankSpan(Section):
+    """A stretch of a rank's step: first it computes, then it waits for others and speaks."""
+
+    phase: str
+    """Phase of the step."""
+    block: str
+    """Block of the model; `A to B`: those from A to B; `all`: every one; `step`: none of them."""
+    micro_batches: int = Field(default=1, ge=1)
+    """Micro-batches that are added up in it."""
+    computing_s: float = Field(default=0.0, ge=0)
+    """Seconds of computing."""
+    messages_s: float = Field(default=0.0, ge=0)
+    """Seconds of messages."""
+    waiting_s: float = Field(default=0.0, ge=0)
+    """Seconds of waiting until the others come."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.computing_s + self.messages_s + self.waiting_s
+
+    @model_serializer(mode="wrap")
+    def _brief(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is as by default: there are many spans, and people read them."""
+        own = type(self).model_fields
+        return {name: value for name, value in dump(self).items() if value != own[name].default}
+
+
+class RankTimeline(Section):
+    """The step of one rank, in order and without gaps: a span begins where the last one ends."""
+
+    rank: int = Field(ge=0)
+    """The rank."""
+    spans: list[RankSpan] = Field(min_length=1)
+    """What it does: its first micro-batch block by block, the rest of the step phase by phase."""
+
+    @property
+    def seconds(self) -> float:
+        """When the rank is done."""
+        return sum(span.seconds for span in self.spans)
 
 
 class Predictions(Section):
@@ -37,6 +81,8 @@ class Predictions(Section):
     """Tokens of all ranks in a second."""
     memory_bytes: dict[str, int]
     """Bytes that the rank holds, by what they are for; `peak`: most of them at one time."""
+    timeline: list[RankTimeline] = Field(default_factory=list)
+    """The step on a clock: of the rank that is done last, and of rank 0 where that differs."""
 
 
 class Measured(Section):
@@ -80,6 +126,11 @@ def measure(
         peak_bytes=peak_bytes,
         memory=memory,
     )
+
+
+def short(value: float) -> float:
+    """As many digits as a file that people read needs."""
+    return float(f"{value:.5g}")
 
 
 def _usual(seconds: Sequence[float]) -> list[float]:

@@ -98,7 +98,7 @@ class TracedWork(Section):
     moved_bytes: int = Field(ge=0)
     """What kernels other than products read and write."""
     calls: int = Field(ge=0)
-    """Kernels started, products and attention left out."""
+    """Kernels started, products and attention among them."""
     specials: int = Field(default=0, ge=0)
     """Numbers of which an exponential, or the like, is taken, attention left out."""
 
@@ -264,6 +264,7 @@ def _update(block: TracedBlock) -> tuple[Op, ...]:
 def traced_memory(traced: Traced) -> Memory:
     """What a rank holds: buffers count as parameters, moments have the gradients' types."""
     gradients = sum(sum(block.gradients) for block in traced.blocks)
+    activations = sum(block.saved_bytes for block in traced.blocks)
     return Memory(
         parameters_bytes=sum(block.parameter_bytes for block in traced.blocks)
         + traced.buffer_bytes,
@@ -271,8 +272,8 @@ def traced_memory(traced: Traced) -> Memory:
         moments_bytes=2 * gradients,
         staging_bytes=0,
         gathered_bytes=0,
-        activations_bytes=sum(block.saved_bytes for block in traced.blocks),
+        activations_bytes=activations,
         head_bytes=0,
-        idle_gradients_bytes=0,
-        backward_bytes=0,
+        forward_bytes=activations,
+        backward_bytes=gradients,
     )

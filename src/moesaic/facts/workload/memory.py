@@ -1,8 +1,8 @@
-"""What a rank holds while it trains, by kind of content.
+"""What a rank holds while it trains, by kind of content, and at the moments when it holds most.
 
 What autograd keeps of each layer is exact for torch's kernels on a CPU, and for whatever a GPU
-computes with the same ones; it depends on routing only through the rows that arrive. Estimates
-are: what FSDP holds together for a time, and what lives no longer than a layer's own passes.
+computes with the same ones; it depends on routing only through the rows that arrive. The moments
+are those of our own layers, of FSDP in torch 2.13, and of kernels on a CPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload.loads import expert_counts, slots_of
-from moesaic.facts.workload.messages import group_of
+from moesaic.facts.workload.messages import buckets, group_of
 from moesaic.facts.workload.parameters import Parameter, local_size, parameters, rank_size
-from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, Sizes
+from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, SHARE_BYTES, Sizes
 
 
 @dataclass(frozen=True)
@@ -29,41 +29,36 @@ class Memory:
     staging_bytes: int
     """The copy that checkpoints are written from; 0 where it lies in a memory of the host's own."""
     gathered_bytes: int
-    """What FSDP has put together of other ranks' shards: an estimate."""
+    """Most of what FSDP has put together of other ranks' shards, or is about to share out."""
     activations_bytes: int
     """What autograd keeps of embedding and layers."""
     head_bytes: int
     """What the head keeps, the gradient of its weight among it, and its logits."""
-    idle_gradients_bytes: int
-    """Those of `gradients_bytes` that are there while a forward pass runs."""
+    forward_bytes: int
+    """Most of what is there in a forward pass and does not last: gradients of micro-batches
+    before, activations, what FSDP has gathered, and the head."""
     backward_bytes: int
-    """Most of what is there in a backward pass and does not last: gradients so far, activations
-    that are left, and what kernels need on the way."""
+    """Most of what is there in a backward pass or right after it and does not last: gradients so
+    far, activations that are left, what FSDP has gathered, and what kernels need on the way."""
 
     def by_kind(self) -> dict[str, int]:
         """What is held for its own sake: what `total_bytes` adds up."""
         return {
             kind: getattr(self, kind)
             for kind in self.__dataclass_fields__
-            if not kind.startswith(("idle", "backward"))
+            if kind not in ("forward_bytes", "backward_bytes")
         }
 
     @property
     def total_bytes(self) -> int:
         """All of it, as if it were there at one time."""
-        return self._lasting_bytes + (
-            self.gradients_bytes + self.activations_bytes + self.head_bytes
-        )
+        return sum(self.by_kind().values())
 
     @property
     def peak_bytes(self) -> int:
         """What is there at one time: at the end of a forward pass, or in a backward pass."""
-        forward = self.idle_gradients_bytes + self.activations_bytes + self.head_bytes
-        return self._lasting_bytes + max(forward, self.backward_bytes, self.gradients_bytes)
-
-    @property
-    def _lasting_bytes(self) -> int:
-        return self.parameters_bytes + self.moments_bytes + self.staging_bytes + self.gathered_bytes
+        lasting = self.parameters_bytes + self.moments_bytes + self.staging_bytes
+        return lasting + max(self.forward_bytes, self.backward_bytes)
 
 
 def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True) -> Memory:
@@ -76,67 +71,143 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         on_cpu: whether rank and host share one memory, which then holds the staging copy too.
     """
     rank = plan.ranks - 1 if rank is None else rank
-    s = Sizes.of(job, plan, rank)
     everything = list(parameters(job.model))
     dense = [p for p in everything if p.kind != "expert"]
     experts = [p for p in everything if p.expert is not None and p.expert in plan.homes(rank)]
     num_experts = sum(p.size for p in experts)
-    held = sum(local_size(p, plan.shard) for p in dense) + num_experts
     moments = 2 * (sum(rank_size(p, plan.shard, rank) for p in dense) + num_experts)
-    several = job.train.micro_batches > 1
-    gradients = held + several * num_experts // job.model.layers
-    kept = activations(job, plan, rank)
-    head = kept.pop("head") + _logits(s)
-    layers = [num_bytes for name, num_bytes in kept.items() if name.startswith("layers.")]
-    recomputed = sum(layers) - len(layers) * s.stream * s.wide - max(layers)
     staged = _staged(dense, experts, plan, rank) if job.checkpoint.asynchronous else 0
+    step = _Step(job, plan, rank, dense, num_experts // job.model.layers, on_cpu)
+    layers, wide = range(job.model.layers), step.s.wide
     return Memory(
-        parameters_bytes=held * s.wide,
-        gradients_bytes=gradients * s.wide,
-        moments_bytes=moments * s.wide,
-        staging_bytes=staged * s.wide if on_cpu else 0,
-        gathered_bytes=_gathered(dense, plan) * s.wide,
-        activations_bytes=sum(kept.values()) - (recomputed if job.train.recompute else 0),
-        head_bytes=head,
-        idle_gradients_bytes=(held if several else 0) * s.wide,
-        backward_bytes=_backward(job, plan, rank, dense, num_experts),
+        parameters_bytes=step.held * wide,
+        gradients_bytes=(step.held + step.several * step.arena) * wide,
+        moments_bytes=moments * wide,
+        staging_bytes=staged * wide if on_cpu else 0,
+        gathered_bytes=max(step.gathered(index) for index in layers),
+        activations_bytes=step.passing + step.left(layers[-1]),
+        head_bytes=step.kept["head"] + _logits(step.s),
+        forward_bytes=step.forward(),
+        backward_bytes=max(step.end(), *(step.backward(index) for index in layers)),
     )
 
 
-def _backward(job: Job, plan: Plan, rank: int, dense: Sequence[Parameter], num_experts: int) -> int:
-    """The most that one layer's backward pass finds or makes, of what does not last.
+class _Step:
+    """What is there at moments of a rank's step, beside what lasts."""
 
-    Layers that are through leave gradients and free activations, so that it is the last layer or
-    the first, whichever is larger.
-    """
-    s, layers = Sizes.of(job, plan, rank), job.model.layers
-    kept = activations(job, plan, rank)
-    layer = sum(local_size(p, plan.shard) for p in dense if p.layer == 0) + num_experts // layers
-    head = sum(local_size(p, plan.shard) for p in dense if p.name.startswith("head"))
-    held = sum(local_size(p, plan.shard) for p in dense) + num_experts
-    on_the_way = _on_the_way(s, job, plan, rank)
-    most = 0
-    for index in range(layers):
-        gradients = (head + (layers - index) * layer) * s.wide
-        if job.train.micro_batches > 1:  # All are there, and this layer's come once more.
-            gradients = (held + num_experts // layers) * s.wide
-        left = kept["context"] + kept["embed"] + (index + 1) * kept["layers.0"]
-        if job.train.recompute:
-            left = kept["context"] + kept["embed"] + kept["layers.0"] + index * s.stream * s.wide
-        most = max(most, gradients + left + on_the_way)
-    return most
+    def __init__(
+        self, job: Job, plan: Plan, rank: int, dense: Sequence[Parameter], arena: int, on_cpu: bool
+    ) -> None:
+        self.s, self.job, self.plan, self.rank = Sizes.of(job, plan, rank), job, plan, rank
+        self.on_cpu, self.several = on_cpu, job.train.micro_batches > 1
+        self.kept, self.layers = activations(job, plan, rank), job.model.layers
+        self.passing = self.kept["context"] + self.kept["embed"]
+        self.arena = arena
+        """Elements of the experts of a layer."""
+        self.shards = [local_size(p, plan.shard) for p in dense]
+        self.held = sum(self.shards) + arena * self.layers
+        self.layer = sum(p.size for p in dense if p.layer == 0)
+        self.own = sum(local_size(p, plan.shard) for p in dense if p.layer == 0) + arena
+        """Elements of a layer, and what of them lies on this rank."""
+        self.root = sum(p.size for p in dense if p.layer is None)
+        self.head = job.model.vocab * job.model.hidden
+        """Elements of embedding and head, and of the gradient of the head's weight."""
+
+    def left(self, index: int) -> int:
+        """What autograd keeps of the layers up to `index` when backward comes to that one."""
+        if self.job.train.recompute:
+            return index * self.s.stream * self.s.wide + self.kept["layers.0"]
+        return (index + 1) * self.kept["layers.0"]
+
+    def gathered(self, index: int) -> int:
+        """What FSDP has while backward is in layer `index`.
+
+        Embedding, head and the layer; a message that has brought the next one; and the message
+        that shares out the gradients of the one before.
+        """
+        groups = 1 + (index > 0) + (index < self.layers - 1)
+        return (self.plan.shard > 1) * (self.root + groups * self.layer) * self.s.wide
+
+    def forward(self) -> int:
+        """When the head has logits; FSDP still has the message that brought the last layer."""
+        kept = self.left(self.layers - 1)
+        if self.job.train.recompute:
+            kept = self.layers * self.s.stream * self.s.wide
+        gathered = (self.plan.shard > 1) * (self.root + self.layer)
+        lasting = (self.several * self.held + gathered) * self.s.wide
+        return self._contexts() + lasting + kept + self.kept["head"] + _logits(self.s)
+
+    def backward(self, index: int) -> int:
+        """In the larger half of layer `index`, whose own gradients have just begun to come."""
+        gradients = self.held if self.several else (self.layers - 1 - index) * self.own
+        if not self.several or self.plan.shard > 1 or self.job.model.tied:
+            gradients += self.head  # It is not with the others yet.
+        there = self._contexts() + self.left(index) + self.gathered(index)
+        return there + gradients * self.s.wide + self._on_the_way()
+
+    def end(self) -> int:
+        """When the last gradients come, or all are there and copies are summed."""
+        s, more = self.s, 0
+        if self.plan.shard > 1:  # Those of embedding and head as they are shared out, twice.
+            more = 2 * self.root
+        elif self.several or self.job.model.tied:  # The embedding's, to be added to others.
+            more = self.head * (1 + (self.several and self.job.model.tied))
+        copies = group_of(self.plan.replica_groups(), self.rank)
+        sums = [[self.arena] * self.layers] * (len(copies) > 1)
+        sums += [self.shards] * (self.plan.ranks > 1 and self.plan.shard == 1)
+        flat = [
+            sum(bucket)
+            for sizes in sums
+            for bucket in buckets([size * s.wide for size in sizes])
+            if len(bucket) > 1
+        ]
+        return self._contexts() + self.held * s.wide + max(more * s.wide, *flat, 0)
+
+    def _contexts(self) -> int:
+        """That of every micro-batch is there until the step is over, but for its mask."""
+        angles = self.kept["context"] - self.s.mask
+        return self.passing + (self.job.train.micro_batches - 1) * angles
+
+    def _on_the_way(self) -> int:
+        """What backward of a layer's larger half makes, less what it has let go."""
+        s, model = self.s, self.s.model
+        stream = s.stream * s.wide
+        if model.experts:
+            return stream + self.arena * s.wide + self._rows() * s.narrow
+        # Three gradients around a product are there, and its result is not; the gradient of the
+        # weight that followed stays, or has been added to that of earlier micro-batches.
+        stays = not self.several or self.plan.shard > 1
+        down = stays * model.ffn * model.hidden * s.wide
+        return stream + down + 2 * s.tokens * model.ffn * s.narrow
+
+    def _rows(self) -> int:
+        """The same of an expert layer's rows, in elements: gradients of results, which are gone
+        themselves, and those of rows: share by share, and then all shares joined."""
+        model, plan = self.s.model, self.plan
+        counts = expert_counts(self.job, plan, None)
+        slots = slots_of(counts, plan, self.rank, group_of(plan.expert_groups(), self.rank))
+        rows, leaving = sum(slots), int(counts[self.rank].sum())
+        shares = _shares(self.s, slots, self.on_cpu)
+        most, done = 2 * rows * model.hidden if len(shares) > 1 else 0, 0
+        for num_slots, num_rows in shares:
+            inner, before = num_rows * model.ffn, done * model.hidden
+            done += num_rows
+            weights = self.s.casts * num_slots * 2 * model.ffn * model.hidden
+            most = max(most, before + 5 * inner, done * model.hidden + 4 * inner + weights)
+        return (rows - leaving) * model.hidden + most
 
 
-def _on_the_way(s: Sizes, job: Job, plan: Plan, rank: int) -> int:
-    """What backward of a layer's larger half makes and lets go again, less what it has let go."""
-    stream = 2 * s.stream * s.wide
-    if not job.model.experts:
-        return stream + 2 * s.tokens * job.model.ffn * s.narrow
-    counts = expert_counts(job, plan, None)
-    slots = slots_of(counts, plan, rank, group_of(plan.expert_groups(), rank))
-    # Gradients of results and of rows, these in parts and joined; the results are gone by then.
-    rows = 3 * sum(slots) - int(counts[rank].sum())
-    return stream + rows * job.model.hidden * s.narrow
+def _shares(s: Sizes, slots: Sequence[int], on_cpu: bool) -> list[tuple[int, int]]:
+    """Slots and rows of each share that an expert layer takes at a time: on a GPU all at once."""
+    limit = SHARE_BYTES // (2 * s.model.ffn * s.narrow) if on_cpu else sum(slots)
+    shares = [(0, 0)]
+    for rows in slots:
+        num_slots, num_rows = shares[-1]
+        if num_rows and num_rows + rows > limit:
+            shares.append((1, rows))
+        else:
+            shares[-1] = (num_slots + 1, num_rows + rows)
+    return shares
 
 
 def activations(job: Job, plan: Plan, rank: int) -> dict[str, int]:
@@ -205,18 +276,15 @@ def _moe_bytes(s: Sizes, job: Job, plan: Plan, rank: int) -> int:
 
 
 def _logits(s: Sizes) -> int:
-    """Logits and their logarithms of some rows, and in narrow types the weight and its addend."""
-    weight = s.casts * 2 * s.model.vocab * s.model.hidden * s.narrow
-    return 2 * min(s.tokens, HEAD_ROWS) * s.model.vocab * s.wide + weight
+    """What the head reads, and logits and their logarithms of some rows.
 
-
-def _gathered(dense: Sequence[Parameter], plan: Plan) -> int:
-    """Embedding and head, two layers, and the gradients of one group as they are shared out."""
-    if plan.shard == 1:
-        return 0
-    root = sum(p.size for p in dense if p.layer is None)
-    layer = sum(p.size for p in dense if p.layer == 0)
-    return root + 2 * layer + 2 * max(root, layer)
+    In narrow types a copy of the weight is there too; and later, beside the gradient of logits, its
+    narrow copy and an addend of the weight's gradient.
+    """
+    read = s.stream * (s.wide + s.casts * s.narrow)
+    weight = s.casts * s.model.vocab * s.model.hidden * s.narrow
+    logits = min(s.tokens, HEAD_ROWS) * s.model.vocab
+    return read + weight + max(2 * logits * s.wide, logits * (s.wide + s.narrow) + weight)
 
 
 def _staged(dense: Sequence[Parameter], experts: Sequence[Parameter], plan: Plan, rank: int) -> int:

@@ -17,16 +17,15 @@ PEAK_SHARE = 0.75
 
 
 def product_s(device: Device, dtype: str, product: Product) -> float:
-    """Seconds of `product.count` equal products, one after another."""
+    """Seconds of `product.count` equal products, one after another, without starting them."""
     speed = device.speed(dtype)
     rows, columns, inner = product.rows, product.columns, product.inner
     if not (rows and columns and inner):
         return 0.0
     if speed.products is not None:
         return product.count * speed.products.at(rows, columns, inner)
-    touched = (rows * inner + inner * columns + rows * columns) * ITEM_BYTES[dtype]
-    arithmetic_s = 2.0 * rows * columns * inner / (PEAK_SHARE * speed.flops)
-    return product.count * (device.call_s + max(arithmetic_s, touched / device.memory_bandwidth))
+    arithmetic_s = product.flops / (PEAK_SHARE * speed.flops)
+    return max(arithmetic_s, product.elements * ITEM_BYTES[dtype] / device.memory_bandwidth)
 
 
 def passes_s(device: Device, moved_bytes: float, calls: int, kind: str = "") -> float:
@@ -46,9 +45,12 @@ def attention_s(device: Device, op: Op) -> float | None:
     if measured is None:
         return None
     scores = op.products[0]
-    share = 0.5 + 0.5 / scores.rows  # What is left of causal attention was measured.
-    each = measured.at(scores.rows, scores.inner, backward=op.kind == "attention backward")
-    return scores.count * each * op.causal_share / share
+    if not scores.flops:
+        return 0.0
+    return scores.count * measured.at(
+        scores.rows, scores.inner, backward=op.kind == "attention backward",
+        masked=op.causal_share == 1.0,
+    )  # fmt: skip
 
 
 def op_s(device: Device, op: Op, slower: Calibration | None = None) -> float:

@@ -16,13 +16,18 @@ from numpy.typing import ArrayLike
 from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import Block, Message, Op, Work, workload
+from moesaic.facts.workload import Block, Message, Work, workload
 from moesaic.policy.cost.compute import op_s
 from moesaic.policy.cost.event import Event, Seconds
 from moesaic.policy.cost.traffic import Pace, Traffic
 
-PHASES = {"reduce": "reduce", "norm": "clip", "accumulate": "backward"}
-"""Phases of what is done once a step, by the name of the op; anything else is the optimizer's."""
+PHASES = {
+    "targets": "data", "accumulate": "backward", "copies": "backward", "reduce": "reduce",
+    "norm": "clip", "losses": "log",
+}  # fmt: skip
+"""Phases of what is done once a step, by its name: else the optimizer's, and of messages reduce."""
+ORDER = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
+"""Phases as a step goes through them."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,12 @@ class Lanes:
             once += self._events("forward", row, [block.forward for block in row], ranks)
         for row in reversed(blocks):
             once += self._events("backward", row, [block.backward for block in row], ranks)
-        last: list[Event] = []
-        for row in reversed(blocks):  # The last of them is the step's own: sums come first.
-            last += self._events("", row, [block.update for block in row], ranks)
-        return [*(once * times), *last]
+        update: list[Event] = []
+        for row in reversed(blocks):
+            update += self._events("", row, [block.update for block in row], ranks)
+        update.sort(key=lambda event: (ORDER.index(event.phase), bool(event.groups)))
+        first = sum(event.phase == "data" for event in update)
+        return [*update[:first], *(once * times), *update[first:]]
 
     def device_kinds(self) -> list[int]:
         """By rank, a number that equal devices share."""
@@ -98,11 +105,14 @@ class Lanes:
             each = tuple(map(op_s, devices, ops, slower))
             if any(each):
                 seconds = self._spread(each, ranks)
-                yield Event(ops[0].name, phase or _phase(ops[0]), name, seconds)
+                yield Event(
+                    ops[0].name, phase or PHASES.get(ops[0].name, "optimizer"), name, seconds
+                )
         for messages in zip(*(work.messages for work in works), strict=True):
             groups = self._groups(messages[0])
             seconds = self._message_s(messages, ranks, groups)
-            yield Event(messages[0].name, phase or "reduce", name, seconds, groups)
+            said = messages[0].name
+            yield Event(said, phase or PHASES.get(said, "reduce"), name, seconds, groups)
 
     def _slower(self, device: Device) -> Calibration | None:
         """What runs have shown of devices like this one."""
@@ -180,12 +190,15 @@ class Costs(Lanes):
     def _alike(self) -> dict[int, list[int]]:
         """Ranks that have equal work on equal devices, by the first of them."""
         size = self.job.train.batch // self.job.train.micro_batches
-        plan, found = self.plan, dict[tuple[int, ...], list[int]]()
+        plan, found = self.plan, dict[tuple[object, ...], list[int]]()
+        groups = {rank: group for group in plan.expert_groups() for rank in group}
+        rows = [len(plan.rows(rank, size)) for rank in range(plan.ranks)]
+        arriving = {group[0]: tuple(rows[rank] for rank in group) for group in plan.expert_groups()}
         for rank, kind in enumerate(self.device_kinds()):
-            rows = len(plan.rows(rank, size))
             # Experts are alike where routing is even; the first owners count the norm.
             home = rank % plan.ep if self.loads is not None else 0
-            at = (rows, home, rank < plan.ep, rank < plan.shard, kind)
+            sent = arriving[groups[rank][0]]
+            at = (rows[rank], home, sent, rank < plan.ep, rank < plan.shard, kind)
             found.setdefault(at, []).append(rank)
         return {ranks[0]: ranks for ranks in found.values()}
 
@@ -199,7 +212,3 @@ def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Ev
         found.setdefault(kind, []).append(rank)
     alike = {same[0]: same for same in found.values()}
     return lanes.step(dict.fromkeys(alike, blocks), alike)
-
-
-def _phase(op: Op) -> str:
-    return PHASES.get(op.name, "optimizer")

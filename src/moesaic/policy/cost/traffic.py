@@ -85,7 +85,7 @@ class Traffic:
         bursts_of_all = itertools.zip_longest(*demands, fillvalue=Demand())
         sums = [_sum(demand.shares for demand in together) for together in bursts_of_all]
         return [
-            self._pace(own, sums, self._measured(operation, group) if own else None)
+            self._pace(own, sums, self._measured(operation, group, own) if own else None)
             for group, own in zip(groups, demands, strict=True)
         ]
 
@@ -148,15 +148,17 @@ class Traffic:
             self._routes[here, there] = route(self._cluster, here, there)
         return self._routes[here, there]
 
-    def _measured(self, operation: str, group: Sequence[int]) -> Curve | None:
+    def _measured(
+        self, operation: str, group: Sequence[int], own: Sequence[Demand]
+    ) -> Curve | None:
         """What was measured over the narrowest link between the hosts of `group`, or inside one."""
-        hosts = list(dict.fromkeys(self._places[rank].host for rank in group))
-        if len(hosts) == 1:
-            narrowest = inside(self._cluster, hosts[0])
-        else:
-            ways = (self._route(here, there) for here, there in itertools.pairwise(hosts))
-            links = (hop.link for way in ways for hop in way)
-            narrowest = min(links, key=lambda link: link.bandwidth)
+        hosts = {self._places[rank].host for rank in group}
+        used = {port.link for demand in own for port in demand.shares}
+        links = [link for link in self._cluster.links if id(link) in used]
+        if len(hosts) > 1:
+            within = [[host, host] for host in hosts]
+            links = [link for link in links if link.ends not in within] or links
+        narrowest = min(links, key=lambda link: link.bandwidth)
         for one in narrowest.collectives:
             if (one.name, one.ranks) == (operation, len(group)):
                 return one.times

@@ -19,6 +19,11 @@ Floats = npt.NDArray[np.float64]
 
 SERIES = [f"var(--series-{number})" for number in range(8)]
 """Colours that colour-blind readers can tell apart, dark and light."""
+PHASES = {
+    "data": SERIES[4], "forward": SERIES[5], "backward": SERIES[0], "reduce": SERIES[1],
+    "clip": SERIES[6], "optimizer": SERIES[2], "log": SERIES[3], "other": SERIES[7],
+}  # fmt: skip
+"""Colours of the phases of a step; `other` is time in none of them."""
 FAINT = 0.45
 """Opacity of raw figures under their smoothed curve."""
 FEW = 12
@@ -90,6 +95,11 @@ def marks(steps: Iterable[int]) -> list[dict[str, Any]]:
         }
         for step in steps
     ]  # fmt: skip
+
+
+def phase_colour(phase: str, at: int) -> str:
+    """The colour of a phase; `at` is its place among those shown, for one that has none."""
+    return PHASES.get(phase, SERIES[(at + 7) % len(SERIES)])
 
 
 def columns(named: Mapping[str, Floats]) -> Floats:

@@ -6,14 +6,14 @@ import numpy as np
 
 from moesaic.report.charts.figure import SERIES, Figure, column, label, layout
 from moesaic.report.prediction import Prediction
-from moesaic.report.wording import listing, timing
+from moesaic.report.wording import listing, time_unit, timing
 
 
 def phases(found: Prediction) -> Figure:
     """Two bars a phase."""
     names = found.phases()
     both = (("predicted", found.predicted.phases_s), ("measured", found.measured.phases_s))
-    scale, unit = (1.0, "s") if found.measured.step_s >= 2 else (1e-3, "ms")
+    scale, unit = time_unit(found.measured.step_s)
     data = [
         {
             "type": "bar", "name": name, "x": [label(phase) for phase in names],

@@ -16,11 +16,21 @@ from moesaic.report.charts.figure import (
     label,
     layout,
     marks,
+    phase_colour,
 )
 from moesaic.report.charts.learning import raw_and_smooth
 from moesaic.report.facts import RankSteps, RunFacts
 from moesaic.report.series import average, keep_extremes, middle
-from moesaic.report.wording import byte_unit, count, duration, listing, percent, plural, size
+from moesaic.report.wording import (
+    byte_unit,
+    count,
+    duration,
+    listing,
+    percent,
+    plural,
+    size,
+    time_unit,
+)
 
 MAX_LINES = 8
 """Ranks with a curve of their own."""
@@ -28,10 +38,6 @@ MAX_BARS = 32
 """Ranks with a bar of their own."""
 _PHASE_COLUMNS = 300
 _MEMORY_POINTS = 600
-_PHASE_COLOURS = {
-    "data": SERIES[4], "forward": SERIES[5], "backward": SERIES[0], "reduce": SERIES[1],
-    "clip": SERIES[6], "optimizer": SERIES[2], "log": SERIES[3],
-}  # fmt: skip
 
 
 def tokens_per_second(run: RunFacts) -> Figure:
@@ -94,8 +100,8 @@ def phases_over_steps(run: RunFacts) -> Figure | None:
     whole = seconds.sum(axis=1, keepdims=True)
     shares = np.divide(seconds, whole, out=np.zeros_like(seconds), where=whole > 0)
     data = [
-        curve(x, 100 * shares[:, at], name, _colour(name, at), width=0.5, stackgroup="phases",
-              fillcolor=_colour(name, at), hovertemplate="%{y:.1f}%")
+        curve(x, 100 * shares[:, at], name, phase_colour(name, at), width=0.5, stackgroup="phases",
+              fillcolor=phase_colour(name, at), hovertemplate="%{y:.1f}%")
         for at, name in enumerate(steps.phases)
     ]  # fmt: skip
     for trace in data:
@@ -135,7 +141,7 @@ def phases_by_rank(run: RunFacts) -> Figure | None:
     totals = {rank.rank: sum(_means(rank).values()) for rank in ranks}
     slowest = sorted(ranks, key=lambda rank: -totals[rank.rank])[:MAX_BARS]
     shown = sorted(slowest, key=lambda rank: rank.rank)
-    scale, unit = (1.0, "s") if max(totals.values()) >= 2 else (1e-3, "ms")
+    scale, unit = time_unit(max(totals.values()))
     names = list(dict.fromkeys(name for rank in shown for name in rank.phases))
     data = [_bar(name, at, shown, scale, unit) for at, name in enumerate(names)]
     some = f"; the {MAX_BARS} slowest of {len(ranks)}" if len(ranks) > MAX_BARS else ""
@@ -164,7 +170,7 @@ def _bar(name: str, at: int, ranks: list[RankSteps], scale: float, unit: str) ->
     return {
         "type": "bar", "orientation": "h", "name": label(name),
         "x": column(means), "y": [f"rank {rank.rank}" for rank in ranks],
-        "marker": {"color": _colour(name, at), "line": {"color": "var(--card)", "width": 1}},
+        "marker": {"color": phase_colour(name, at), "line": {"color": "var(--card)", "width": 1}},
         "hovertemplate": f"%{{y}}, {label(name)}: %{{x:.3~g}} {unit}<extra></extra>",
     }  # fmt: skip
 
@@ -187,7 +193,3 @@ def _rank_zero(run: RunFacts) -> list[RankSteps]:
 def _highest(rank: RankSteps) -> float:
     both: Floats = np.concatenate([rank.memory_bytes, rank.peak_bytes])
     return float(np.nanmax(both))
-
-
-def _colour(phase: str, at: int) -> str:
-    return _PHASE_COLOURS.get(phase, SERIES[(at + 7) % len(SERIES)])

@@ -1,0 +1,115 @@
+"""Outlines: no second is lost on the way from a timeline, however much is folded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.facts.plan import RankSpan, RankTimeline
+from moesaic.policy.cost.event import Event
+from moesaic.sim.outline import MOST, outline
+from moesaic.sim.timeline import Timeline, run
+
+SECONDS = st.floats(0, 10).filter(lambda value: value == 0 or value > 1e-9)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Timeline:
+    """Steps as a plan has them: passes through blocks, micro-batch by micro-batch; the update."""
+    ranks = draw(st.integers(1, 4))
+    blocks = [f"b{number}" for number in range(draw(st.integers(1, 2 * MOST)))]
+    everyone = (list(range(ranks)),)
+
+    def event(phase: str, block: str) -> Event:
+        seconds = np.array(draw(st.lists(SECONDS, min_size=ranks, max_size=ranks)))
+        return Event("op", phase, block, seconds, everyone if draw(st.booleans()) else ())
+
+    once = [event("forward", block) for block in blocks for _ in (0, 1)]
+    once += [event("backward", block) for block in reversed(blocks)]
+    times = draw(st.integers(1, 5))
+    last = [event("backward", block) for block in blocks if times > 1]
+    last += [event("reduce", "")]
+    last += [event("optimizer", block) for block in blocks]
+    return run(once * times + last, ranks)
+
+
+def total(told: RankTimeline, phase: str) -> float:
+    return sum(span.seconds for span in told.spans if span.phase == phase)
+
+
+@given(steps().filter(lambda timeline: timeline.step_s > 0))
+def test_no_second_is_lost(timeline: Timeline) -> None:
+    told = outline(timeline)
+    assert told[0].rank == int(timeline.end_s.argmax())
+    assert [one.rank for one in told[1:]] in ([], [0])
+    for one in told:
+        assert one.seconds == pytest.approx(float(timeline.end_s[one.rank]), rel=1e-4)
+        for phase, seconds in timeline.by_phase(one.rank).items():
+            assert total(one, phase) == pytest.approx(seconds, rel=1e-4, abs=1e-12)
+        waiting = sum(span.waiting_s for span in one.spans)
+        assert waiting == pytest.approx(timeline.waiting_s(one.rank), rel=1e-4, abs=1e-12)
+        messages = sum(
+            float(span.end_s[one.rank] - span.begin_s[one.rank])
+            for span in timeline.spans
+            if span.event.groups
+        )
+        assert sum(s.messages_s for s in one.spans) == pytest.approx(messages, rel=1e-4, abs=1e-12)
+        assert len(one.spans) <= 2 * MOST + 4
+
+
+def event(phase: str, block: str, *seconds: float, together: bool = False) -> Event:
+    groups = (list(range(len(seconds))),) if together else ()
+    return Event("op", phase, block, np.array(seconds), groups)
+
+
+def test_ranks_that_wait_for_others_are_told_beside_the_last_one() -> None:
+    events = [
+        event("forward", "a", 1.0, 3.0),
+        event("forward", "a", 0.5, 0.5, together=True),
+        event("backward", "a", 1.0, 2.0),
+        event("optimizer", "a", 0.25, 0.25),
+    ]
+    last, first = outline(run(events, 2))
+    rest = RankSpan(phase="optimizer", block="a", computing_s=0.25)
+    assert last == RankTimeline(
+        rank=1,
+        spans=[
+            RankSpan(phase="forward", block="a", computing_s=3.0, messages_s=0.5),
+            RankSpan(phase="backward", block="a", computing_s=2.0),
+            rest,
+        ],
+    )
+    assert first == RankTimeline(
+        rank=0,
+        spans=[
+            RankSpan(phase="forward", block="a", computing_s=1.0, messages_s=0.5, waiting_s=2.0),
+            RankSpan(phase="backward", block="a", computing_s=1.0),
+            rest,
+        ],
+    )
+    alike = [event("forward", "a", 1.0, 1.0), event("reduce", "", 0.5, 0.5, together=True)]
+    (only,) = outline(run(alike, 2))
+    assert [(span.phase, span.block) for span in only.spans] == [
+        ("forward", "a"),
+        ("reduce", "step"),
+    ]
+
+
+def test_deep_models_and_many_micro_batches_are_folded() -> None:
+    blocks = [f"b{number}" for number in range(100)]
+    once = [event("forward", block, 1.0) for block in blocks]
+    once += [event("backward", block, 2.0) for block in reversed(blocks)]
+    last = [event("clip", block, 0.5) for block in blocks]
+    (told,) = outline(run(once * 8 + last, 1))
+    forward, backward = told.spans[:MOST], told.spans[MOST : 2 * MOST]
+    assert [span.block for span in forward[:8]] == blocks[:8]
+    assert forward[8] == RankSpan(phase="forward", block="b8 to b92", computing_s=85.0)
+    assert [span.block for span in forward[9:]] == blocks[93:]
+    assert backward[8] == RankSpan(phase="backward", block="b91 to b7", computing_s=170.0)
+    assert told.spans[2 * MOST :] == [
+        RankSpan(phase="forward", block="all", micro_batches=7, computing_s=700.0),
+        RankSpan(phase="backward", block="all", micro_batches=7, computing_s=1400.0),
+        RankSpan(phase="clip", block="all", computing_s=50.0),
+    ]

@@ -1,0 +1,90 @@
+"""The predicted peak of memory against what torch allocates, on one rank and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.facts.workload import memory
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.memory import most_allocated
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import assemble
+
+# Large enough for what is not counted (indices, scalars, gradients of routers) to be little.
+SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0.02}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmoe": {**SIZES, "ffn": 64, "experts": 16, "top_k": 4},
+    "mixtral": {**SIZES, "family": "mixtral", "ffn": 256, "experts": 8},
+    "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
+    "wide vocabulary, tied": {
+        **SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0, "vocab": 6000,
+        "tied": True,
+    },
+}  # fmt: skip
+EVEN = {"router": "balanced", "balance_loss": 0.0}
+AGAIN, PARTS = {"recompute": True}, {"micro_batches": 2}
+CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
+    # ranks, ep, shard, family, train
+    (1, 1, 1, "olmoe", {}),
+    (1, 1, 1, "mixtral", {**AGAIN, **PARTS}),
+    (1, 1, 1, "mixtral", {"precision": "bf16", **AGAIN}),
+    (1, 1, 1, "dense", {"precision": "bf16"}),
+    (1, 1, 1, "dense", AGAIN),
+    (1, 1, 1, "wide vocabulary, tied", PARTS),
+    (2, 1, 1, "olmoe", PARTS),
+    (2, 1, 2, "dense", {}),
+    (2, 1, 2, "dense", {**AGAIN, **PARTS}),
+    (2, 1, 2, "wide vocabulary, tied", {}),
+    (2, 2, 1, "olmoe", {}),
+    (2, 2, 1, "mixtral", {**AGAIN, **PARTS}),
+    (2, 2, 2, "mixtral", AGAIN),
+    (4, 1, 1, "dense", {}),
+    (4, 2, 1, "mixtral", {}),
+    (4, 2, 2, "olmoe", PARTS),
+    (4, 4, 4, "mixtral", {}),
+]
+
+
+def make_job(ep: int, shard: int, family: str, train: dict[str, Any]) -> Job:
+    return tiny_job(
+        model=FAMILIES[family], layout={"ep": ep, "shard": shard},
+        data={"sequence": 128}, train={"batch": 16, "precision": "fp32", **train},
+        routing=EVEN if FAMILIES[family]["experts"] else {},
+        checkpoint={"asynchronous": False},
+    )  # fmt: skip
+
+
+def peak(world: World, job: Job, steps: int) -> int:
+    """What a run of `steps` steps allocates at its fullest."""
+
+    def train() -> None:
+        plan = lay_out(job.layout, job.model, world.size)
+        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+        for _ in range(steps):
+            run.step(RandomSamples(job.model.vocab, job.data.sequence))
+        run.close()
+
+    return most_allocated(train)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_torch_allocates_what_is_predicted(
+    ranks: Ranks, case: tuple[int, int, int, str, dict[str, Any]]
+) -> None:
+    size, ep, shard, family, train = case
+    job = make_job(ep, shard, family, train)
+    allocated = ranks.run(size, peak, job, 2, timeout_s=60.0)[-1]
+    needs = memory(job, lay_out(job.layout, job.model, size))
+    assert needs.peak_bytes == pytest.approx(allocated, rel=0.02)
+
+
+def test_later_steps_need_no_more_than_the_first(ranks: Ranks) -> None:
+    job = make_job(2, 2, "mixtral", PARTS)
+    first, later = (ranks.run(2, peak, job, n, timeout_s=60.0)[-1] for n in (1, 4))
+    assert later == pytest.approx(first, rel=0.002)
