@@ -169,7 +169,7 @@ def predict(
     places, learnt = place(cluster, layout.ranks), cluster.calibration
     recorded = None if loads is None else _recorded(loads, job)
     timeline = run(Costs.of(job, layout, cluster, recorded).events(), layout.ranks)
-    slowest = int(timeline.end_s.argmax())
+    slowest = timeline.slowest
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
     device = device_at(cluster, places[slowest])

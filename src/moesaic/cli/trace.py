@@ -225,7 +225,7 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
     from moesaic.sim.timeline import run
 
     timeline = run(replicated(traced_blocks(traced, ranks), ranks, cluster), ranks)
-    slowest = int(timeline.end_s.argmax())
+    slowest = timeline.slowest
     device = device_at(cluster, place(cluster, ranks)[slowest])
     needs, learnt = traced_memory(traced), cluster.calibration
     return {

@@ -19,11 +19,10 @@ MOST = 16
 
 
 def outline(timeline: Timeline) -> list[RankTimeline]:
-    """The rank that is done last, and the first one unless it does the same."""
-    last = int(timeline.end_s.argmax())
-    slowest, first = (_spans(timeline, rank) for rank in (last, 0))
-    told = [RankTimeline(rank=last, spans=slowest)]
-    return told if first == slowest else [*told, RankTimeline(rank=0, spans=first)]
+    """The rank that others wait for, and the first one unless it does the same."""
+    slowest, first = (_spans(timeline, rank) for rank in (timeline.slowest, 0))
+    told = [RankTimeline(rank=timeline.slowest, spans=slowest)]
+    return told if first in ([], slowest) else [*told, RankTimeline(rank=0, spans=first)]
 
 
 def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:

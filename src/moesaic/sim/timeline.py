@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -39,6 +40,15 @@ class Timeline:
     def step_s(self) -> float:
         """The time until the last rank is done."""
         return float(self.end_s.max())
+
+    @cached_property
+    def slowest(self) -> int:
+        """Of those who are done last, as all are that meet at the end, who waits least."""
+        waiting = np.zeros_like(self.end_s)
+        for span in self.spans:
+            waiting += span.begin_s - span.start_s
+        waiting[self.end_s < self.end_s.max()] = np.inf
+        return int(waiting.argmin())
 
     def by_phase(self, rank: int) -> dict[str, float]:
         """Seconds of one rank by phase, waiting included."""

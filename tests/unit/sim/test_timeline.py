@@ -88,3 +88,13 @@ def test_a_trace_shows_work_and_waiting() -> None:
         (0, "block sum"): (3e6, 5e5, 0),
         (1, "block sum"): (3e6, 5e5, 0),
     }
+
+
+def test_who_waits_least_of_those_done_last_is_the_slowest() -> None:
+    meeting = [[0, 1, 2]]
+    events = [
+        Event("work", "forward", "", np.array([1.0, 3.0, 2.0])),
+        Event("sum", "reduce", "", np.array([1.0, 1.0, 1.0]), meeting),
+    ]
+    assert run(events, 3).slowest == 1
+    assert run([*events, Event("more", "log", "", np.array([0.0, 0.0, 4.0]))], 3).slowest == 2

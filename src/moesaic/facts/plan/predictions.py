@@ -74,7 +74,7 @@ class Predictions(Section):
     step_s: float = Field(gt=0)
     """Seconds of a step."""
     phases_s: dict[str, float]
-    """Seconds by phase, on the rank that is done last; waiting counts where it happens."""
+    """Seconds by phase, on the rank that others wait for; waiting counts where it happens."""
     blocks_s: dict[str, float]
     """Seconds by block of the model, likewise; `step` is what belongs to none."""
     tokens_per_s: float = Field(gt=0)
@@ -82,7 +82,7 @@ class Predictions(Section):
     memory_bytes: dict[str, int]
     """Bytes that the rank holds, by what they are for; `peak`: most of them at one time."""
     timeline: list[RankTimeline] = Field(default_factory=list)
-    """The step on a clock: of the rank that is done last, and of rank 0 where that differs."""
+    """The step on a clock: of the rank that others wait for, and of rank 0 where that differs."""
 
 
 class Measured(Section):
