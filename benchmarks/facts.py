@@ -340,12 +340,14 @@ def peak_bytes(world: World, job: Job) -> tuple[int, int]:
     """Most bytes that torch's tensors held in two steps, and that the process held."""
     torch.set_num_threads(1)
     plan = lay_out(job.layout, job.model, world.size)
+    samples, runs = Documents(job), []
 
-    def train() -> None:
-        run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-        samples = Documents(job)
-        for _ in range(2):
-            run.step(samples)
-        run.close()
+    def start() -> None:
+        runs.append(assemble(job, plan, world, InitialSource(job.seed, job.model.init_std)))
 
-    return most_allocated(train), devices.peak_bytes(world.device)
+    def step() -> None:
+        runs[0].step(samples)
+
+    allocated = max(most_allocated(start, step, step))
+    runs[0].close()
+    return allocated, devices.peak_bytes(world.device)

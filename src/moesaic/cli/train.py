@@ -293,7 +293,7 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
     for kind, num_bytes in needs.by_kind().items():
         name = kind.removesuffix("_bytes")
-        about = " (estimate)" if name in ("activations", "head", "gathered") else ""
+        about = " (estimate)" if name in ("activations", "head", "gathered", "working") else ""
         screen.say(f"  {name:<14} {screen.size(num_bytes)}{about}")
 
 

@@ -10,24 +10,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 
-def most_allocated(work: Callable[[], object]) -> int:
-    """Most bytes that were there while `work()` ran, beyond what was there before.
+def most_allocated(*works: Callable[[], object]) -> list[int]:
+    """Most bytes that were there while each of `works` ran, beyond those before the first.
 
-    The profiler alone counts what its own thread frees. Threads of gloo let go of what they have
-    sent, which would then count for ever: it is told to count everywhere, from the first call on.
+    The profiler by itself counts only what its own thread frees. Threads of gloo let go of what
+    they have sent, which would then count for ever: torch is told to count in all threads, from the
+    first call on. They may do so a moment late, so that of like works the least says what is
+    needed.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
     gc.collect()  # Or what goes meanwhile would make room.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        work()
+        for index, work in enumerate(works):
+            with record_function(f"work {index}"):
+                work()
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "trace.json"
         watched.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    seen = [event["args"] for event in events if event.get("name") == "[memory]"]
-    before = seen[0]["Total Allocated"] - seen[0]["Bytes"]
-    return int(max(one["Total Allocated"] for one in seen) - before)
+    seen = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    first = seen[0]["args"]
+    before = first["Total Allocated"] - first["Bytes"]
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"}
+    result = []
+    for index in range(len(works)):
+        began, end = spans[f"work {index}"]
+        totals = [e["args"]["Total Allocated"] for e in seen if began <= e["ts"] <= end]
+        result.append(max(totals) - before)
+    return result

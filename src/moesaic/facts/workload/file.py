@@ -274,6 +274,7 @@ def traced_memory(traced: Traced) -> Memory:
         gathered_bytes=0,
         activations_bytes=activations,
         head_bytes=0,
+        working_bytes=0,
         forward_bytes=activations,
         backward_bytes=gradients,
     )

@@ -34,6 +34,8 @@ class Memory:
     """What autograd keeps of embedding and layers."""
     head_bytes: int
     """What the head keeps, the gradient of its weight among it, and its logits."""
+    working_bytes: int
+    """What backward of a layer's larger half makes on its way, less what it has let go."""
     forward_bytes: int
     """Most of what is there in a forward pass and does not last: gradients of micro-batches
     before, activations, what FSDP has gathered, and the head."""
@@ -87,6 +89,7 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         gathered_bytes=max(step.gathered(index) for index in layers),
         activations_bytes=step.passing + step.left(layers[-1]),
         head_bytes=step.kept["head"] + _logits(step.s),
+        working_bytes=step.working(),
         forward_bytes=step.forward(),
         backward_bytes=max(step.end(), *(step.backward(index) for index in layers)),
     )
@@ -143,7 +146,7 @@ class _Step:
         if not self.several or self.plan.shard > 1 or self.job.model.tied:
             gradients += self.head  # It is not with the others yet.
         there = self._contexts() + self.left(index) + self.gathered(index)
-        return there + gradients * self.s.wide + self._on_the_way()
+        return there + gradients * self.s.wide + self.working()
 
     def end(self) -> int:
         """When the last gradients come, or all are there and copies are summed."""
@@ -168,8 +171,8 @@ class _Step:
         angles = self.kept["context"] - self.s.mask
         return self.passing + (self.job.train.micro_batches - 1) * angles
 
-    def _on_the_way(self) -> int:
-        """What backward of a layer's larger half makes, less what it has let go."""
+    def working(self) -> int:
+        """What backward of a layer's larger half makes on its way, less what it has let go."""
         s, model = self.s, self.s.model
         stream = s.stream * s.wide
         if model.experts:
