@@ -94,7 +94,9 @@ def train(*flags: str) -> dict[str, Any]:
     return facts
 
 
-def test_a_run_obeys_its_plan_and_tells_how_it_went(place: Path) -> None:
+def test_a_run_obeys_its_plan_and_tells_how_it_went(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     planned = plan("--layout", "ep=2,shard=2")
     facts = train()
     assert (facts["ranks"], facts["step"]) == (2, 6)
@@ -110,6 +112,21 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(place: Path) -> None:
     assert facts["prediction"]["measured"] == told["measured"]
     assert "Predicted and measured" in Path("run/report.html").read_text()
 
+    # What it recorded of loads goes into the next plan; even ones were taken for the first.
+    assert planned["predictions"]["loads"] is None
+    loaded = plan("--layout", "ep=2,shard=2", "--loads", "run")["predictions"]
+    assert loaded["loads"] == "run"
+    assert loaded["step_s"] > planned["predictions"]["step_s"]
+    for flags, words in (
+        (["--set", "model.experts=8"], "--loads 'run' has the loads of 16 experts in each of 1 "),
+        (["--set", "model.layers=3"], "but model.experts = 16 and model.layers = 3: give a run of"),
+        (["--loads", "nowhere"], "there is no run directory 'nowhere'"),
+    ):
+        line = ["plan", "job.toml", "--cluster", "cluster.toml", "--loads", "run", *flags]
+        capfd.readouterr()
+        assert main(line) == 2
+        assert words in capfd.readouterr().err
+
     # By hand: experts change places, layers are recomputed, and nothing is predicted any more.
     homes = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]
     edited = {**planned, "homes": homes, "recompute": True, "predictions": None}
@@ -118,6 +135,64 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(place: Path) -> None:
     assert (facts["ranks"], facts["step"], facts["prediction"]) == (2, 8, None)
     assert written("run/plan.json") == edited
     assert "Predicted and measured" not in Path("run/report.html").read_text()
+
+
+def measured(step_s: float) -> None:
+    """Let the run have measured steps of `step_s`."""
+    path = Path("run/events/rank-0.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "prediction":
+            event["measured"]["step_s"] = step_s
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_a_cluster_learns_from_its_runs(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What was learnt once is not learnt again; and a run that cannot teach says why."""
+    plan("--layout", "ep=2,shard=2")
+    train()
+    loads = ("--loads", "run", "--layout", "ep=2,shard=2")
+    first_s = plan(*loads)["predictions"]["step_s"]
+    original = Path("cluster.toml").read_text()
+    line = ["calibrate", "run", "--cluster", "cluster.toml"]
+    measured(1.5 * first_s)
+    assert main([*line, "--dry-run"]) == 0
+    assert Path("cluster.toml").read_text() == original
+    capfd.readouterr()
+    assert main(line) == 0
+    said = capfd.readouterr().out
+    assert "on the run that it is learnt from, so no test" in said
+    assert said.endswith("wrote cluster.toml\n")
+    learnt = Path("cluster.toml").read_text()
+    assert learnt.startswith(original.rstrip())
+    capfd.readouterr()
+    again = plan(*loads)
+    assert "computed, calibrated by 1 run, not measured" in capfd.readouterr().out
+    assert again["predictions"]["calibration"]["runs"] == 1
+    assert again["predictions"]["step_s"] == pytest.approx(1.5 * first_s, rel=0.05)
+
+    # The run could have been of the calibrated plan: as long a step teaches the same.
+    (place / "run" / "plan.json").write_text(json.dumps(again))
+    assert main(line) == 0
+    assert Path("cluster.toml").read_text() == learnt
+    assert main([*line, "--out", "copy.toml", "--json"]) == 0
+    assert Path("copy.toml").read_text() == learnt
+
+    Path("other.toml").write_text(original.replace('"here"', '"there"'))
+    Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
+    for flags, words in (
+        (["--cluster", "other.toml"], "planned for cluster 'here', and 'other.toml' describes 'th"),
+        (["--cluster", "new.toml"], "and 'new.toml' has a 'A better CPU' there: give the cluster"),
+        (["--out", "copy.toml"], "--out 'copy.toml' is there already"),
+        (["run"], "RUN 'run' is given twice"),
+    ):
+        capfd.readouterr()
+        assert main([*line, *flags]) == 2
+        assert words in capfd.readouterr().err
+    measured(4.1 * first_s)
+    assert main(line) == 2
+    assert "RUN 'run' took " in capfd.readouterr().err
+    assert Path("cluster.toml").read_text() == learnt
 
 
 def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse
-from moesaic.base.errors import UserError
+from moesaic.base.errors import UserError, unwritable
+from moesaic.base.files import replacing
 from moesaic.cli import screen
 
 Sets = Annotated[
@@ -102,3 +103,12 @@ def need(value: Path | None, name: str, verb: str) -> Path:
     if value is None:
         raise UserError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
     return value
+
+
+def write(flag: str, path: Path, text: str) -> None:
+    """Write the file that `flag` names, whole or not at all."""
+    try:
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(f"{flag} '{path}'", error) from None

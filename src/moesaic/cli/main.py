@@ -16,6 +16,7 @@ import typer
 from moesaic import __version__
 from moesaic.base.errors import UserError, as_user_error
 from moesaic.cli import screen
+from moesaic.cli.calibrate import calibrate
 from moesaic.cli.convert import convert
 from moesaic.cli.generate import generate
 from moesaic.cli.inspect import inspect
@@ -72,7 +73,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
     app.callback()(_opening)
-    for verb in (train, generate, convert, inspect, report, probe, plan, trace):
+    for verb in (train, generate, convert, inspect, report, probe, plan, calibrate, trace):
         app.command()(verb)
     return app
 

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moesaic.base.errors import ConfigError, unwritable
-from moesaic.base.files import replacing
-from moesaic.cli import flags, screen
+from moesaic.base.errors import ConfigError
+from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, Predictions, RankPlace, planned, short
-from moesaic.facts.workload import STEP, count
+from moesaic.facts.workload import count
 from moesaic.train.jobfile import load_job
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from moesaic.policy.cost.room import Held
     from moesaic.sim.timeline import Timeline
 
@@ -52,6 +54,13 @@ Trace = Annotated[
         help="Write a timeline of one step, for ui.perfetto.dev.",
     ),
 ]  # fmt: skip
+Loads = Annotated[
+    Path | None,
+    typer.Option(
+        "--loads", metavar="RUN", show_default=False,
+        help="Load experts as this run did in its later steps; unset: all alike.",
+    ),
+]  # fmt: skip
 _SHOWN_RANKS = 16
 _HOUR_S = 3600.0
 
@@ -62,6 +71,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     nproc: Nproc = None,
     layout: Layout = None,
     workload: Workload = None,
+    loads: Loads = None,
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
@@ -83,17 +93,18 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     where = load_cluster(cluster)
     if workload is not None:
         beside = {
-            "JOB.toml": job, "--set": sets, "--layout": layout, "--out": out, "--trace": trace
+            "JOB.toml": job, "--set": sets, "--layout": layout, "--loads": loads, "--out": out,
+            "--trace": trace,
         }  # fmt: skip
         return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
     _check_places(out, trace)
     job_ = load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
     chosen = planned(job_, nproc or _most_ranks(where))
-    facts, timeline = predict(job_, chosen, where)
+    facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
-        _write("--out", out, promise(chosen, where, facts, timeline).to_json())
+        flags.write("--out", out, promise(chosen, where, facts, timeline).to_json())
     if trace is not None and not dry_run:
-        _write("--trace", trace, _trace(timeline))
+        flags.write("--trace", trace, _trace(timeline))
     if as_json:
         screen.as_json(facts)
         return 0
@@ -141,14 +152,37 @@ def _most_ranks(cluster: Cluster) -> int:
     return total
 
 
-def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], Timeline]:
-    """What is to be expected, as plain data, and the step behind it."""
+def _recorded(run: Path, job: Job) -> list[NDArray[np.float64]]:
+    """How `run` loaded the experts of each layer, over the last quarter of its recorded steps."""
+    from moesaic.report import RunFacts
+
+    found, model = RunFacts.read(run).loads, job.model
+    if found is None:
+        raise ConfigError(
+            f"--loads '{run}' has recorded no loads, as runs of dense models do not: give another "
+            "run, or leave --loads out"
+        )
+    if found.recent.shape != (model.layers, model.experts):
+        layers, experts = found.recent.shape
+        raise ConfigError(
+            f"--loads '{run}' has the loads of {experts} experts in each of {layers} layers, but "
+            f"model.experts = {model.experts} and model.layers = {model.layers}: give a run of "
+            "this model, or leave --loads out"
+        )
+    return list(found.recent)
+
+
+def predict(
+    job: Job, layout: Plan, cluster: Cluster, loads: Path | None = None
+) -> tuple[dict[str, Any], Timeline]:
+    """What is to be expected, as plain data, and the step behind it; `loads` is a run."""
     from moesaic.policy.cost.room import tightest
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
-    places = place(cluster, layout.ranks)
-    timeline = run(Costs.of(job, layout, cluster).events(), layout.ranks)
+    places, learnt = place(cluster, layout.ranks), cluster.calibration
+    recorded = None if loads is None else _recorded(loads, job)
+    timeline = run(Costs.of(job, layout, cluster, recorded).events(), layout.ranks)
     slowest = timeline.slowest
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
@@ -156,7 +190,9 @@ def predict(job: Job, layout: Plan, cluster: Cluster) -> tuple[dict[str, Any], T
     held = tightest(job, layout, cluster, places)
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
-        "cluster": cluster.name, "plan": layout.decisions(), "device": device.model,
+        "cluster": cluster.name, "loads": None if loads is None else str(loads),
+        "calibration": learnt and learnt.model_dump(),
+        "plan": layout.decisions(), "device": device.model,
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
         "memory_bytes": held.device.memory_bytes,
@@ -180,6 +216,8 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
         places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
     predictions = Predictions(
         cluster=cluster.name,
+        loads=facts["loads"],
+        calibration=cluster.calibration,
         step_s=short(facts["step_s"]),
         phases_s={name: short(seconds) for name, seconds in facts["phases_s"].items()},
         blocks_s={name: short(s) for name, s in facts["blocks_s"].items()},
@@ -211,42 +249,15 @@ def _trace(timeline: Timeline) -> str:
     return screen.dumps(trace(timeline, shown)) + "\n"
 
 
-def _write(flag: str, path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    try:
-        with replacing(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(f"{flag} '{path}'", error) from None
-
-
 def _print(facts: dict[str, Any]) -> None:
-    layout = facts["plan"]
-    screen.say(
+    layout, price = facts["plan"], facts["price_per_billion_tokens"]
+    routing = f", loads of {facts['loads']}" if facts["loads"] else ""
+    outlook.tell(
         f"{layout['ranks']} ranks on {facts['cluster']} ({facts['device']}), experts over "
-        f"{layout['ep']}, dense parameters over {layout['shard']}; computed, not measured\n"
-    )
-    price = facts["price_per_billion_tokens"]
-    rows = {
-        "step": f"{_time(facts['step_s'])}, of which",
-        **{f"  {name}": _time(seconds) for name, seconds in facts["phases_s"].items()},
-        "tokens": f"{facts['tokens_per_s']:,.0f} a second",
-        **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
-        "memory per rank": f"{screen.size(facts['memory_per_rank']['peak_bytes'])} of "
-        f"{screen.size(facts['memory_bytes'])} at its fullest, of",
-        **{
-            f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
-            for name, num_bytes in facts["memory_per_rank"].items()
-            if name != "peak_bytes" and num_bytes
+        f"{layout['ep']}{routing}, dense parameters over {layout['shard']}",
+        facts,
+        {
+            "tokens": f"{facts['tokens_per_s']:,.0f} a second",
+            **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },
-        "binds": facts["binds"],
-    }
-    for name, value in rows.items():
-        screen.say(f"{name:<18} {value}")
-    layers = {name: s for name, s in facts["blocks_s"].items() if name != STEP}
-    slowest = sorted(layers, key=lambda name: -layers[name])[:3]
-    screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(layers[n])}" for n in slowest))
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    )

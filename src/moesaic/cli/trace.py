@@ -15,11 +15,10 @@ import typer
 from rich.table import Table
 
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.cli import screen
+from moesaic.cli import outlook, screen
 from moesaic.cli.flags import DryRun, Json, Out
 from moesaic.facts.cluster import Cluster, device_at, place
 from moesaic.facts.workload import (
-    STEP,
     Traced,
     load_traced,
     save_traced,
@@ -229,10 +228,10 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
     slowest = timeline.slowest
     devices = [device_at(cluster, one) for one in place(cluster, ranks)]
     smallest = min(device.memory_bytes for device in devices)
-    needs = traced_memory(traced)
+    needs, learnt = traced_memory(traced), cluster.calibration
     return {
-        "cluster": cluster.name, "model": traced.name, "ranks": ranks,
-        "device": devices[slowest].model,
+        "cluster": cluster.name, "calibration": learnt and learnt.model_dump(),
+        "model": traced.name, "ranks": ranks, "device": devices[slowest].model,
         "parameters": traced.parameters, "flops": traced.flops,
         "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
         "memory_bytes": smallest,
@@ -244,29 +243,10 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    screen.say(
+    outlook.tell(
         f"{facts['model']} whole on each of {facts['ranks']} ranks on {facts['cluster']} "
-        f"({facts['device']}); computed, not measured\n"
+        f"({facts['device']})",
+        facts,
+        {"samples": f"{facts['samples_per_s']:,.1f} a second"},
+        "" if facts["fits"] else ": it does not fit, trace a smaller batch",
     )
-    fits = "" if facts["fits"] else ": it does not fit, trace a smaller batch"
-    rows = {
-        "step": f"{_time(facts['step_s'])}, of which",
-        **{f"  {name}": _time(seconds) for name, seconds in facts["phases_s"].items()},
-        "samples": f"{facts['samples_per_s']:,.1f} a second",
-        "memory per rank": f"{screen.size(facts['memory_per_rank']['peak_bytes'])} of "
-        f"{screen.size(facts['memory_bytes'])} at its fullest{fits}, of",
-        **{
-            f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
-            for name, num_bytes in facts["memory_per_rank"].items()
-            if name != "peak_bytes" and num_bytes
-        },
-    }
-    for name, value in rows.items():
-        screen.say(f"{name:<18} {value}")
-    blocks = {name: s for name, s in facts["blocks_s"].items() if name != STEP}
-    slowest = sorted(blocks, key=lambda name: -blocks[name])[:3]
-    screen.say(f"{'slowest blocks':<18} " + ", ".join(f"{n} {_time(blocks[n])}" for n in slowest))
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -15,6 +15,7 @@ from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.cluster import (
+    Calibration,
     Cluster,
     Curve,
     Grid,
@@ -25,6 +26,7 @@ from moesaic.facts.cluster import (
     path,
     place,
     price_per_hour,
+    with_calibration,
 )
 from moesaic.facts.cluster.file import ClusterFile, resolve
 from moesaic.facts.cluster.presets import PRESETS, SOURCES, Preset
@@ -404,3 +406,62 @@ def test_of_two_links_the_wider_is_taken() -> None:
     a0, a1, b = place(made, 3)
     assert path(made, a0, a1) == [made.links[1]]
     assert path(made, a0, b) == path(made, b, a1) == [made.links[4]]
+
+
+HAND = """# A machine of ours.
+name = "by hand"   # and by nobody else
+
+[[hosts]]
+name = "a"
+preset = "cpu"
+"""
+OLD = """[calibration]   # what it was
+runs = 9
+devices = [
+  "X",  # of old
+]
+products = 1.0
+passes = 1.0
+messages = 1.0
+"""
+LINK = """
+# The cable behind the cupboard.
+[[links]]
+ends = ["a", "a"]
+kind = "loopback"
+latency_s = 1e-5
+bandwidth = 1e9
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [HAND, f"{HAND}{LINK}", f"{HAND}\n{OLD}{LINK}", f"{HAND}{LINK}\n{OLD}# The end.\n\n"]
+)
+def test_a_calibration_is_written_beside_what_a_hand_wrote(text: str) -> None:
+    learnt = Calibration(runs=2, devices=['A "fast" one'], products=0.9, passes=1.5, messages=1.25)
+    written = with_calibration(text, learnt, "here.toml")
+    assert resolve(tomllib.loads(written), "here.toml").calibration == learnt
+    for line in text.replace(OLD, "").splitlines():
+        assert line in written.splitlines()
+    assert written.count("[calibration]") == 1
+    assert "X" not in written
+    assert with_calibration(written, learnt, "here.toml") == written
+    windows = with_calibration(text.replace("\n", "\r\n"), learnt, "here.toml")
+    assert tomllib.loads(windows) == tomllib.loads(written)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["calibration.runs = 1", "calibration = { runs = 1 }", '["calibration"]', "[calibration.x]"],
+)
+def test_a_calibration_in_another_form_is_refused(line: str) -> None:
+    learnt = Calibration(runs=1, devices=["C"], products=1.0, passes=1.0, messages=1.0)
+    text = f"{line}\n{HAND}" if "=" in line else f"{HAND}{line}\n"
+    with pytest.raises(ConfigError, match=r"here.toml: "):
+        with_calibration(text, learnt, "here.toml")
+
+
+def test_a_factor_beyond_bounds_is_refused() -> None:
+    table = {"runs": 1, "devices": ["C"], "products": 4.1, "passes": 1.0, "messages": 1.0}
+    with pytest.raises(ConfigError, match=r"calibration.products = 4.1 is out of range: give a "):
+        resolve({"name": "c", "hosts": [host("a")], "calibration": table}, "c.toml")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Block, Work, count, memory, parameters, workload
+from moesaic.facts.workload.loads import expert_counts
 from moesaic.facts.workload.memory import activations
 from moesaic.models.initial import InitialSource
 from moesaic.models.kernels import Passes, Seen
@@ -334,10 +337,8 @@ def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int
     ranks, ep = layout
     job = make_job("tiny-mixtral", layout__ep=ep, train__batch=data.draw(st.integers(1, 9)))
     plan = lay_out(job.layout, job.model, ranks)
-    loads = data.draw(
-        st.none()
-        | st.lists(st.lists(st.integers(0, 200), min_size=8, max_size=8), min_size=2, max_size=2)
-    )
+    load = st.lists(st.integers(0, 200), min_size=8, max_size=8).filter(any)
+    loads = data.draw(st.none() | st.lists(load, min_size=2, max_size=2))
     blocks = [workload(job, plan, rank, loads) for rank in range(ranks)]
     for layer in range(2):
         works = [next(b for b in one if b.name == f"layers.{layer}.moe").forward for one in blocks]
@@ -346,7 +347,7 @@ def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int
             if op.name == "experts" for product in op.products
         )  # fmt: skip
         assigned = job.train.batch * job.data.sequence * job.model.top_k
-        assert rows == 2 * (sum(loads[layer]) if loads else assigned)
+        assert rows == 2 * assigned
         for name in ("tokens", "results"):
             sent = {}
             for rank, work in enumerate(works):
@@ -358,8 +359,34 @@ def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int
                     assert sent[peer].receive[message.ranks.index(rank)] == num_bytes
 
 
+@given(
+    weights=st.lists(st.integers(0, 9), min_size=8, max_size=8).filter(any),
+    batch=st.integers(1, 9), ranks=st.sampled_from([1, 2, 4]), times=st.sampled_from([1, 3.7]),
+)  # fmt: skip
+def test_loads_are_shares_of_what_every_rank_assigns(
+    weights: list[int], batch: int, ranks: int, times: float
+) -> None:
+    job = make_job("tiny-mixtral", train__batch=batch)
+    plan, each = lay_out(job.layout, job.model, ranks), job.data.sequence * job.model.top_k
+    counts = expert_counts(job, plan, np.array(weights) * times)
+    assert counts.sum(axis=1).tolist() == [
+        len(plan.rows(rank, batch)) * each for rank in range(ranks)
+    ]
+    assert counts.min() >= 0
+    total = counts.sum(axis=0)
+    assert np.abs(total - batch * each * np.array(weights) / sum(weights)).max() < len(weights) / 2
+    assert not total[np.array(weights) == 0].any()
+    ends = np.array([plan.rows(rank, batch).stop for rank in range(ranks)]) * each
+    in_turn = np.diff((ends[:, None] + 7 - np.arange(8)) // 8, axis=0, prepend=0)
+    for even in (None, np.full(8, times)):
+        assert (expert_counts(job, plan, even) == in_turn).all()
+
+
 def test_a_load_that_does_not_fit_is_refused() -> None:
     job = make_job("tiny-mixtral")
+    for load in ([0] * 8, [1] * 7 + [-1], [1] * 7 + [math.nan]):
+        with pytest.raises(ConfigError, match="a load of no assignments, or of less than none"):
+            workload(job, alone(job), 0, [load] * 2)
     with pytest.raises(ConfigError, match=r"shape \(7,\) does not fit 8 experts on 1 ranks: give"):
         workload(job, alone(job), 0, [[1] * 7] * 2)
 

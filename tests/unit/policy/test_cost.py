@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.facts.cluster import Cluster, Curve, Device, Grid, Heads, Matmul, Passes
+from moesaic.facts.cluster import Calibration, Cluster, Curve, Device, Grid, Heads, Matmul, Passes
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
@@ -102,9 +103,11 @@ def cluster(hosts: int = 1, count: int = 8) -> Cluster:
     return resolve({"name": "test", "hosts": [host], "links": [net] * (hosts > 1)}, "test")
 
 
-def step_s(job: Job, ranks: int, where: Cluster) -> float:
+def step_s(
+    job: Job, ranks: int, where: Cluster, loads: Sequence[Sequence[float]] | None = None
+) -> float:
     plan = lay_out(job.layout, job.model, ranks)
-    return run(Costs.of(job, plan, where).events(), ranks).step_s
+    return run(Costs.of(job, plan, where, loads).events(), ranks).step_s
 
 
 def test_one_rank_takes_the_sum_of_its_work() -> None:
@@ -185,6 +188,46 @@ def test_equal_work_is_worked_out_once() -> None:
     assert len(groups) <= 5
     spans = run(events, 64).spans
     assert all(span.begin_s is span.start_s for span in spans if not span.event.groups)
+
+
+@pytest.mark.parametrize("layout", [{}, {"ep": 4}, {"ep": 2}, {"ep": 2, "shard": 4}])
+def test_even_loads_change_nothing_and_uneven_ones_make_ranks_wait(layout: dict[str, int]) -> None:
+    job = tiny_job(layout=layout, data={"sequence": 256})
+    where, even = cluster(hosts=2, count=2), step_s(job, 4, cluster(hosts=2, count=2))
+    assert step_s(job, 4, where, [[3.0] * 8] * 2) == even
+    assert step_s(job, 4, where, [[9.0, 5.0, *[1.0] * 6]] * 2) > even
+    plan = lay_out(job.layout, job.model, 4)
+    hot = run(Costs.of(job, plan, where, [[9.0, *[1.0] * 7]] * 2).events(), 4)
+    by_home = [hot.waiting_s(rank) for rank in range(job.layout.ep)]
+    assert min(by_home) == by_home[0]
+    assert (max(by_home) > 1.01 * by_home[0]) == (job.layout.ep > 1)
+
+
+def test_an_exchange_takes_as_long_as_the_rank_that_receives_the_most() -> None:
+    job = tiny_job(layout={"ep": 2}, data={"sequence": 4096})
+    plan = lay_out(job.layout, job.model, 4)
+    times, latency_s = [], 1e-5
+    for loads in (None, [[1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2):
+        events = Costs.of(job, plan, cluster(count=4), loads).events()
+        times.append(next(event.seconds for event in events if event.name == "tokens"))
+    assert times[1] - latency_s == pytest.approx(2 * (times[0] - latency_s))
+
+
+def test_what_runs_have_shown_multiplies_times() -> None:
+    job, where = tiny_job(layout={"ep": 4, "shard": 2}), cluster(hosts=2, count=2)
+
+    def calibrated(device: str = "one", **factors: float) -> float:
+        given = {"products": 1.0, "passes": 1.0, "messages": 1.0, **factors}
+        learnt = Calibration(runs=1, devices=[device], **given)
+        return step_s(job, 4, where.model_copy(update={"calibration": learnt}))
+
+    plain = step_s(job, 4, where)
+    assert calibrated() == plain
+    assert calibrated(products=2, passes=2, messages=2) == pytest.approx(2 * plain)
+    assert calibrated("another", products=2, passes=2) == plain
+    more = [calibrated(**{kind: 2}) - plain for kind in ("products", "passes", "messages")]
+    assert min(more) > 0
+    assert sum(more) == pytest.approx(plain)
 
 
 def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:

@@ -1,5 +1,6 @@
 """The cluster: everything there is to run on, in one TOML file."""
 
+from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.cluster import (
     Cluster,
     Collective,
@@ -12,7 +13,7 @@ from moesaic.facts.cluster.cluster import (
     Wire,
 )
 from moesaic.facts.cluster.curves import Curve, Grid, Heads
-from moesaic.facts.cluster.file import load_cluster
+from moesaic.facts.cluster.file import load_cluster, with_calibration
 from moesaic.facts.cluster.places import (
     Hop,
     Place,
@@ -25,6 +26,7 @@ from moesaic.facts.cluster.places import (
 )
 
 __all__ = [
+    "Calibration",
     "Cluster",
     "Collective",
     "Curve",
@@ -46,4 +48,5 @@ __all__ = [
     "place",
     "price_per_hour",
     "route",
+    "with_calibration",
 ]

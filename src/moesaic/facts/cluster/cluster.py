@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
+from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.curves import Curve, Grid, Heads
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -201,6 +202,8 @@ class Cluster(Section):
     """Its machines."""
     links: list[Link] = Field(default_factory=list)
     """What joins them."""
+    calibration: Calibration | None = None
+    """What runs have shown of these figures."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Cluster:

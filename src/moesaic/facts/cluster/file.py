@@ -6,6 +6,7 @@ a host's devices without a table of its own. All of it is resolved here: a `Clus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +14,14 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from moesaic.base import keys
-from moesaic.base.config import Section, parse, read_toml
+from moesaic.base.config import Section, parse, parse_toml, read_toml
 from moesaic.base.errors import ConfigError
+from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.cluster import Cluster, Host, Link, Wire
 from moesaic.facts.cluster.presets import PRESETS, Preset
+
+_OWN_TABLE = re.compile(r"\[\s*calibration\s*\]\s*(#.*)?")
+_NOTE = "# Written by `moesaic calibrate`, which replaces this table."
 
 
 class KnownHost(Section):
@@ -47,6 +52,8 @@ class ClusterFile(Section):
     """Its machines."""
     links: list[Link] = Field(default_factory=list)
     """What joins them; between two hosts the way of fewest links is taken, of those the widest."""
+    calibration: Calibration | None = None
+    """What runs have shown of these figures, as `moesaic calibrate` writes it; unset: nothing."""
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -68,7 +75,31 @@ def resolve(raw: Mapping[str, Any], origin: str) -> Cluster:
         if entry.link is not None:
             wire = dict(entry.link)
             links += [Link(ends=[name, name], **wire) for name in names if name not in joined]
-    return parse(Cluster, {"name": file.name, "hosts": hosts, "links": links}, origin)
+    whole = {"name": file.name, "hosts": hosts, "links": links, "calibration": file.calibration}
+    return parse(Cluster, whole, origin)
+
+
+def with_calibration(text: str, calibration: Calibration, origin: str) -> str:
+    """The text of a file with `calibration` as its last table, in place of an earlier one.
+
+    Nothing else of it changes, no comment and no blank.
+    """
+    lines = text.splitlines(keepends=True)
+    heads = [index for index, line in enumerate(lines) if line.lstrip().startswith("[")]
+    own = next((index for index in heads if _OWN_TABLE.fullmatch(lines[index].strip())), None)
+    if own is not None:
+        end = next((index for index in heads if index > own), len(lines))
+        while lines[end - 1].strip().partition("#")[0] == "":  # What stands here is of the next.
+            end -= 1
+        lines[own:end] = []
+    kept = "".join(lines).rstrip()
+    result = f"{kept}\n\n[calibration]\n{_NOTE}\n{calibration.to_toml()}"
+    known, wanted = parse_toml(text, origin), calibration.model_dump()
+    if parse_toml(result, origin) != {**known, "calibration": wanted}:
+        raise ConfigError(
+            f"{origin}: what it says of calibration is no table [calibration] of its own: remove it"
+        )
+    return result
 
 
 def _fill_presets(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:

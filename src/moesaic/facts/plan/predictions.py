@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.cluster import Calibration
 
 FIRST = 3
 """Steps that pay for warming up, and do not count."""
@@ -66,6 +67,10 @@ class Predictions(Section):
 
     cluster: str
     """Name of the cluster that it was worked out for."""
+    loads: str | None = None
+    """The run that recorded the loads of experts that it rests on; unset: even ones."""
+    calibration: Calibration | None = None
+    """What runs had shown of the cluster's figures, as it was applied; unset: nothing."""
     step_s: float = Field(gt=0)
     """Seconds of a step."""
     phases_s: dict[str, float]

@@ -67,8 +67,8 @@ def workload(
             from it alone.
         plan: which rank holds what.
         rank: whose work.
-        loads: by expert layer, assignments by expert or by rank and expert over one global
-            micro-batch; absent: even routing.
+        loads: by expert layer, the load of each expert, or assignments by rank and expert over one
+            global micro-batch; absent: even routing.
     """
     sizes = Sizes.of(job, plan, rank)
     even = expert_counts(job, plan, None) if job.model.experts and loads is None else None

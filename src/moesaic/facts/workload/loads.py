@@ -15,33 +15,50 @@ Counts = NDArray[np.int64]
 
 
 def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
-    """Assignments [ranks, experts] of one layer over one global micro-batch.
+    """Assignments [ranks, experts] of one layer over one global micro-batch, none dropped.
 
     Args:
         job: the job.
         plan: which rank has which samples.
-        load: assignments by expert, or by rank and expert; None: experts in turn, nothing dropped.
+        load: by expert, how its share of assignments compares to others': tokens of all ranks
+            spread alike, and the job says how many there are. By rank and expert: assignments as
+            they are. None: even.
     """
+    given = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
+    if given.shape == (plan.ranks, plan.experts):
+        return given.astype(np.int64)
+    if given.shape != (plan.experts,):
+        raise ConfigError(
+            f"a load of shape {given.shape} does not fit {plan.experts} experts on {plan.ranks} "
+            f"ranks: give it by expert [{plan.experts}], or [{plan.ranks}, {plan.experts}]"
+        )
+    if not (given.sum() > 0 and given.min() >= 0):
+        raise ConfigError("a load of no assignments, or of less than none: give some above 0")
     size = job.train.batch // job.train.micro_batches
     ends = np.array([plan.rows(rank, size).stop for rank in range(plan.ranks)], np.int64)
-    experts = np.arange(plan.experts)
-    if load is None:
-        reached = ends[:, None] * job.data.sequence * job.model.top_k
-        return _between((reached + plan.experts - 1 - experts) // plan.experts)
-    given = np.asarray(load, np.int64)
-    if given.shape == (plan.experts,):
-        return _between(given * ends[:, None] // size)
-    if given.shape == (plan.ranks, plan.experts):
-        return given
-    raise ConfigError(
-        f"a load of shape {given.shape} does not fit {plan.experts} experts on {plan.ranks} ranks: "
-        f"give assignments by expert [{plan.experts}], or [{plan.ranks}, {plan.experts}]"
-    )
+    reached = _shared_out(ends * job.data.sequence * job.model.top_k, given.astype(np.float64))
+    counts: Counts = np.diff(reached, axis=0, prepend=0)
+    return counts
 
 
-def _between(reached: Counts) -> Counts:
-    """What each rank adds to what was reached before it."""
-    return np.diff(reached, axis=0, prepend=0)
+def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Counts:
+    """Each of `totals` shared out in whole numbers by `weights`; a larger total takes from nobody.
+
+    This is the method of Sainte-Lague: who gets the next one is who has the least for its weight.
+    Of equals it is the first, so that equal weights are served in turn.
+    """
+    taken = weights > 0
+    held: Counts = np.floor(totals[:, None] / weights.sum() * weights + 0.5).astype(np.int64)
+    over = held.sum(axis=1) - totals
+    with np.errstate(divide="ignore"):
+        while over.any():
+            more, less = np.flatnonzero(over < 0), np.flatnonzero(over > 0)
+            next_one = np.where(taken, (2 * held[more] + 1) / weights, np.inf)
+            held[more, next_one.argmin(axis=1)] += 1
+            last_one = np.where(taken, (2 * held[less] - 1) / weights, -np.inf)
+            held[less, last_one.shape[1] - 1 - last_one[:, ::-1].argmax(axis=1)] -= 1
+            over = held.sum(axis=1) - totals
+    return held
 
 
 def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ two floors: its flops at a share of the peak, its operands at the memory's bandw
 
 from __future__ import annotations
 
-from moesaic.facts.cluster import Device
+from moesaic.facts.cluster import Calibration, Device
 from moesaic.facts.workload import Op, Product
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -53,12 +53,19 @@ def attention_s(device: Device, op: Op) -> float | None:
     )  # fmt: skip
 
 
-def op_s(device: Device, op: Op) -> float:
-    """Seconds of one operation: its products, one after another, its passes, its functions."""
+def op_s(device: Device, op: Op, slower: Calibration | None = None) -> float:
+    """Seconds of one operation: its products, one after another, its passes, its functions.
+
+    `slower` is what runs have shown of the device.
+    """
+    products_by = 1.0 if slower is None else slower.products
+    passes_by = 1.0 if slower is None else slower.passes
     if op.kind.startswith("attention"):
         seconds = attention_s(device, op)
         if seconds is not None:
-            return seconds + passes_s(device, op.moved_bytes, op.calls)
+            passes = passes_s(device, op.moved_bytes, op.calls)
+            return products_by * seconds + passes_by * passes
     products = sum(product_s(device, op.type, product) for product in op.products)
     passes = passes_s(device, op.moved_bytes, op.calls, op.kind)
-    return products * op.causal_share + passes + op.specials * device.special_s
+    specials = op.specials * device.special_s
+    return products_by * products * op.causal_share + passes_by * passes + passes_by * specials

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from moesaic.facts.cluster import Cluster, Device, Place, device_at, place
+from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block, Message, Work, workload
@@ -42,8 +43,10 @@ class Lanes:
     """All groups of a kind, by the ranks of one."""
     _paces: dict[tuple[str, tuple[int, ...]], list[Pace]] = field(default_factory=dict)
     """By operation and the ranks of one group."""
-    _spoken: dict[tuple[str, tuple[int, ...], int], Seconds] = field(default_factory=dict)
-    """Seconds by rank of messages, by operation, ranks of one group and bytes."""
+    _spoken: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Seconds] = field(
+        default_factory=dict
+    )
+    """Seconds by rank of messages, by operation, ranks of one group and bytes of each group."""
 
     @cached_property
     def _traffic(self) -> Traffic:
@@ -97,8 +100,9 @@ class Lanes:
         """What one block does one way: first it computes, then it speaks."""
         name = row[0].name
         devices = [self.device(alike[0]) for alike in ranks]
+        slower = [self._slower(device) for device in devices]
         for ops in zip(*(work.ops for work in works), strict=True):
-            each = tuple(op_s(device, op) for device, op in zip(devices, ops, strict=True))
+            each = tuple(map(op_s, devices, ops, slower))
             if any(each):
                 seconds = self._spread(each, ranks)
                 yield Event(
@@ -106,9 +110,14 @@ class Lanes:
                 )
         for messages in zip(*(work.messages for work in works), strict=True):
             groups = self._groups(messages[0])
-            seconds = self._message_s(messages, groups)
+            seconds = self._message_s(messages, ranks, groups)
             said = messages[0].name
             yield Event(said, phase or PHASES.get(said, "reduce"), name, seconds, groups)
+
+    def _slower(self, device: Device) -> Calibration | None:
+        """What runs have shown of devices like this one."""
+        learnt = self.cluster.calibration
+        return learnt if learnt is not None and device.model in learnt.devices else None
 
     def _spread(self, each: tuple[float, ...], ranks: list[list[int]]) -> Seconds:
         """Seconds by rank, from those of ranks that are alike; layers share what is equal."""
@@ -135,16 +144,24 @@ class Lanes:
                 return groups
         raise AssertionError(f"{message.name} is among ranks {message.ranks}, no group of the plan")
 
-    def _message_s(self, messages: Sequence[Message], groups: list[list[int]]) -> Seconds:
-        most = max(message.num_bytes for message in messages)
-        operation = messages[0].operation
-        key = (operation, messages[0].ranks, most)
+    def _message_s(
+        self, messages: Sequence[Message], ranks: list[list[int]], groups: list[list[int]]
+    ) -> Seconds:
+        """Seconds by rank; who of a group has the most to send or to receive sets its pace."""
+        carried = np.zeros(self.plan.ranks, np.int64)
+        for message, alike in zip(messages, ranks, strict=True):
+            carried[alike] = max(message.num_bytes, sum(message.receive))
+        most = tuple(int(carried[group].max()) for group in groups)
+        operation, one = messages[0].operation, messages[0].ranks
+        key = (operation, one, most)
         if key not in self._spoken:
             if key[:2] not in self._paces:
                 self._paces[key[:2]] = self._traffic.paces(operation, groups)
+            learnt = self.cluster.calibration
+            by = 1.0 if learnt is None else learnt.messages
             seconds = np.zeros(self.plan.ranks)
-            for group, pace in zip(groups, self._paces[key[:2]], strict=True):
-                seconds[group] = pace.seconds(most)
+            for group, pace, num_bytes in zip(groups, self._paces[key[:2]], most, strict=True):
+                seconds[group] = by * pace.seconds(num_bytes)
             self._spoken[key] = seconds
         return self._spoken[key]
 
@@ -154,16 +171,20 @@ class Costs(Lanes):
     """A job laid over a cluster."""
 
     job: Job = field(kw_only=True)
+    loads: Sequence[ArrayLike] | None = field(default=None, kw_only=True)
+    """By expert layer, as `workload` takes them; None: even routing."""
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, cluster: Cluster) -> Costs:
+    def of(
+        cls, job: Job, plan: Plan, cluster: Cluster, loads: Sequence[ArrayLike] | None = None
+    ) -> Costs:
         """Ranks in the order of the cluster's places."""
-        return cls(plan, cluster, place(cluster, plan.ranks), job=job)
+        return cls(plan, cluster, place(cluster, plan.ranks), job=job, loads=loads)
 
     def events(self) -> list[Event]:
         """One whole step."""
         alike = self._alike()
-        work = {rank: workload(self.job, self.plan, rank) for rank in alike}
+        work = {rank: workload(self.job, self.plan, rank, self.loads) for rank in alike}
         return self.step(work, alike, self.job.train.micro_batches)
 
     def _alike(self) -> dict[int, list[int]]:
@@ -174,9 +195,10 @@ class Costs(Lanes):
         rows = [len(plan.rows(rank, size)) for rank in range(plan.ranks)]
         arriving = {group[0]: tuple(rows[rank] for rank in group) for group in plan.expert_groups()}
         for rank, kind in enumerate(self.device_kinds()):
-            # Routing is even, so that experts are alike; the first owners count the norm.
+            # Experts are alike where routing is even; the first owners count the norm.
+            home = rank % plan.ep if self.loads is not None else 0
             sent = arriving[groups[rank][0]]
-            at = (rows[rank], sent, rank < plan.ep, rank < plan.shard, kind)
+            at = (rows[rank], home, sent, rank < plan.ep, rank < plan.shard, kind)
             found.setdefault(at, []).append(rank)
         return {ranks[0]: ranks for ranks in found.values()}
 
