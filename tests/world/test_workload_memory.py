@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -15,11 +18,12 @@ from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
+from moesaic.train.data import Batch
 
 # Large enough for what is not counted (indices, scalars, gradients of routers) to be little.
 SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0.02}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "olmoe": {**SIZES, "ffn": 64, "experts": 16, "top_k": 4},
+    "olmoe": {**SIZES, "ffn": 64, "experts": 8, "top_k": 4},
     "mixtral": {**SIZES, "family": "mixtral", "ffn": 256, "experts": 8},
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
     "wide vocabulary, tied": {
@@ -51,10 +55,20 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
 ]
 
 
+class Documents(RandomSamples):
+    """Samples of two documents each, so that attention always has a mask."""
+
+    def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
+        """The samples of `indices`."""
+        batch = super().batch(indices, shuffled=shuffled)
+        second = torch.arange(batch.inputs.shape[1]) >= batch.inputs.shape[1] // 2
+        return replace(batch, documents=second.int().expand(batch.inputs.shape))
+
+
 def make_job(ep: int, shard: int, family: str, train: dict[str, Any]) -> Job:
     return tiny_job(
         model=FAMILIES[family], layout={"ep": ep, "shard": shard},
-        data={"sequence": 128}, train={"batch": 16, "precision": "fp32", **train},
+        data={"sequence": 128}, train={"batch": 8, "precision": "fp32", **train},
         routing=EVEN if FAMILIES[family]["experts"] else {},
         checkpoint={"asynchronous": False},
     )  # fmt: skip
@@ -63,7 +77,7 @@ def make_job(ep: int, shard: int, family: str, train: dict[str, Any]) -> Job:
 def peaks(world: World, job: Job) -> list[int]:
     """What each of three steps of a run allocates at its fullest."""
     plan = lay_out(job.layout, job.model, world.size)
-    samples, runs = RandomSamples(job.model.vocab, job.data.sequence), []
+    samples, runs = Documents(job.model.vocab, job.data.sequence), []
 
     def start() -> None:
         runs.append(assemble(job, plan, world, InitialSource(job.seed, job.model.init_std)))
