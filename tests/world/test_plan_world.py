@@ -73,6 +73,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*flags: str) -> dict[str, Any]:
+    Path("plan.json").unlink(missing_ok=True)
     assert (
         main(["plan", "job.toml", "--cluster", "cluster.toml", "--out", "plan.json", *flags]) == 0
     )

@@ -20,7 +20,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import unwritable
 from moesaic.base.files import replacing
 from moesaic.cli import screen
-from moesaic.cli.rank import bounded, end_with_parent
+from moesaic.cli.rank import at_once, bounded, end_with_parent
 from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def take_part(part: Part) -> None:
     from moesaic.dist.world import World
 
     config = parse(ProbeConfig, part.settings, "settings")
-    world = World.from_launcher(config.device, deadline(config), key="device")
+    with at_once():
+        world = World.from_launcher(config.device, deadline(config), key="device")
     try:
         with _watched(world.leads, num_parts(config)) as watch:
             found = probe(world, config, watch)

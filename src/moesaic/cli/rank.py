@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -62,7 +63,8 @@ def take_part(part: Part) -> tuple[Path, bool]:
     loaded = load_job(Path(part.job), part.sets)
     if part.plan is not None:
         loaded = obey(loaded, Path(part.plan), part.sets)
-    world = World.from_launcher(loaded.job.train.device, deadline(loaded.job))
+    with at_once():
+        world = World.from_launcher(loaded.job.train.device, deadline(loaded.job))
     try:
         out = Path(world.led(lambda: part.out or str(default_out(Path(part.job)))))
         console = screen.err() if part.as_json else screen.out()
@@ -95,8 +97,6 @@ def bounded(work: Callable[[], object], on_memory: str) -> int:
 
     `on_memory` is what helps against too little memory.
     """
-    from moesaic.dist.world import lost_peer
-
     try:
         work()
     except UserError as error:
@@ -109,6 +109,8 @@ def bounded(work: Callable[[], object], on_memory: str) -> int:
         if mistake is not None:
             _record(str(mistake), "user")
             return 2
+        from moesaic.dist.world import lost_peer
+
         _record(traceback.format_exc(), "lost" if lost_peer(error) else "bug")
         return 1
     return 0
@@ -126,6 +128,18 @@ def _record(text: str, kind: str) -> None:
             partial.write_text(json.dumps(record), encoding="utf-8")
     except OSError:
         print(text, file=sys.stderr)
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """An interrupt ends this process: who waits for other ranks to come hears nothing in Python."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end_with_parent() -> None:
