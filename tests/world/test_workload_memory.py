@@ -26,11 +26,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**SIZES, "ffn": 64, "experts": 8, "top_k": 4},
     "mixtral": {**SIZES, "family": "mixtral", "ffn": 256, "experts": 8},
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
-    "wide vocabulary, tied": {
-        **SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0, "vocab": 6000,
-        "tied": True,
-    },
 }  # fmt: skip
+FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
+FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
 AGAIN, PARTS = {"recompute": True}, {"micro_batches": 2}
 CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
@@ -45,6 +43,7 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (2, 1, 2, "dense", {}),
     (2, 1, 2, "dense", {**AGAIN, **PARTS}),
     (2, 1, 2, "wide vocabulary, tied", {}),
+    (2, 1, 2, "wide vocabulary", {**AGAIN, **PARTS}),
     (2, 2, 1, "olmoe", {}),
     (2, 2, 1, "mixtral", {**AGAIN, **PARTS}),
     (2, 2, 2, "mixtral", AGAIN),

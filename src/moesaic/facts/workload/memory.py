@@ -113,6 +113,7 @@ class _Step:
         self.own = sum(local_size(p, plan.shard) for p in dense if p.layer == 0) + arena
         """Elements of a layer, and what of them lies on this rank."""
         self.root = sum(p.size for p in dense if p.layer is None)
+        self.root_share = sum(local_size(p, plan.shard) for p in dense if p.layer is None)
         self.head = job.model.vocab * job.model.hidden
         """Elements of embedding and head, and of the gradient of the head's weight."""
 
@@ -146,13 +147,21 @@ class _Step:
         if not self.several or self.plan.shard > 1 or self.job.model.tied:
             gradients += self.head  # It is not with the others yet.
         there = self._contexts() + self.left(index) + self.gathered(index)
-        return there + gradients * self.s.wide + self.working()
+        # Before anything is computed gloo has a copy of the message that brings the next layer;
+        # what is to be computed again is not there then.
+        early = self.plan.shard > 1 and index > 0 and not self.job.train.recompute
+        copied = self.layer if early else 0
+        most = max(self.working(), (self.s.stream + copied) * self.s.wide)
+        return there + gradients * self.s.wide + most
 
     def end(self) -> int:
         """When the last gradients come, or all are there and copies are summed."""
         s, more = self.s, 0
-        if self.plan.shard > 1:  # Those of embedding and head as they are shared out, twice.
-            more = 2 * self.root
+        if self.plan.shard > 1:
+            # The message that shares out those of embedding and head, gloo's copy of it, the last
+            # tensor that went into it, and the share, which has not been added to others yet.
+            last = 0 if self.job.model.tied else self.head
+            more = 2 * self.root + last + self.several * self.root_share
         elif self.several or self.job.model.tied:  # The embedding's, to be added to others.
             more = self.head * (1 + (self.several and self.job.model.tied))
         copies = group_of(self.plan.replica_groups(), self.rank)
