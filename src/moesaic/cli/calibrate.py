@@ -25,7 +25,7 @@ from moesaic.facts.cluster import (
 )  # fmt: skip
 from moesaic.facts.cluster.calibration import LEAST, MOST
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan
+from moesaic.facts.plan import Plan, short
 
 if TYPE_CHECKING:
     from moesaic.policy.cost.calibrate import Factors, Observed
@@ -63,14 +63,14 @@ def calibrate(
     if cluster is None:
         raise UserError("--cluster is missing: give the file that the runs were planned for")
     where = load_cluster(cluster)
-    if out is not None and out.exists():
-        raise UserError(f"--out '{out}' is there already: name another, or leave --out out")
+    if out is not None:
+        flags.check_new("--out", out, "cluster.toml")
     from moesaic.policy.cost.calibrate import KINDS, fit, left_out
 
     taken = [_taken(run, where, cluster) for run in _once(runs)]
     bare = where.model_copy(update={"calibration": None})
     steps = [_observed(run, bare) for run in taken]
-    factors = dict(zip(KINDS, (_short(one) for one in fit(steps)), strict=True))
+    factors = dict(zip(KINDS, (short(one) for one in fit(steps)), strict=True))
     models = sorted({model for run in taken for model in _models(run, bare)})
     learnt = Calibration(runs=len(steps), devices=models, **factors)
     others = left_out(steps) if len(steps) > 1 else [fit(steps)]
@@ -156,10 +156,6 @@ def _observed(run: RunFacts, bare: Cluster) -> Observed:
         )
     parts = [(step_s(**{kind: 1 + _SMALL}) - whole_s) / _SMALL for kind in KINDS]
     return Observed(str(run.directory), np.array(parts), measured_s)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _findings(
