@@ -28,8 +28,9 @@ WRITE := --prompt "The with statement" --prompt "A list is" --prompt "If the ope
   --set temperature=0.5 --set max_tokens=100
 # What the demo's plan rests on: a few seconds of the numbers that it trains in.
 LOOK := --set seconds=6 --set 'disks=[]' --set 'dtypes=["fp32"]'
-# One thread a process: the rank pools of the tests are as many processes as there are cores.
+# One thread a process, as ranks of the tests are processes too; two files of tests at a time.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+BOTH := -n 2 --dist loadfile
 CODE := src tests benchmarks examples docs
 
 .DEFAULT_GOAL := help
@@ -60,10 +61,10 @@ check: $(HAS_TOOLS)  ## lint, format, types, architecture
 	$(TEST) tests/test_architecture.py
 
 test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: under ten minutes on two cores
-	$(TEST) -m "not soak"
+	$(TEST) $(BOTH) -m "not soak"
 
 test-all: $(HAS_TOOLS)  ## long runs too
-	$(TEST)
+	$(TEST) $(BOTH)
 
 bench: $(HAS_TOOLS)  ## every benchmark; one of them: make bench-foundation
 	$(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""Shared by every test: one pool of four ranks for the whole session."""
+"""Shared by every test: one pool of four ranks for a whole session."""
 
 from __future__ import annotations
 
