@@ -187,7 +187,7 @@ def predict(
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
     device = device_at(cluster, places[slowest])
-    held = tightest(job, layout, cluster, places)
+    held = tightest(job, layout, cluster, places, recorded)
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
         "cluster": cluster.name, "loads": None if loads is None else str(loads),

@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
         config = self.config
         attention = Attention(
             index, config.hidden, config.heads, config.kv_heads, config.head_dim,
-            norm_epsilon=config.norm_epsilon if config.normalised_attention else None,
+            norm_epsilon=config.norm_epsilon if config.normed is not None else None,
             clip=config.clip_qkv,
         )  # fmt: skip
         ffn: FeedForward | MoE

@@ -1,6 +1,6 @@
 """Routers: which experts a token visits, with what weight, and the losses that keep them even.
 
-softmax: top-k of the softmax. switch: top-1 (Fedus et al.), scores optionally multiplied by noise.
+top-k: the best by softmax. switch: top-1 (Fedus et al.), scores optionally multiplied by noise.
 gshard: top-2 (Lepikhin et al.), the second expert kept at random in proportion to its weight.
 balanced: experts in turn. Routing is computed in fp32 or better, whatever the layer computes in.
 """
@@ -47,7 +47,7 @@ class Router(nn.Module):
         experts: int,
         top_k: int,
         *,
-        kind: Literal["softmax", "switch", "gshard", "balanced"] = "softmax",
+        kind: Literal["top-k", "switch", "gshard", "balanced"] = "top-k",
         renormalise: bool = False,
         noise: float = 0.0,
     ) -> None:

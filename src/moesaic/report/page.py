@@ -155,8 +155,11 @@ def _predicted(run: RunFacts, group: list[Figure]) -> str:
     whole = measured.memory == "resident"
     ratio = UNKNOWN if whole else _ratio(peak, most)
     rows.append((f"most memory of a rank, {measured.memory}", size(peak), size(most), ratio))
+    learnt = predicted.calibration
+    basis = f", calibrated by {plural(learnt.runs, 'run')}" if learnt else ""
+    basis += f", with the loads of '{predicted.loads}'" if predicted.loads else ""
     note = (
-        f"Predicted for cluster '{predicted.cluster}'. Measured: medians of "
+        f"Predicted for cluster '{predicted.cluster}'{basis}. Measured: medians of "
         f"{plural(measured.steps, 'step')} on rank 0; waiting for other ranks counts in the phase "
         "where it happens."
     )

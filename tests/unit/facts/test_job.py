@@ -78,7 +78,7 @@ WRONG = [
      'job.toml: routing.router = "switch" with a dense model (model.experts = 0): '
      "remove it, or choose a model with experts"),
     (["routing.noise=0.1"],
-     'job.toml: routing.noise = 0.1 belongs to routing.router = "switch", not "softmax": '
+     'job.toml: routing.noise = 0.1 belongs to routing.router = "switch", not "top-k": '
      "set it to 0"),
     (["routing.record=a", "routing.replay=b"],
      'job.toml: routing.record = "a" and routing.replay = "b" exclude each other: remove one'),

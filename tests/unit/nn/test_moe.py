@@ -88,12 +88,12 @@ def test_softmax_router_equals_the_dense_loop(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    capacity=st.floats(0.1, 2.0), kind=st.sampled_from(["softmax", "switch", "gshard"]),
+    capacity=st.floats(0.1, 2.0), kind=st.sampled_from(["top-k", "switch", "gshard"]),
     seed=st.integers(0, 999),
 )  # fmt: skip
 def test_capacity_equals_the_dense_loop(capacity: float, kind: str, seed: int) -> None:
     torch.manual_seed(seed)
-    top_k = {"softmax": 3, "switch": 1, "gshard": 2}[kind]
+    top_k = {"top-k": 3, "switch": 1, "gshard": 2}[kind]
     layer = make(4, top_k, capacity, kind=kind)
     check_against_oracle(layer, torch.randn(2, 9, HIDDEN).double(), context(2, 9))
 

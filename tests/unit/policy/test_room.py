@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.cluster.places import device_at, place
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import memory
+from moesaic.facts.workload.loads import expert_counts
 from moesaic.policy.cost.room import fullest, tightest
 from moesaic.testing.jobs import tiny_job
 
@@ -52,3 +54,17 @@ def test_the_tightest_is_not_the_fullest_where_devices_differ() -> None:
     held = tightest(job, plan, cluster, places)
     assert held.share == max(shares)
     assert (held.rank, held.device.memory_bytes) == (2, 1e10)
+
+
+def test_the_fullest_is_where_the_loads_are() -> None:
+    """All that matters of a layer is its own load; counts by rank say the same as loads."""
+    job = tiny_job(layout={"ep": 4}, train={"batch": 8})
+    plan = lay_out(job.layout, job.model, 4)
+    even, hot = np.ones(job.model.experts), np.ones(job.model.experts)
+    hot[list(plan.homes(2))] = 9
+    loads = [even, hot]
+    rank, needs = fullest(job, plan, loads=loads)
+    assert rank == 2
+    assert needs == memory(job, plan, 2, [expert_counts(job, plan, load) for load in loads])
+    assert needs.peak_bytes > fullest(job, plan)[1].peak_bytes
+    assert fullest(job, plan, loads=[even] * 2)[1] == fullest(job, plan)[1]

@@ -211,7 +211,7 @@ class Fabric:
         job = {
             "seed": 0,
             "model": model,
-            "routing": {"router": "softmax", "balance_loss": 0.01, "z_loss": 0.001,
+            "routing": {"router": "top-k", "balance_loss": 0.01, "z_loss": 0.001,
                         "capacity": None},
             "layout": {"ep": self.plan()["ep"], "shard": "all"},
             "data": {"path": "text/*.txt", "tokenizer": "bytes", "sequence": 256},

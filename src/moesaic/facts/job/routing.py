@@ -12,8 +12,8 @@ from moesaic.base.config import Section
 class RoutingConfig(Section):
     """The router of every expert layer."""
 
-    router: Literal["softmax", "switch", "gshard", "balanced"] = "softmax"
-    """softmax: top-k of the softmax. switch: top-1, optional noise on the scores while training.
+    router: Literal["top-k", "switch", "gshard", "balanced"] = "top-k"
+    """top-k: the model's own, by softmax or sigmoid as its family has it. switch: top-1, optional noise on the scores while training.
     gshard: top-2, the second expert kept at random in proportion to its weight, with capacity.
     balanced: debugging; experts in turn whatever the scores say."""
     balance_loss: float = Field(default=0.01, ge=0)
@@ -24,6 +24,9 @@ class RoutingConfig(Section):
     capacity: float | None = Field(default=None, gt=0)
     """Tokens that one expert takes from a global micro-batch, as a multiple of the even share;
     assignments beyond it are dropped and counted. Unset: nothing is dropped."""
+    bias_step: float = Field(default=0.001, ge=0)
+    """deepseek_v3 only: by how much a step moves the bias of an expert that took more, or fewer,
+    tokens than the mean."""
     noise: float = Field(default=0.0, ge=0, lt=1)
     """switch only: uniform noise in [1 - noise, 1 + noise] multiplies scores while training."""
     record: str | None = None

@@ -111,7 +111,7 @@ def _attention(s: Sizes) -> list[Part]:
         ops.linear("q", s, s.queries, hidden, wide_input=True),
         ops.linear("k", s, s.keys, hidden, wide_input=True),
         ops.linear("v", s, s.keys, hidden, wide_input=True),
-        *(ops.head_norms(s) if model.normalised_attention else ()),
+        *(ops.head_norms(s) if model.normed is not None else ()),
         *((ops.clamp(s),) if model.clip_qkv is not None else ()),
         ops.rotary(s, s.queries),
         ops.rotary(s, s.keys),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -65,6 +66,30 @@ def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> lis
     """Rows of each of the slots of `rank`."""
     rows: list[int] = counts[list(group)].sum(axis=0)[list(plan.homes(rank))].tolist()
     return rows
+
+
+class Routed(NamedTuple):
+    """Rows of one rank in one expert layer."""
+
+    leaving: int
+    """Assignments of its own tokens."""
+    slots: list[int]
+    """Rows that arrive at each of its slots."""
+
+
+def routed(
+    job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None
+) -> list[Routed]:
+    """Rows of `rank` in each expert layer; `loads` as `expert_counts` takes each, None: even."""
+    group = next(group for group in plan.expert_groups() if rank in group)
+
+    def rows(load: ArrayLike | None) -> Routed:
+        counts = expert_counts(job, plan, load)
+        return Routed(int(counts[rank].sum()), slots_of(counts, plan, rank, group))
+
+    if loads is None:
+        return [rows(None)] * job.model.layers
+    return [rows(load) for load in loads]
 
 
 def traffic(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> tuple[list[int], ...]:

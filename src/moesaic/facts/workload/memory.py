@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from numpy.typing import ArrayLike
+
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.loads import expert_counts, slots_of
+from moesaic.facts.workload.loads import Routed, routed
 from moesaic.facts.workload.messages import buckets, group_of
 from moesaic.facts.workload.parameters import Parameter, local_size, parameters, rank_size
 from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, SHARE_BYTES, Sizes
@@ -63,13 +65,21 @@ class Memory:
         return lasting + max(self.forward_bytes, self.backward_bytes)
 
 
-def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True) -> Memory:
-    """What `rank` of `plan` holds, for even routing.
+def memory(
+    job: Job,
+    plan: Plan,
+    rank: int | None = None,
+    loads: Sequence[ArrayLike] | None = None,
+    *,
+    on_cpu: bool = True,
+) -> Memory:
+    """What `rank` of `plan` holds.
 
     Args:
         job: the job.
         plan: which rank holds what.
         rank: absent: the last, which has the most rows.
+        loads: by expert layer, as `workload` takes them; absent: even routing.
         on_cpu: whether rank and host share one memory, which then holds the staging copy too.
     """
     rank = plan.ranks - 1 if rank is None else rank
@@ -79,7 +89,7 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
     num_experts = sum(p.size for p in experts)
     moments = 2 * (sum(rank_size(p, plan.shard, rank) for p in dense) + num_experts)
     staged = _staged(dense, experts, plan, rank) if job.checkpoint.asynchronous else 0
-    step = _Step(job, plan, rank, dense, num_experts // job.model.layers, on_cpu)
+    step = _Step(job, plan, rank, dense, num_experts // job.model.layers, loads, on_cpu)
     layers, wide = range(job.model.layers), step.s.wide
     return Memory(
         parameters_bytes=step.held * wide,
@@ -89,7 +99,7 @@ def memory(job: Job, plan: Plan, rank: int | None = None, *, on_cpu: bool = True
         gathered_bytes=max(step.gathered(index) for index in layers),
         activations_bytes=step.passing + step.left(layers[-1]),
         head_bytes=step.kept["head"] + _logits(step.s),
-        working_bytes=step.working(),
+        working_bytes=max(step.working(index) for index in layers),
         forward_bytes=step.forward(),
         backward_bytes=max(step.end(), *(step.backward(index) for index in layers)),
     )
@@ -99,11 +109,19 @@ class _Step:
     """What is there at moments of a rank's step, beside what lasts."""
 
     def __init__(
-        self, job: Job, plan: Plan, rank: int, dense: Sequence[Parameter], arena: int, on_cpu: bool
+        self,
+        job: Job,
+        plan: Plan,
+        rank: int,
+        dense: Sequence[Parameter],
+        arena: int,
+        loads: Sequence[ArrayLike] | None,
+        on_cpu: bool,
     ) -> None:
         self.s, self.job, self.plan, self.rank = Sizes.of(job, plan, rank), job, plan, rank
         self.on_cpu, self.several = on_cpu, job.train.micro_batches > 1
-        self.kept, self.layers = activations(job, plan, rank), job.model.layers
+        self.kept, self.layers = activations(job, plan, rank, loads), job.model.layers
+        self.routed = routed(job, plan, rank, loads) if job.model.experts else []
         self.passing = self.kept["context"] + self.kept["embed"]
         self.arena = arena
         """Elements of the experts of a layer."""
@@ -120,8 +138,8 @@ class _Step:
     def left(self, index: int) -> int:
         """What autograd keeps of the layers up to `index` when backward comes to that one."""
         if self.job.train.recompute:
-            return index * self.s.stream * self.s.wide + self.kept["layers.0"]
-        return (index + 1) * self.kept["layers.0"]
+            return index * self.s.stream * self.s.wide + self.kept[f"layers.{index}"]
+        return sum(self.kept[f"layers.{before}"] for before in range(index + 1))
 
     def gathered(self, index: int) -> int:
         """What FSDP has while backward is in layer `index`.
@@ -151,7 +169,7 @@ class _Step:
         # what is to be computed again is not there then.
         early = self.plan.shard > 1 and index > 0 and not self.job.train.recompute
         copied = self.layer if early else 0
-        most = max(self.working(), (self.s.stream + copied) * self.s.wide)
+        most = max(self.working(index), (self.s.stream + copied) * self.s.wide)
         return there + gradients * self.s.wide + most
 
     def end(self) -> int:
@@ -180,33 +198,30 @@ class _Step:
         angles = self.kept["context"] - self.s.mask
         return self.passing + (self.job.train.micro_batches - 1) * angles
 
-    def working(self) -> int:
-        """What backward of a layer's larger half makes on its way, less what it has let go."""
+    def working(self, index: int) -> int:
+        """What backward of the larger half of layer `index` makes, less what it has let go."""
         s, model = self.s, self.s.model
         stream = s.stream * s.wide
         if model.experts:
-            return stream + self.arena * s.wide + self._rows() * s.narrow
+            return stream + self.arena * s.wide + self._rows(self.routed[index]) * s.narrow
         # Three gradients around a product are there, and its result is not; the gradient of the
         # weight that followed stays, or has been added to that of earlier micro-batches.
         stays = not self.several or self.plan.shard > 1
         down = stays * model.ffn * model.hidden * s.wide
         return stream + down + 2 * s.tokens * model.ffn * s.narrow
 
-    def _rows(self) -> int:
+    def _rows(self, routed: Routed) -> int:
         """The same of an expert layer's rows, in elements: gradients of results, which are gone
         themselves, and those of rows: share by share, and then all shares joined."""
-        model, plan = self.s.model, self.plan
-        counts = expert_counts(self.job, plan, None)
-        slots = slots_of(counts, plan, self.rank, group_of(plan.expert_groups(), self.rank))
-        rows, leaving = sum(slots), int(counts[self.rank].sum())
-        shares = _shares(self.s, slots, self.on_cpu)
+        model, rows = self.s.model, sum(routed.slots)
+        shares = _shares(self.s, routed.slots, self.on_cpu)
         most, done = 2 * rows * model.hidden if len(shares) > 1 else 0, 0
         for num_slots, num_rows in shares:
             inner, before = num_rows * model.ffn, done * model.hidden
             done += num_rows
             weights = self.s.casts * num_slots * 2 * model.ffn * model.hidden
             most = max(most, before + 5 * inner, done * model.hidden + 4 * inner + weights)
-        return (rows - leaving) * model.hidden + most
+        return (rows - routed.leaving) * model.hidden + most
 
 
 def _shares(s: Sizes, slots: Sequence[int], on_cpu: bool) -> list[tuple[int, int]]:
@@ -222,21 +237,25 @@ def _shares(s: Sizes, slots: Sequence[int], on_cpu: bool) -> list[tuple[int, int
     return shares
 
 
-def activations(job: Job, plan: Plan, rank: int) -> dict[str, int]:
+def activations(
+    job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None = None
+) -> dict[str, int]:
     """Bytes that autograd keeps of one micro-batch: context, embed, layers.0, ..., head.
 
     Parameters are not in it, nor what checkpointing saves (`train.recompute`): that leaves each
     layer its input, and in backward one layer at a time all of it.
     """
     s = Sizes.of(job, plan, rank)
-    inner = _moe_bytes(s, job, plan, rank) if job.model.experts else _dense_bytes(s)
-    layer = _attention_bytes(s) + inner
+    if job.model.experts:
+        inner = [_moe_bytes(s, plan, one) for one in routed(job, plan, rank, loads)]
+    else:
+        inner = [_dense_bytes(s)] * job.model.layers
     angles = s.tokens * job.model.head_dim * s.wide
     head = _norm_bytes(s) + s.stream * s.narrow + job.model.vocab * job.model.hidden * s.wide
     return {
         "context": angles + s.mask,
         "embed": s.tokens * INDEX_BYTES,
-        **{f"layers.{index}": layer for index in range(job.model.layers)},
+        **{f"layers.{index}": _attention_bytes(s) + one for index, one in enumerate(inner)},
         "head": head,
     }
 
@@ -256,7 +275,7 @@ def _inputs_bytes(s: Sizes, num: int, weights: int) -> int:
 def _attention_bytes(s: Sizes) -> int:
     q, k, model = s.tokens * s.queries, s.tokens * s.keys, s.model
     kept = _norm_bytes(s) + _inputs_bytes(s, 3, 2 * (s.queries + s.keys) * model.hidden)
-    if model.normalised_attention:
+    if model.normed is not None:
         kept += 2 * (q + k + s.tokens) * s.wide
     if model.clip_qkv is not None:
         kept += (q + k) * s.wide + k * s.narrow
@@ -271,11 +290,9 @@ def _dense_bytes(s: Sizes) -> int:
     return _norm_bytes(s) + _inputs_bytes(s, 2, weights) + gated
 
 
-def _moe_bytes(s: Sizes, job: Job, plan: Plan, rank: int) -> int:
-    model, t = s.model, s.tokens
-    counts = expert_counts(job, plan, None)
-    slots = slots_of(counts, plan, rank, group_of(plan.expert_groups(), rank))
-    leaving, arriving = int(counts[rank].sum()), sum(slots)
+def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
+    model, t, (leaving, slots) = s.model, s.tokens, routed
+    arriving = sum(slots)
     scores, chosen = t * model.experts, t * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
     if model.renormalise:

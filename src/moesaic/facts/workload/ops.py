@@ -130,7 +130,7 @@ def linear(name: str, s: Sizes, columns: int, inner: int, *, wide_input: bool) -
 def rotary(s: Sizes, width: int) -> Part:
     """Turned channel pairs; normed queries and keys come in wide."""
     n, angles = s.tokens * width, s.tokens * s.model.head_dim // 2
-    into = s.wide if s.model.normalised_attention else s.narrow
+    into = s.wide if s.model.normed is not None else s.narrow
     forward = 2 * n * (into + s.wide) + (4 * angles + 5 * n) * s.wide + s.cast(n)
     backward = (5 * n + 4 * angles) * s.wide + 5 * n * into + s.cast(n)
     back = s.casts
@@ -157,7 +157,7 @@ def attend(s: Sizes) -> Part:
     repeats = int(model.heads != model.kv_heads)
     repeated = 2 * repeats * (q + k) * s.narrow
     share = 1.0 if s.masked else (length + 1) / (2 * length)
-    turned = s.wide if model.normalised_attention else s.narrow
+    turned = s.wide if model.normed is not None else s.narrow
     masking = s.mask * (1 + s.narrow)
     specials = round(batch * length**2 * share)
     return (

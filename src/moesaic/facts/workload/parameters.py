@@ -52,7 +52,7 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         ("o", hidden, queries),
     ):
         yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
-    if model.normalised_attention:
+    if model.normed is not None:
         yield Parameter(f"{at}.attention.q_norm.weight", (queries,), "norm", layer)
         yield Parameter(f"{at}.attention.k_norm.weight", (keys,), "norm", layer)
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)

@@ -93,7 +93,7 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
     path, facts = checkpoint.path, checkpoint.facts
     job = facts.get("job") or {}
     model, warnings = _model_of(facts, path), []
-    router = (job.get("routing") or {}).get("router", "softmax")
+    router = (job.get("routing") or {}).get("router", "top-k")
     if router == "gshard":  # always renormalises, whatever the model says
         model = model.model_copy(update={"renormalise": True})
     elif router == "balanced":

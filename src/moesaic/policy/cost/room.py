@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from numpy.typing import ArrayLike
+
 from moesaic.facts.cluster import Cluster, Device, Place, device_at
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
-from moesaic.facts.workload.loads import expert_counts, slots_of
+from moesaic.facts.workload.loads import Counts, expert_counts, slots_of
 from moesaic.facts.workload.parameters import parameters, rank_size
 
 
@@ -26,8 +28,14 @@ class Held(NamedTuple):
         return self.needs.peak_bytes / self.device.memory_bytes
 
 
-def tightest(job: Job, plan: Plan, cluster: Cluster, places: Sequence[Place]) -> Held:
-    """The rank that needs the largest share of its own device's memory."""
+def tightest(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    places: Sequence[Place],
+    loads: Sequence[ArrayLike] | None = None,
+) -> Held:
+    """The rank that needs the largest share of its own device's memory; `loads` as `workload`'s."""
     alike: dict[tuple[str, float, bool], list[int]] = {}
     devices = [device_at(cluster, one) for one in places]
     for rank, device in enumerate(devices):
@@ -36,25 +44,35 @@ def tightest(job: Job, plan: Plan, cluster: Cluster, places: Sequence[Place]) ->
     found = []
     for ranks in alike.values():
         device = devices[ranks[0]]
-        found.append(Held(*fullest(job, plan, ranks, on_cpu=device.kind == "cpu"), device))
+        most = fullest(job, plan, ranks, loads, on_cpu=device.kind == "cpu")
+        found.append(Held(*most, device))
     return max(found, key=lambda held: held.share)
 
 
 def fullest(
-    job: Job, plan: Plan, ranks: Iterable[int] | None = None, *, on_cpu: bool = True
+    job: Job,
+    plan: Plan,
+    ranks: Iterable[int] | None = None,
+    loads: Sequence[ArrayLike] | None = None,
+    *,
+    on_cpu: bool = True,
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
     dense = [p for p in parameters(job.model) if p.kind != "expert"]
-    counts = expert_counts(job, plan, None) if job.model.experts else None
+    counts: list[Counts] = []
+    if job.model.experts:
+        counts = [expert_counts(job, plan, load) for load in loads or [None]]
     groups = {rank: group for group in plan.expert_groups() for rank in group}
     owned = [sum(rank_size(p, plan.shard, rank) for p in dense) for rank in range(plan.shard)]
-    kinds: dict[tuple[int, ...], int] = {}
+    kinds: dict[tuple[object, ...], int] = {}
     for rank in ranks if ranks is not None else range(plan.ranks):
-        arriving = sum(slots_of(counts, plan, rank, groups[rank])) if counts is not None else 0
+        arriving = [slots_of(layer, plan, rank, groups[rank]) for layer in counts]
+        slots = [sum(rows) for rows in arriving] if loads is None else map(tuple, arriving)
         # A checkpoint is shared out piece by piece, so that no two ranks stage alike.
         staging = rank if on_cpu and job.checkpoint.asynchronous else -1
-        kind = (len(plan.rows(rank, size)), arriving, owned[rank % plan.shard], staging)
+        kind = (len(plan.rows(rank, size)), tuple(slots), owned[rank % plan.shard], staging)
         kinds.setdefault(kind, rank)
-    found = [(rank, memory(job, plan, rank, on_cpu=on_cpu)) for rank in kinds.values()]
+    given = counts if loads is not None else None
+    found = [(rank, memory(job, plan, rank, given, on_cpu=on_cpu)) for rank in kinds.values()]
     return max(found, key=lambda one: one[1].peak_bytes)
