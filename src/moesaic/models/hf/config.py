@@ -1,6 +1,6 @@
 """config.json of a Hugging Face directory <-> ModelConfig.
 
-Every key is one of four kinds: a size or switch that ModelConfig has; one that must have a fixed
+Every key is one of five kinds: a size or switch that ModelConfig has; one that must have a fixed
 value, because another would mean arithmetic that is not built here (an error); bookkeeping, kept in
 `ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. Both
 spellings of the rotary base are read (transformers 4 and 5), and both are written.
@@ -17,19 +17,32 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import Family
+from moesaic.models.hf import fp8
 
 CONFIG_NAME = "config.json"
 
 ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,), "attention_dropout": (0.0,), "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,), "partial_rotary_factor": (1.0,), "quantization_config": (),
+    "mlp_bias": (False,), "partial_rotary_factor": (1.0,),
     "router_jitter_noise": (0.0,), "sliding_window": (),
 }  # fmt: skip
 """Keys that change arithmetic, with the values that are built here; null or absent always is."""
+
+FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"clip_qkv": ()},
+    "mixtral": {"clip_qkv": (), "norm_topk_prob": (True,)},
+    "olmoe": {},
+    "deepseek_v3": {
+        "clip_qkv": (), "moe_layer_freq": (1,), "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+    },
+}  # fmt: skip
+"""The same, where families differ."""
 
 WRITTEN: dict[str, dict[str, Any]] = {
     "llama": {
@@ -44,6 +57,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
         "output_router_logits": False,
     },
+    "deepseek_v3": {
+        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
+        "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+        "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    },
 }  # fmt: skip
 """Keys that export always writes; with TOKENS, so that no reader falls back on its own default."""
 
@@ -55,6 +73,7 @@ TOKENS_LEFT_OUT: dict[str, dict[str, Any]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
     "olmoe": {"eos_token_id": 50279, "pad_token_id": 1},
+    "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
 }
 """Special tokens that transformers takes where a file leaves the key out."""
 
@@ -65,16 +84,34 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "olmoe": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+    "deepseek_v3": {
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "first_k_dense_replace": 3, "n_group": 8, "n_shared_experts": 1, "norm_topk_prob": True,
+        "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "topk_group": 4,
+    },
 }  # fmt: skip
 """What transformers takes where a file leaves a key out."""
 
+DEEPSEEK = {
+    "first_k_dense_replace": "dense_layers", "intermediate_size": "dense_ffn",
+    "moe_intermediate_size": "ffn", "n_group": "groups", "n_routed_experts": "experts",
+    "n_shared_experts": "shared", "norm_topk_prob": "renormalise", "num_experts_per_tok": "top_k",
+    "routed_scaling_factor": "scale", "topk_group": "top_groups",
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": "width", "q_lora_rank": "queries", "qk_rope_head_dim": "rotary",
+    "v_head_dim": "value",
+}  # fmt: skip
+"""Keys of deepseek_v3 alone, and the fields of ModelConfig and of its `latent` that they are."""
+
 BOOKKEEPING = frozenset(
     (
-        *TOKENS, "add_cross_attention", "architectures", "chunk_size_feed_forward",
-        "finetuning_task", "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels",
+        *TOKENS, "add_cross_attention", "architectures", "aux_loss_alpha",
+        "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "is_decoder",
+        "is_encoder_decoder", "label2id", "num_labels", "num_nextn_predict_layers",
         "output_attentions", "output_hidden_states", "output_router_logits", "prefix",
         "pretraining_tp", "problem_type", "pruned_heads", "return_dict", "router_aux_loss_coef",
-        "router_z_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class",
+        "router_z_loss_coef", "sep_token_id", "seq_aux", "task_specific_params", "tokenizer_class",
         "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
         "use_bfloat16",
     )
@@ -83,8 +120,8 @@ BOOKKEEPING = frozenset(
 
 OUTDATED = frozenset(
     (
-        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "dtype",
-        "torch_dtype",
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "auto_map",
+        "dtype", "quantization_config", "torch_dtype",
     )
 )  # fmt: skip
 """Keys that say how or whence a file was once loaded, or what export says anew; not kept."""
@@ -141,9 +178,11 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "init_std": known.raw.get("initializer_range", 0.02),
         "tied": known.raw.get("tie_word_embeddings", False),
         "rope_theta": known.rope_theta(),
-        **known.attention("num_key_value_heads" in raw),
-        **known.routing(),
     }
+    if family == "deepseek_v3":
+        fields |= known.deepseek("q_lora_rank" in raw)
+    else:
+        fields |= {**known.attention("num_key_value_heads" in raw), **known.routing()}
     known.check_special_tokens()
     extras, warnings = _extras(raw, family, origin)
     return parse(ModelConfig, {**fields, "extras": extras}, origin), warnings
@@ -183,14 +222,11 @@ class Keys:
 
     def refuse_unbuilt(self) -> None:
         """Raise for a key whose value means arithmetic that is not built here."""
-        fixed = dict(FIXED)
-        if self.family != "olmoe":
-            fixed["clip_qkv"] = ()
-        if self.family == "mixtral":
-            fixed["norm_topk_prob"] = (True,)
-        for key, allowed in fixed.items():
+        for key, allowed in {**FIXED, **FIXED_BY_FAMILY[self.family]}.items():
             if key in self.raw and self.raw[key] not in allowed:
                 self._refuse(key, self.raw[key], allowed or ("null",))
+        if "quantization_config" in self.raw:
+            fp8.check_scheme(self.raw["quantization_config"], self.origin)
 
     def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
         names = [v if v == "null" else json.dumps(v) for v in allowed]
@@ -244,6 +280,30 @@ class Keys:
             "clip_qkv": self.raw.get("clip_qkv"),
         }
 
+    def deepseek(self, names_queries: bool) -> dict[str, Any]:
+        """Latent attention and routing; `names_queries`: the file has q_lora_rank, if as null."""
+
+        def value(key: str) -> Any:
+            if key in self.raw:
+                return self.raw[key]
+            return DEFAULTS[self.family].get(key) or self.required(key)
+
+        heads, rotary = self.required("num_attention_heads"), self.required("qk_rope_head_dim")
+        head_dim = self.required("qk_nope_head_dim") + rotary
+        # transformers calls the turned channels alone a head's width.
+        meant = {"num_key_value_heads": heads, "head_dim": rotary, "qk_head_dim": head_dim}
+        for key, only in meant.items():
+            if self.raw.get(key, only) != only:
+                self._refuse(key, self.raw[key], (only,))
+        latent = {field: value(key) for key, field in LATENT.items()}
+        if names_queries:
+            latent["queries"] = self.raw.get("q_lora_rank")
+        return {
+            "hidden": self.required("hidden_size"), "heads": heads, "kv_heads": heads,
+            "head_dim": head_dim, "latent": latent,
+            **{field: value(key) for key, field in DEEPSEEK.items()},
+        }  # fmt: skip
+
     def rope_theta(self) -> float:
         """Base of the rotary embedding, from whichever keys hold it."""
         theta: Any = self.raw.get("rope_theta")
@@ -282,10 +342,11 @@ class Keys:
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     """What to keep of keys that ModelConfig has no field for, and warnings about them."""
     always = {**WRITTEN[family], **TOKENS, "architectures": [ARCHITECTURES[family]]}
+    meant = _meaningful(family)
     extras: dict[str, Any] = {}
     warnings: list[str] = []
     for key, value in {**TOKENS_LEFT_OUT[family], **raw}.items():
-        if key in MODEL_KEYS or key in FIXED or key in OUTDATED:
+        if key in meant or key in OUTDATED:
             continue
         if key == "architectures":
             if ARCHITECTURES[family] not in (value or [ARCHITECTURES[family]]):
@@ -302,6 +363,13 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
         if key not in always or value != always[key]:
             extras[key] = value
     return extras, warnings
+
+
+def _meaningful(family: str) -> frozenset[str]:
+    """The keys that say something of a model of `family`."""
+    latent = (*DEEPSEEK, *LATENT, "qk_head_dim", "qk_nope_head_dim")
+    own = latent if family == "deepseek_v3" else ()
+    return MODEL_KEYS | FIXED.keys() | FIXED_BY_FAMILY[family].keys() | frozenset(own)
 
 
 def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -328,7 +396,7 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "rope_theta": model.rope_theta,
         "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
     }
-    if model.family != "olmoe":
+    if model.family in ("llama", "mixtral"):
         result["head_dim"] = model.head_dim
     if model.family == "mixtral":
         result |= {"num_local_experts": model.experts, "num_experts_per_tok": model.top_k}
@@ -337,6 +405,14 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
             "num_experts": model.experts, "num_experts_per_tok": model.top_k,
             "norm_topk_prob": model.renormalise, "clip_qkv": model.clip_qkv,
         }  # fmt: skip
+    if model.latent is not None:
+        result |= {
+            **{key: getattr(model, field) for key, field in DEEPSEEK.items()},
+            **{key: getattr(model.latent, field) for key, field in LATENT.items()},
+            "intermediate_size": model.ffn if model.dense_ffn is None else model.dense_ffn,
+            "num_nextn_predict_layers": 0,  # none is written, whatever a file once held
+            "qk_nope_head_dim": model.head_dim - model.latent.rotary,
+        }
     return result
 
 
@@ -347,7 +423,7 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 def _refuse_unwritable(model: ModelConfig) -> None:
     for key in model.extras:
-        if key in FIXED or key in MODEL_KEYS:
+        if key in _meaningful(model.family):
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} is no bookkeeping but "
                 "changes the model: remove it, and use the key of [model] that means it"
