@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -138,7 +138,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _Generation(Extension):
     """`{% generation %}`, which marks what a model says, and changes nothing of the text."""
 
-    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         """The statements up to `{% endgeneration %}`, with variables of their own."""

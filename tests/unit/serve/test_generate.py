@@ -14,6 +14,7 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
 from moesaic.serve.generate import Sampling, choose, generate
+from moesaic.train.objectives.lm import visible
 
 SMALL = {
     "hidden": 32,
@@ -27,9 +28,20 @@ SMALL = {
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
-@pytest.fixture(scope="module", params=["tiny-dense", "tiny-mixtral", "tiny-olmoe"])
+MODELS: dict[str, dict[str, object]] = {
+    "tiny-dense": {}, "tiny-mixtral": {}, "tiny-olmoe": {}, "tiny-qwen3": {},
+    "tiny-mixtral with a window": {"window": 4}, "tiny-qwen3 with a window": {"window": 10},
+    "tiny-qwen3 with yarn": {
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "fast": 2.0},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> LanguageModel:
-    config = parse(ModelConfig, {**PRESETS[request.param], **SMALL, "max_positions": 64}, "test")
+    preset = PRESETS[request.param.split()[0]]
+    raw = {**preset, **SMALL, "max_positions": 64, **MODELS[request.param]}
+    config = parse(ModelConfig, raw, "test")
     model = LanguageModel(config).double()
     InitialSource(1, 0.4).fill(pieces(model))
     return model
@@ -39,6 +51,7 @@ def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> lis
     tokens = list(prompt)
     for _ in range(max_tokens):
         context = Context(model.rotary(torch.arange(len(tokens))[None]))
+        context.mask = visible(torch.zeros(1, len(tokens)), model.config.window)
         tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
     return tokens[len(prompt) :]
 

@@ -78,6 +78,15 @@ class RopeScaling(Section):
     truncate: bool = True
     """yarn: whether the channels between which angles are blended are whole numbers."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.kind == "llama3" and self.low >= self.high:
+            raise ValueError(
+                f"model.rope_scaling.low = {self.low} is not below model.rope_scaling.high = "
+                f"{self.high}: lower it"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """A decoder: token embedding, layers of attention and (expert) feed-forward, head."""

@@ -1,9 +1,10 @@
 """config.json of a Hugging Face directory <-> ModelConfig.
 
-Every key is one of five kinds: a size or switch that ModelConfig has; one that must have a fixed
+Every key is one of four kinds: a size or switch that ModelConfig has; one that must have a fixed
 value, because another would mean arithmetic that is not built here (an error); bookkeeping, kept in
-`ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. Both
-spellings of the rotary base are read (transformers 4 and 5), and both are written.
+`ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. What
+differs from family to family stands in `families`, as far as a table can say it. Both spellings of
+what the rotary embedding does are read (transformers 4 and 5), and both are written.
 """
 
 from __future__ import annotations
@@ -16,104 +17,54 @@ from typing import Any, get_args
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.job.model import Family
+from moesaic.facts.job.model import ONLY, Family
 from moesaic.models.hf import fp8
+from moesaic.models.hf.families import FAMILIES
 
 CONFIG_NAME = "config.json"
 
-ARCHITECTURES: dict[str, str] = {
-    "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "olmoe": "OlmoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}  # fmt: skip
-
 FIXED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,), "attention_dropout": (0.0,), "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,), "partial_rotary_factor": (1.0,),
-    "router_jitter_noise": (0.0,), "sliding_window": (),
+    "attention_bias": (False,), "attention_dropout": (0.0,), "decoder_sparse_step": (1,),
+    "hidden_act": ("silu", "swish"), "mlp_bias": (False,), "mlp_only_layers": ([],),
+    "partial_rotary_factor": (1.0,), "router_jitter_noise": (0.0,),
 }  # fmt: skip
-"""Keys that change arithmetic, with the values that are built here; null or absent always is."""
-
-FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": {"clip_qkv": ()},
-    "mixtral": {"clip_qkv": (), "norm_topk_prob": (True,)},
-    "olmoe": {},
-    "deepseek_v3": {
-        "clip_qkv": (), "moe_layer_freq": (1,), "rope_interleave": (True,),
-        "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
-    },
-}  # fmt: skip
-"""The same, where families differ."""
-
-WRITTEN: dict[str, dict[str, Any]] = {
-    "llama": {
-        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False,
-        "pretraining_tp": 1,
-    },
-    "mixtral": {
-        "attention_dropout": 0.0, "hidden_act": "silu", "output_router_logits": False,
-        "router_jitter_noise": 0.0, "sliding_window": None,
-    },
-    "olmoe": {
-        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-        "output_router_logits": False,
-    },
-    "deepseek_v3": {
-        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-        "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
-        "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    },
-}  # fmt: skip
-"""Keys that export always writes; with TOKENS, so that no reader falls back on its own default."""
+"""Keys of any family that change arithmetic, with the values that are built here."""
 
 TOKENS: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True,
 }  # fmt: skip
+"""Keys that export of any family writes."""
 
-TOKENS_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "llama": {"bos_token_id": 1, "eos_token_id": 2},
-    "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
-    "olmoe": {"eos_token_id": 50279, "pad_token_id": 1},
-    "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
-}
-"""Special tokens that transformers takes where a file leaves the key out."""
+EXPERTS = ("num_local_experts", "num_experts")
+"""Keys of which a file may have one for the other."""
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
-    "mixtral": {
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-        "num_key_value_heads": 8,
+ROPE_KINDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor", "original_max_position_embeddings": "original_positions",
+        "low_freq_factor": "low", "high_freq_factor": "high",
     },
-    "olmoe": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
-    "deepseek_v3": {
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-        "first_k_dense_replace": 3, "n_group": 8, "n_shared_experts": 1, "norm_topk_prob": True,
-        "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "topk_group": 4,
+    "yarn": {
+        "factor": "factor", "original_max_position_embeddings": "original_positions",
+        "beta_slow": "slow", "beta_fast": "fast", "attention_factor": "sharpness",
+        "mscale": "mscale", "mscale_all_dim": "mscale_all", "truncate": "truncate",
     },
 }  # fmt: skip
-"""What transformers takes where a file leaves a key out."""
-
-DEEPSEEK = {
-    "first_k_dense_replace": "dense_layers", "intermediate_size": "dense_ffn",
-    "moe_intermediate_size": "ffn", "n_group": "groups", "n_routed_experts": "experts",
-    "n_shared_experts": "shared", "norm_topk_prob": "renormalise", "num_experts_per_tok": "top_k",
-    "routed_scaling_factor": "scale", "topk_group": "top_groups",
-}  # fmt: skip
-LATENT = {
-    "kv_lora_rank": "width", "q_lora_rank": "queries", "qk_rope_head_dim": "rotary",
-    "v_head_dim": "value",
-}  # fmt: skip
-"""Keys of deepseek_v3 alone, and the fields of ModelConfig and of its `latent` that they are."""
+"""By `rope_type`, the keys of its table and those of `model.rope_scaling`."""
+UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Keys of such tables that transformers takes for absent where they are 0."""
 
 BOOKKEEPING = frozenset(
     (
         *TOKENS, "add_cross_attention", "architectures", "aux_loss_alpha",
-        "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "is_decoder",
-        "is_encoder_decoder", "label2id", "num_labels", "num_nextn_predict_layers",
-        "output_attentions", "output_hidden_states", "output_router_logits", "prefix",
-        "pretraining_tp", "problem_type", "pruned_heads", "return_dict", "router_aux_loss_coef",
-        "router_z_loss_coef", "sep_token_id", "seq_aux", "task_specific_params", "tokenizer_class",
-        "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
-        "use_bfloat16",
+        "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "intermediate_size",
+        "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers", "num_labels",
+        "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+        "output_router_logits", "prefix", "pretraining_tp", "problem_type", "pruned_heads",
+        "return_dict", "router_aux_loss_coef", "router_z_loss_coef", "sep_token_id", "seq_aux",
+        "task_specific_params", "tokenizer_class", "torchscript", "transformers_version",
+        "unsloth_fixed", "unsloth_version", "use_bfloat16",
     )
 )  # fmt: skip
 """Keys that change no arithmetic of the model."""
@@ -128,14 +79,14 @@ OUTDATED = frozenset(
 
 MODEL_KEYS = frozenset(
     (
-        "clip_qkv", "head_dim", "hidden_size", "initializer_range", "intermediate_size",
-        "max_position_embeddings", "model_type", "norm_topk_prob", "num_attention_heads",
-        "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-        "num_local_experts", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-        "tie_word_embeddings", "vocab_size",
+        "clip_qkv", "head_dim", "hidden_size", "initializer_range", "max_position_embeddings",
+        "model_type", "norm_topk_prob", "num_attention_heads", "num_experts",
+        "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts",
+        "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
+        "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size",
     )
 )  # fmt: skip
-"""Keys that ModelConfig has a field for."""
+"""Keys of more than one family that ModelConfig has a field for."""
 
 
 def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
@@ -172,17 +123,16 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "family": family,
         "vocab": known.required("vocab_size"),
         "layers": known.required("num_hidden_layers"),
-        "ffn": known.required("intermediate_size"),
         "norm_epsilon": known.optional("rms_norm_eps"),
         "max_positions": known.optional("max_position_embeddings"),
         "init_std": known.raw.get("initializer_range", 0.02),
         "tied": known.raw.get("tie_word_embeddings", False),
-        "rope_theta": known.rope_theta(),
+        "window": known.window("sliding_window" in raw),
+        "renormalise": family == "mixtral",
+        **known.rope(),
+        **known.own(),
+        **(known.latent(raw) if FAMILIES[family].latent else known.attention(raw)),
     }
-    if family == "deepseek_v3":
-        fields |= known.deepseek("q_lora_rank" in raw)
-    else:
-        fields |= {**known.attention("num_key_value_heads" in raw), **known.routing()}
     known.check_special_tokens()
     extras, warnings = _extras(raw, family, origin)
     return parse(ModelConfig, {**fields, "extras": extras}, origin), warnings
@@ -193,6 +143,7 @@ class Keys:
 
     def __init__(self, raw: Mapping[str, Any], family: str, origin: str) -> None:
         self.raw, self.family, self.origin = raw, family, origin
+        self._keys = FAMILIES[family]
 
     def required(self, key: str) -> int:
         """A whole number that must be given."""
@@ -207,7 +158,7 @@ class Keys:
 
     def optional(self, key: str) -> Any:
         """A value, or what transformers takes where the file leaves it out."""
-        return self.raw.get(key, DEFAULTS[self.family][key])
+        return self.raw.get(key, self._keys.defaults[key])
 
     def check_special_tokens(self) -> None:
         """Raise for a special token that is no id; the end token may be a list of ids."""
@@ -222,7 +173,7 @@ class Keys:
 
     def refuse_unbuilt(self) -> None:
         """Raise for a key whose value means arithmetic that is not built here."""
-        for key, allowed in {**FIXED, **FIXED_BY_FAMILY[self.family]}.items():
+        for key, allowed in {**FIXED, **self._keys.fixed}.items():
             if key in self.raw and self.raw[key] not in allowed:
                 self._refuse(key, self.raw[key], allowed or ("null",))
         if "quantization_config" in self.raw:
@@ -235,14 +186,57 @@ class Keys:
             f"{self.family}: only {' or '.join(names)} is"
         )
 
-    def attention(self, names_kv_heads: bool) -> dict[str, int]:
-        """Widths and heads; `names_kv_heads` says that the file has that key, if only as null."""
+    def own(self) -> dict[str, Any]:
+        """What the family's own keys say."""
+        result = {}
+        for key, field in self._keys.fields.items():
+            if field == "experts":
+                result[field] = self._experts(key)
+            else:
+                given = key in self._keys.defaults
+                result[field] = self.optional(key) if given else self.required(key)
+        return result
+
+    def _experts(self, own: str) -> int:
+        found = {key: self.raw[key] for key in (own, *EXPERTS) if key in self.raw}
+        first = next(iter(found), own)
+        experts = self.required(first)
+        for key, value in found.items():
+            if value != experts:
+                raise ConfigError(
+                    f"{self.origin}: {first} = {experts} and {key} = {json.dumps(value)} "
+                    "contradict each other: remove one"
+                )
+        return experts
+
+    def latent(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Heads and widths of latent attention; `raw`: with keys that are null."""
+        heads, rotary = self.required("num_attention_heads"), self.required("qk_rope_head_dim")
+        head_dim = self.required("qk_nope_head_dim") + rotary
+        # transformers calls the turned channels alone a head's width.
+        meant = {"num_key_value_heads": heads, "head_dim": rotary, "qk_head_dim": head_dim}
+        for key, only in meant.items():
+            if self.raw.get(key, only) != only:
+                self._refuse(key, self.raw[key], (only,))
+        latent: dict[str, Any] = {
+            field: self.required(key)
+            for key, field in self._keys.latent.items() if key != "q_lora_rank"
+        }  # fmt: skip
+        if "q_lora_rank" in self.raw or "q_lora_rank" not in raw:
+            latent["queries"] = self.optional("q_lora_rank")
+        return {
+            "hidden": self.required("hidden_size"), "heads": heads, "kv_heads": heads,
+            "head_dim": head_dim, "latent": latent,
+        }  # fmt: skip
+
+    def attention(self, raw: Mapping[str, Any]) -> dict[str, int]:
+        """Widths and heads; `raw`: with keys that are null."""
         hidden, heads = self.required("hidden_size"), self.required("num_attention_heads")
         result = {"hidden": hidden, "heads": heads, "kv_heads": heads}
         if "num_key_value_heads" in self.raw:
             result["kv_heads"] = self.required("num_key_value_heads")
-        elif not names_kv_heads:
-            result["kv_heads"] = DEFAULTS[self.family].get("num_key_value_heads", heads)
+        elif "num_key_value_heads" not in raw:
+            result["kv_heads"] = self._keys.defaults.get("num_key_value_heads", heads)
         if "head_dim" in self.raw:
             result["head_dim"] = self.required("head_dim")
         elif hidden % heads:
@@ -259,61 +253,32 @@ class Keys:
             )
         return result
 
-    def routing(self) -> dict[str, Any]:
-        """Experts and how their weights are scaled; nothing for a dense model."""
-        if self.family == "llama":
-            return {}
-        names = ("num_local_experts", "num_experts")
-        own, alias = names if self.family == "mixtral" else reversed(names)
-        if own not in self.raw and alias in self.raw:
-            own, alias = alias, own
-        experts = self.required(own)
-        if self.raw.get(alias, experts) != experts:
+    def window(self, named: bool) -> Any:
+        """Tokens that attention looks back on; `named`: the file has that key, if only as null."""
+        if self.family != "qwen3_moe":
+            return self.raw.get("sliding_window")
+        if not self.raw.get("use_sliding_window", False):
+            return None
+        window = self.raw.get("sliding_window") if named else self.optional("sliding_window")
+        if window is not None and self.raw.get("max_window_layers", 0) != 0:
             raise ConfigError(
-                f"{self.origin}: {own} = {experts} and {alias} = {json.dumps(self.raw[alias])} "
-                "contradict each other: remove one"
+                f"{self.origin}: max_window_layers = {json.dumps(self.raw['max_window_layers'])} "
+                f"beside sliding_window = {json.dumps(window)} is read in two ways: give 0, which "
+                "means a window in every layer, or set use_sliding_window to false"
             )
-        return {
-            "experts": experts,
-            "top_k": self.required("num_experts_per_tok"),
-            "renormalise": self.raw.get("norm_topk_prob", self.family == "mixtral"),
-            "clip_qkv": self.raw.get("clip_qkv"),
-        }
+        return window
 
-    def deepseek(self, names_queries: bool) -> dict[str, Any]:
-        """Latent attention and routing; `names_queries`: the file has q_lora_rank, if as null."""
-
-        def value(key: str) -> Any:
-            if key in self.raw:
-                return self.raw[key]
-            return DEFAULTS[self.family].get(key) or self.required(key)
-
-        heads, rotary = self.required("num_attention_heads"), self.required("qk_rope_head_dim")
-        head_dim = self.required("qk_nope_head_dim") + rotary
-        # transformers calls the turned channels alone a head's width.
-        meant = {"num_key_value_heads": heads, "head_dim": rotary, "qk_head_dim": head_dim}
-        for key, only in meant.items():
-            if self.raw.get(key, only) != only:
-                self._refuse(key, self.raw[key], (only,))
-        latent = {field: value(key) for key, field in LATENT.items()}
-        if names_queries:
-            latent["queries"] = self.raw.get("q_lora_rank")
-        return {
-            "hidden": self.required("hidden_size"), "heads": heads, "kv_heads": heads,
-            "head_dim": head_dim, "latent": latent,
-            **{field: value(key) for key, field in DEEPSEEK.items()},
-        }  # fmt: skip
-
-    def rope_theta(self) -> float:
-        """Base of the rotary embedding, from whichever keys hold it."""
+    def rope(self) -> dict[str, Any]:
+        """Base and scaling of the rotary embedding, from whichever keys hold them."""
         theta: Any = self.raw.get("rope_theta")
+        scalings: dict[str, dict[str, Any] | None] = {}
         for table_key in ("rope_scaling", "rope_parameters"):
             table = self.raw.get(table_key)
             if not table:
                 continue
             if not isinstance(table, dict):
                 raise ConfigError(f"{self.origin}: {table_key} = {json.dumps(table)} is no table")
-            self._refuse_scaling(table_key, table)
+            scalings[table_key] = self._scaling(table_key, table)
             inner = table.get("rope_theta")
             if None not in (theta, inner) and inner != theta:
                 raise ConfigError(
@@ -324,35 +289,56 @@ class Keys:
         theta = self.optional("rope_theta") if theta is None else theta
         if not isinstance(theta, (int, float)) or isinstance(theta, bool):
             raise ConfigError(f"{self.origin}: rope_theta = {json.dumps(theta)} is not a number")
-        return float(theta)
+        scaling, *others = scalings.values() or (None,)
+        if others not in ([], [scaling]):
+            raise ConfigError(
+                f"{self.origin}: {' and '.join(scalings)} contradict each other: remove one"
+            )
+        return {"rope_theta": float(theta), "rope_scaling": scaling}
 
-    def _refuse_scaling(self, table_key: str, table: Mapping[str, Any]) -> None:
-        for key, value in table.items():
-            name = f"{table_key}.{key}"
-            if key in ("rope_type", "type"):
-                if value not in (None, "default"):
-                    self._refuse(name, value, ("default",))
-            elif key == "partial_rotary_factor":
-                if value not in (None, 1.0):
-                    self._refuse(name, value, (1.0,))
-            elif key != "rope_theta" and value is not None:
-                self._refuse(name, value, ("null",))
+    def _scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any] | None:
+        """`model.rope_scaling` as one table of the file has it; None for the default."""
+        given = {key: value for key, value in table.items() if value is not None}
+        type_key = "rope_type" if "rope_type" in given else "type"
+        kind = given.get(type_key, "default")
+        if kind not in tuple(ROPE_KINDS):
+            self._refuse(f"{table_key}.{type_key}", kind, tuple(ROPE_KINDS))
+        fields = ROPE_KINDS[kind]
+        for key, value in given.items():
+            if key == "partial_rotary_factor":
+                if value != 1.0:
+                    self._refuse(f"{table_key}.{key}", value, (1.0,))
+            elif key not in fields and key not in ("rope_type", "type", "rope_theta"):
+                self._refuse(f"{table_key}.{key}", value, ("null",))
+        if kind == "default":
+            return None
+        first = "original_max_position_embeddings"
+        if first in fields:
+            within = given.get(first, self.optional("max_position_embeddings"))
+            given[first] = self.raw.get(first, within)
+        for key in ("factor", *(("low_freq_factor", "high_freq_factor") * (kind == "llama3"))):
+            if key not in given:
+                raise ConfigError(f"{self.origin}: {table_key} has no {key}: add it")
+        return {"kind": kind} | {
+            fields[key]: value for key, value in given.items()
+            if key in fields and (value or key not in UNSET_BY_ZERO)
+        }  # fmt: skip
 
 
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     """What to keep of keys that ModelConfig has no field for, and warnings about them."""
-    always = {**WRITTEN[family], **TOKENS, "architectures": [ARCHITECTURES[family]]}
-    meant = _meaningful(family)
+    keys = FAMILIES[family]
+    always = {**keys.written, **TOKENS, "architectures": [keys.architecture]}
     extras: dict[str, Any] = {}
     warnings: list[str] = []
-    for key, value in {**TOKENS_LEFT_OUT[family], **raw}.items():
-        if key in meant or key in OUTDATED:
+    for key, value in {**keys.tokens, **raw}.items():
+        if key in MODEL_KEYS or key in FIXED or key in OUTDATED or keys.meaningful(key):
             continue
         if key == "architectures":
-            if ARCHITECTURES[family] not in (value or [ARCHITECTURES[family]]):
+            if keys.architecture not in (value or [keys.architecture]):
                 warnings.append(
                     f"{origin}: architectures = {json.dumps(value)} is read as "
-                    f"{ARCHITECTURES[family]}, which model_type = '{family}' means"
+                    f"{keys.architecture}, which model_type = '{family}' means"
                 )
             continue
         if key not in BOOKKEEPING:
@@ -365,27 +351,20 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
     return extras, warnings
 
 
-def _meaningful(family: str) -> frozenset[str]:
-    """The keys that say something of a model of `family`."""
-    latent = (*DEEPSEEK, *LATENT, "qk_head_dim", "qk_nope_head_dim")
-    own = latent if family == "deepseek_v3" else ()
-    return MODEL_KEYS | FIXED.keys() | FIXED_BY_FAMILY[family].keys() | frozenset(own)
-
-
 def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """The content of a config.json for `model` with weights of `dtype` (float32, bfloat16, ...)."""
     _refuse_unwritable(model)
+    keys = FAMILIES[model.family]
     result: dict[str, Any] = {
-        **WRITTEN[model.family],
+        **keys.written,
         **TOKENS,
         **model.extras,
-        "architectures": [ARCHITECTURES[model.family]],
+        "architectures": [keys.architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
         "model_type": model.family,
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
@@ -393,27 +372,40 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tied,
-        "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
+        **_rope(model),
+        **{key: getattr(model, field) for key, field in keys.fields.items()},
     }
-    if model.family in ("llama", "mixtral"):
-        result["head_dim"] = model.head_dim
-    if model.family == "mixtral":
-        result |= {"num_local_experts": model.experts, "num_experts_per_tok": model.top_k}
-    if model.family == "olmoe":
-        result |= {
-            "num_experts": model.experts, "num_experts_per_tok": model.top_k,
-            "norm_topk_prob": model.renormalise, "clip_qkv": model.clip_qkv,
-        }  # fmt: skip
     if model.latent is not None:
         result |= {
-            **{key: getattr(model, field) for key, field in DEEPSEEK.items()},
-            **{key: getattr(model.latent, field) for key, field in LATENT.items()},
+            **{key: getattr(model.latent, field) for key, field in keys.latent.items()},
             "intermediate_size": model.ffn if model.dense_ffn is None else model.dense_ffn,
             "num_nextn_predict_layers": 0,  # none is written, whatever a file once held
             "qk_nope_head_dim": model.head_dim - model.latent.rotary,
         }
+    elif model.family != "olmoe":
+        result["head_dim"] = model.head_dim
+    if model.family in ONLY["window"]:
+        result["sliding_window"] = model.window
+    if model.family == "qwen3_moe":
+        result["use_sliding_window"] = model.window is not None
+        if model.window is not None:
+            result["max_window_layers"] = 0
     return result
+
+
+def _rope(model: ModelConfig) -> dict[str, Any]:
+    base = {"rope_theta": model.rope_theta}
+    if model.rope_scaling is None:
+        return {**base, "rope_parameters": {**base, "rope_type": "default"}}
+    kind, scaling = model.rope_scaling.kind, {}
+    for key, field in ROPE_KINDS[kind].items():
+        value = getattr(model.rope_scaling, field)
+        if value is not None:
+            scaling[key] = value
+    scaling["rope_type"] = kind
+    return {
+        **base, "rope_parameters": {**base, **scaling}, "rope_scaling": {**scaling, "type": kind},
+    }  # fmt: skip
 
 
 def config_text(model: ModelConfig, dtype: str) -> str:
@@ -423,7 +415,7 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 def _refuse_unwritable(model: ModelConfig) -> None:
     for key in model.extras:
-        if key in _meaningful(model.family):
+        if key in FIXED or key in MODEL_KEYS or FAMILIES[model.family].meaningful(key):
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} is no bookkeeping but "
                 "changes the model: remove it, and use the key of [model] that means it"

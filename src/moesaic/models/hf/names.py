@@ -45,13 +45,14 @@ _LATENT = {
 }
 """What is called otherwise, or is there only, with latent attention: in deepseek_v3."""
 _BLOCKS = {
-    "mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",), "deepseek_v3": ("mlp",),
+    "mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",), "qwen3_moe": ("mlp",),
+    "deepseek_v3": ("mlp",),
 }  # fmt: skip
 """Where a layer keeps its experts, the written name first."""
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MATRICES = {
     "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
-    "olmoe": _PROJECTIONS, "deepseek_v3": _PROJECTIONS,
+    "olmoe": _PROJECTIONS, "qwen3_moe": _PROJECTIONS, "deepseek_v3": _PROJECTIONS,
 }  # fmt: skip
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\..+")

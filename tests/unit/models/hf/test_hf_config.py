@@ -215,7 +215,7 @@ def test_deepseek_where_keys_are_left_out_and_as_transformers_writes_it(tmp_path
         ({"head_dim": 128}, ("head_dim = 128", "only 64")),
         ({"qk_head_dim": 128}, ("qk_head_dim = 128", "only 192")),
         ({"n_group": 7}, ("groups = 7",)),
-        ({"kv_lora_rank": "wide"}, ("latent.width", "wide")),
+        ({"kv_lora_rank": "wide"}, ("kv_lora_rank", "wide")),
         ({"quantization_config": {"quant_method": "awq"}}, ("quant_method", '"awq"')),
     ],
 )
