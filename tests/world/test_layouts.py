@@ -93,7 +93,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "mixtral": {"model": {"family": "mixtral", "renormalise": True}},
     "qwen3_moe with a window and yarn": {
         "model": {
-            "family": "qwen3_moe", "renormalise": True, "window": 5,
+            "family": "qwen3_moe",
+            "renormalise": True,
+            "window": 5,
             "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8},
         },
         "train": {"micro_batches": 2},

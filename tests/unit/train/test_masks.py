@@ -18,9 +18,7 @@ def test_masks_equal_a_slow_twin(documents: torch.Tensor, window: int | None) ->
     expected = [
         [
             [
-                key <= query
-                and row[key] == row[query]
-                and (window is None or query - key < window)
+                key <= query and row[key] == row[query] and (window is None or query - key < window)
                 for key in range(9)
             ]
             for query in range(9)

@@ -299,23 +299,17 @@ class Keys:
     def _scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any] | None:
         """`model.rope_scaling` as one table of the file has it; None for the default."""
         given = {key: value for key, value in table.items() if value is not None}
-        type_key = "rope_type" if "rope_type" in given else "type"
-        kind = given.get(type_key, "default")
-        if kind not in tuple(ROPE_KINDS):
-            self._refuse(f"{table_key}.{type_key}", kind, tuple(ROPE_KINDS))
-        fields = ROPE_KINDS[kind]
-        for key, value in given.items():
-            if key == "partial_rotary_factor":
-                if value != 1.0:
-                    self._refuse(f"{table_key}.{key}", value, (1.0,))
-            elif key not in fields and key not in ("rope_type", "type", "rope_theta"):
-                self._refuse(f"{table_key}.{key}", value, ("null",))
+        kind = self._rope_kind(table_key, given)
         if kind == "default":
             return None
-        first = "original_max_position_embeddings"
+        fields, first = ROPE_KINDS[kind], "original_max_position_embeddings"
         if first in fields:
-            within = given.get(first, self.optional("max_position_embeddings"))
-            given[first] = self.raw.get(first, within)
+            beside = self.raw.get(first, self.optional("max_position_embeddings"))
+            if given.setdefault(first, beside) != self.raw.get(first, given[first]):
+                raise ConfigError(
+                    f"{self.origin}: {first} = {json.dumps(beside)} and {table_key}.{first} = "
+                    f"{json.dumps(given[first])} contradict each other: remove one"
+                )
         for key in ("factor", *(("low_freq_factor", "high_freq_factor") * (kind == "llama3"))):
             if key not in given:
                 raise ConfigError(f"{self.origin}: {table_key} has no {key}: add it")
@@ -323,6 +317,20 @@ class Keys:
             fields[key]: value for key, value in given.items()
             if key in fields and (value or key not in UNSET_BY_ZERO)
         }  # fmt: skip
+
+    def _rope_kind(self, table_key: str, given: Mapping[str, Any]) -> str:
+        """The kind of scaling, where the table has no key that this kind has not."""
+        type_key = "rope_type" if "rope_type" in given else "type"
+        kind: Any = given.get(type_key, "default")
+        if kind not in tuple(ROPE_KINDS):
+            self._refuse(f"{table_key}.{type_key}", kind, tuple(ROPE_KINDS))
+        for key, value in given.items():
+            if key == "partial_rotary_factor":
+                if value != 1.0:
+                    self._refuse(f"{table_key}.{key}", value, (1.0,))
+            elif key not in ("rope_type", "type", "rope_theta", *ROPE_KINDS[kind]):
+                self._refuse(f"{table_key}.{key}", value, ("null",))
+        return str(kind)
 
 
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:

@@ -115,6 +115,12 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Peer]:
 
 
 @pytest.fixture(scope="session")
+def their_model() -> Callable[..., transformers.PreTrainedModel]:
+    """The model of a case, whose keys may be changed."""
+    return build
+
+
+@pytest.fixture(scope="session")
 def their_logits() -> Callable[[Path, Tensor], Tensor]:
     def compute(directory: Path, tokens: Tensor) -> Tensor:
         model = transformers.AutoModelForCausalLM.from_pretrained(
