@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moesaic.base.errors import ConfigError, WeightsError
+from moesaic.cli.main import main
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import expert_name, parameters
@@ -158,6 +159,54 @@ def test_what_is_written_is_plain(tmp_path: Path) -> None:
     convert(tmp_path / "from", tmp_path / "checkpoint", to="checkpoint")
     kept = open_origin(tmp_path / "checkpoint").tensors
     assert all(torch.equal(kept.read(name), expected) for name, expected in meant.items())
+
+
+JOB = """
+[model]
+from = "published"
+
+[data]
+path = "text.txt"
+sequence = 8
+cache = "cache"
+
+[train]
+steps = 1
+batch = 1
+precision = "fp32"
+device = "cpu"
+
+[optimizer]
+lr = 1e-30
+
+[log]
+tensorboard = false
+"""
+
+
+def test_every_verb_takes_such_a_directory_and_names_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = RAGGED.model_copy(
+        update={"vocab": 260, "extras": {"num_nextn_predict_layers": 1, "eos_token_id": None}}
+    )
+    meant = put(Path("published"), model)
+    raw = json.loads(Path("published/config.json").read_text())
+    raw["num_nextn_predict_layers"] = 1
+    Path("published/config.json").write_text(json.dumps(raw))
+    change(Path("published"), **{f"model.layers.1.{n}.weight": torch.ones(2) for n in "ab"})
+    Path("text.txt").write_text("Of mosaics and their stones. " * 20)
+    Path("job.toml").write_text(JOB)
+    for line in ("inspect published", "convert published --out plain", "train job.toml --out run"):
+        assert main(line.split()) == 0, capfd.readouterr().err
+        told = capfd.readouterr()
+        text = " ".join((told.out + told.err).split())
+        assert text.count("'model.layers.1.b.weight') are left out, and no export will") == 1
+    plain, trained = (open_origin(Path(name)).tensors for name in ("plain", "run"))
+    for name, expected in meant.items():
+        assert torch.equal(plain.read(name), expected), name
+        assert (trained.read(name) - expected).abs().max() < 1e-20, name
 
 
 UP = "model.layers.0.mlp.experts.1.up_proj.weight"
