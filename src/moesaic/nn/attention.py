@@ -55,8 +55,10 @@ class Attention(nn.Module):
         self.k = Linear(hidden, kv_heads * head_dim)
         self.v = Linear(hidden, kv_heads * head_dim)
         self.o = Linear(heads * head_dim, hidden)
+        # Over all channels of queries and of keys, or over those of each head.
+        self.q_norm: RMSNorm | None
+        self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
-        """Over all channels of queries and of keys, or over those of each head."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Attend."""

@@ -72,7 +72,8 @@ class RopeScaling(Section):
     sharpness: float | None = Field(default=None, gt=0)
     """yarn: cosines and sines are multiplied by this; unset: by what the factor implies."""
     mscale: float | None = Field(default=None, gt=0)
-    """yarn: weight of the factor's logarithm in that, over that of `mscale_all`; unset: 1."""
+    """yarn: weight of the factor's logarithm in that, over that of `mscale_all`; the two count
+    there only together."""
     mscale_all: float | None = Field(default=None, gt=0)
     """yarn: see `mscale`; latent attention multiplies its scores by the square of what it gives."""
     truncate: bool = True
