@@ -13,6 +13,7 @@ from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
+from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, choose, generate
 
 SMALL = {
@@ -24,12 +25,23 @@ SMALL = {
     "ffn": 24,
     "vocab": 41,
 }
+LATENT = {
+    "family": "deepseek_v3",
+    "kv_heads": 4,
+    "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+}
+MODELS: dict[str, dict[str, object]] = {
+    "dense": {**PRESETS["tiny-dense"], **SMALL},
+    "mixtral": {**PRESETS["tiny-mixtral"], **SMALL},
+    "olmoe": {**PRESETS["tiny-olmoe"], **SMALL},
+    "latent": {**PRESETS["tiny-mixtral"], **SMALL, **LATENT},
+}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
-@pytest.fixture(scope="module", params=["tiny-dense", "tiny-mixtral", "tiny-olmoe"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> LanguageModel:
-    config = parse(ModelConfig, {**PRESETS[request.param], **SMALL, "max_positions": 64}, "test")
+    config = parse(ModelConfig, {**MODELS[request.param], "max_positions": 64}, "test")
     model = LanguageModel(config).double()
     InitialSource(1, 0.4).fill(pieces(model))
     return model
@@ -47,6 +59,14 @@ def test_greedy_equals_recomputing_everything(model: LanguageModel) -> None:
     expected = [slow_greedy(model, prompt, 12) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 12) == expected
     assert [generate(model, [prompt], 12)[0] for prompt in PROMPTS] == expected
+
+
+def test_a_latent_cache_holds_narrow_vectors_alone() -> None:
+    config = parse(ModelConfig, MODELS["latent"], "test")
+    cache = KeyValueCache(config, 3, 9, torch.float64, torch.device("cpu"))
+    (seen,) = cache.extend(1, torch.zeros(3, 1, 5, 10 + 4))
+    assert seen.shape == (3, 1, 5, 14)
+    assert seen.untyped_storage().nbytes() == 8 * config.layers * 3 * 9 * 14
 
 
 def test_rows_end_by_themselves(model: LanguageModel) -> None:
