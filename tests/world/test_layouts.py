@@ -91,6 +91,15 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "balanced": {"routing": {"router": "balanced"}},
     "mixtral": {"model": {"family": "mixtral", "renormalise": True}},
+    "qwen3_moe with a window and yarn": {
+        "model": {
+            "family": "qwen3_moe",
+            "renormalise": True,
+            "window": 5,
+            "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8},
+        },
+        "train": {"micro_batches": 2},
+    },
     "one expert of eight per token": {"model": {"top_k": 1}},
     "dense": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
     "recompute": {"train": {"recompute": True, "micro_batches": 2}},

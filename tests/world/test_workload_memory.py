@@ -25,6 +25,10 @@ SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**SIZES, "ffn": 64, "experts": 8, "top_k": 4},
     "mixtral": {**SIZES, "family": "mixtral", "ffn": 256, "experts": 8},
+    "qwen3": {
+        **SIZES, "family": "qwen3_moe", "ffn": 64, "experts": 8, "top_k": 4, "renormalise": True,
+        "window": 100,
+    },
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
 }  # fmt: skip
 FAMILIES["latent"] = {  # In DeepSeek-V3's proportions, in which heads are wider than the stream.
@@ -54,6 +58,7 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (2, 2, 2, "mixtral", AGAIN),
     (2, 1, 2, "latent", PARTS),
     (2, 2, 1, "latent", {"precision": "bf16", "batch": 4, **AGAIN}),
+    (2, 2, 1, "qwen3", {}),
     (4, 1, 1, "dense", {}),
     (4, 2, 1, "mixtral", {}),
     (4, 2, 2, "olmoe", PARTS),

@@ -96,7 +96,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder of the llama, mixtral or olmoe family."""
+    """A decoder of any family."""
 
     def __init__(
         self,
@@ -128,8 +128,7 @@ class LanguageModel(nn.Module):
             )  # fmt: skip
         return Attention(
             index, config.hidden, config.heads, config.kv_heads, config.head_dim,
-            norm_epsilon=config.norm_epsilon if config.normed is not None else None,
-            clip=config.clip_qkv,
+            norms=_head_norms(config), clip=config.clip_qkv,
         )  # fmt: skip
 
     def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
@@ -186,8 +185,8 @@ class LanguageModel(nn.Module):
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
-        dtype = self.embed.weight.dtype
-        return Rotary.at(positions, self.config.turned, self.config.rope_theta, dtype)
+        config, dtype = self.config, self.embed.weight.dtype
+        return Rotary.at(positions, config.turned, config.rope_theta, dtype, config.rope_scaling)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """All blocks in turn."""
@@ -195,3 +194,11 @@ class LanguageModel(nn.Module):
         for _, block in self.blocks():
             x = block(x, context)
         return x
+
+
+def _head_norms(config: ModelConfig) -> tuple[RMSNorm, RMSNorm] | None:
+    if config.normed is None:
+        return None
+    heads = (1, 1) if config.normed == "heads" else (config.heads, config.kv_heads)
+    query, key = (RMSNorm(count * config.head_dim, config.norm_epsilon) for count in heads)
+    return query, key

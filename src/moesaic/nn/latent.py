@@ -7,8 +7,6 @@ token.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from moesaic.facts.job.model import Latent, RopeScaling
 from moesaic.nn.attention import Linear, RMSNorm, attend
 from moesaic.nn.context import Context, Rotary
+from moesaic.nn.rope import mscale
 
 NORM_EPSILON = 1e-6
 """Of the narrow vectors' norms: the family's own, whatever the norms of the stream add."""
@@ -102,7 +101,7 @@ class LatentAttention(nn.Module):
         q = torch.cat((torch.einsum("bshc,hcw->bshw", q, k_up), *q_turned), dim=-1)
         # All heads' queries are rows over one key head, which is read once.
         if mask is not None:
-            mask = mask.repeat_interleave(self.heads, dim=2)
+            mask = mask.repeat_interleave(self.heads, dim=-2)
         gathered = F.scaled_dot_product_attention(
             q.flatten(1, 2)[:, None], seen, seen, attn_mask=mask, scale=self.scale
         )
@@ -132,4 +131,4 @@ def score_scale(head_dim: int, scaling: RopeScaling | None) -> float:
     scale: float = head_dim**-0.5
     if scaling is None or scaling.kind != "yarn" or scaling.mscale_all is None:
         return scale
-    return scale * (0.1 * scaling.mscale_all * math.log(scaling.factor) + 1.0) ** 2
+    return scale * mscale(scaling.factor, scaling.mscale_all) ** 2

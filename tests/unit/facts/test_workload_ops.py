@@ -35,7 +35,7 @@ from moesaic.train.objectives import lm
 SMALL = {
     "vocab": 331, "hidden": 48, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 72,
 }  # fmt: skip
-FAMILIES = ["tiny-dense", "tiny-mixtral", "tiny-olmoe"]
+FAMILIES = ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3"]
 
 
 def make_job(name: str, **changes: Any) -> Job:
@@ -214,6 +214,31 @@ def test_autograd_keeps_what_is_predicted(name: str, changes: dict[str, Any]) ->
         stream = job.train.batch * job.data.sequence * job.model.hidden * stored
         expected |= {key: stream for key in expected if key.startswith("layers.")}
     assert kept == expected
+
+
+@pytest.mark.parametrize("packing", ["documents", "stream"])
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3"])
+def test_a_window_is_a_mask(name: str, packing: str) -> None:
+    """Of every row where documents end, else one for all of them."""
+    shape = {"data__packing": packing, "data__sequence": 64, "train__batch": 4, "hidden": 96}
+    job, wide = (make_job(name, window=window, **shape) for window in (63, 64))
+    watched, blocks = watch(job), workload(job, alone(job))
+    kept, without = activations(job, alone(job), 0), activations(wide, alone(wide), 0)
+    rows = 4 if packing == "documents" else 1
+    assert kept["context"] - without["context"] == (64 * 64 if packing == "stream" else 0)
+    assert {key: kept[key] for key in watched.kept} == watched.kept
+    for way in ("forward", "backward"):
+        for key, works in by_layer(blocks, way):
+            seen = getattr(watched, way)[key]
+            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+            assert sum(w.flops for w in works) == flops(seen)
+            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
+            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+    attend = next(op for op in blocks[1].forward.ops if op.name == "attend")
+    assert attend.causal_share == 1.0
+    plain = make_job(name, **{**shape, "data__packing": "stream"})
+    bare = next(op for op in workload(plain, alone(plain))[1].forward.ops if op.name == "attend")
+    assert attend.moved_bytes - bare.moved_bytes == rows * 64 * 64 * (1 + 4)
 
 
 def test_a_clamp_keeps_what_it_clamps() -> None:

@@ -37,7 +37,9 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-deepseek"])
+@pytest.mark.parametrize(
+    "name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
+)
 def test_pieces_are_the_parameters_that_the_facts_name(name: str, tied: bool) -> None:
     config = small(name, tied=tied)
     live = {piece.name: tuple(piece.tensor.shape) for piece in pieces(LanguageModel(config))}

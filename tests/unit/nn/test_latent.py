@@ -153,13 +153,12 @@ def test_transformers_has_the_same(latent: Latent, scaling: RopeScaling | None) 
     }
     peer.load_state_dict(renamed)
     x = torch.randn(2, 9, HIDDEN, requires_grad=True)
-    cosine, sine = rotary(x, torch.arange(9).expand(2, -1))
-    half = latent.rotary // 2
-    context = Context(Rotary(cosine[:, None, :, :half], sine[:, None, :, :half]))
+    positions = torch.arange(9).expand(2, -1)
+    context = Context(Rotary.at(positions, latent.rotary, 100.0, torch.float32, scaling))
     hidden = torch.full((9, 9), -torch.inf).triu(1)[None, None]
     cotangent = torch.randn(2, 9, HIDDEN)
     mine = ours(x, context)
-    other = peer(x, (cosine, sine), hidden)[0]
+    other = peer(x, rotary(x, positions), hidden)[0]
     expected = torch.autograd.grad(other, [x, *peer.parameters()], cotangent)
     found = torch.autograd.grad(mine, [x, *ours.parameters()], cotangent)
     by_name = dict(zip(["x", *(n for n, _ in peer.named_parameters())], expected, strict=True))

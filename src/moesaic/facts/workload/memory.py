@@ -280,7 +280,8 @@ def _attention_bytes(s: Sizes) -> int:
         return _latent_bytes(s, model.latent)
     kept = _norm_bytes(s) + _inputs_bytes(s, 3, 2 * (s.queries + s.keys) * model.hidden)
     if model.normed is not None:
-        kept += 2 * (q + k + s.tokens) * s.wide
+        rows = model.heads + model.kv_heads if model.normed == "heads" else 2
+        kept += (2 * (q + k) + rows * s.tokens) * s.wide
     if model.clip_qkv is not None:
         kept += (q + k) * s.wide + k * s.narrow
     # Turned queries, keys and values as often as they are repeated; the result, twice.

@@ -57,8 +57,9 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         ):
             yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
     if model.normed is not None:
-        yield Parameter(f"{at}.attention.q_norm.weight", (queries,), "norm", layer)
-        yield Parameter(f"{at}.attention.k_norm.weight", (keys,), "norm", layer)
+        widths = (queries, keys) if model.normed == "whole" else (model.head_dim, model.head_dim)
+        for name, width in zip("qk", widths, strict=True):
+            yield Parameter(f"{at}.attention.{name}_norm.weight", (width,), "norm", layer)
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
     wide, back = (model.ffn, hidden), (hidden, model.ffn)
     parts = (("gate", wide), ("up", wide), ("down", back))
