@@ -104,7 +104,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
     "recompute": {"train": {"recompute": True, "micro_batches": 2}},
     "tied": {"model": {"tied": True}, "train": {"micro_batches": 2}},
-}
+    "latent attention": {
+        "model": {
+            "family": "deepseek_v3", "kv_heads": 4,
+            "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+        },
+        "train": {"micro_batches": 4},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -31,6 +31,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
 }  # fmt: skip
+FAMILIES["latent"] = {  # In DeepSeek-V3's proportions, in which heads are wider than the stream.
+    **FAMILIES["olmoe"], "family": "deepseek_v3", "heads": 8, "kv_heads": 8, "head_dim": 48,
+    "ffn": 36, "top_k": 8, "latent": {"width": 9, "queries": 27, "rotary": 16, "value": 32},
+}  # fmt: skip
 FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
@@ -42,6 +46,7 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (1, 1, 1, "mixtral", {"precision": "bf16", "batch": 4, **AGAIN}),
     (1, 1, 1, "dense", {"precision": "bf16", "batch": 4}),
     (1, 1, 1, "dense", AGAIN),
+    (1, 1, 1, "latent", {}),
     (1, 1, 1, "wide vocabulary, tied", PARTS),
     (2, 1, 1, "olmoe", PARTS),
     (2, 1, 2, "dense", {}),
@@ -51,6 +56,8 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (2, 2, 1, "olmoe", {}),
     (2, 2, 1, "mixtral", {**AGAIN, **PARTS}),
     (2, 2, 2, "mixtral", AGAIN),
+    (2, 1, 2, "latent", PARTS),
+    (2, 2, 1, "latent", {"precision": "bf16", "batch": 4, **AGAIN}),
     (2, 2, 1, "qwen3", {}),
     (4, 1, 1, "dense", {}),
     (4, 2, 1, "mixtral", {}),

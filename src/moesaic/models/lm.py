@@ -19,6 +19,7 @@ from moesaic.nn.attention import Attention, FeedForward, RMSNorm
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.latent import LatentAttention
 from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE, compute_dtype
 from moesaic.nn.router import Router
@@ -40,7 +41,13 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward network, each behind a norm and added to the stream."""
 
-    def __init__(self, attention: Attention, ffn: FeedForward | MoE, width: int, epsilon: float):
+    def __init__(
+        self,
+        attention: Attention | LatentAttention,
+        ffn: FeedForward | MoE,
+        width: int,
+        epsilon: float,
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width, epsilon)
         self.attention = attention
@@ -112,12 +119,20 @@ class LanguageModel(nn.Module):
             weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
         self.head = Head(weight, config.hidden, config.norm_epsilon)
 
-    def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
+    def _attention(self, index: int) -> Attention | LatentAttention:
         config = self.config
-        attention = Attention(
+        if config.latent is not None:
+            return LatentAttention(
+                index, config.hidden, config.heads, config.head_dim, config.latent,
+                config.rope_scaling,
+            )  # fmt: skip
+        return Attention(
             index, config.hidden, config.heads, config.kv_heads, config.head_dim,
             norms=_head_norms(config), clip=config.clip_qkv,
         )  # fmt: skip
+
+    def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
+        config = self.config
         ffn: FeedForward | MoE
         if config.experts:
             router = Router(
@@ -129,7 +144,7 @@ class LanguageModel(nn.Module):
             ffn = MoE(router, bank, dispatcher)
         else:
             ffn = FeedForward(config.hidden, config.ffn)
-        return Layer(attention, ffn, config.hidden, config.norm_epsilon)
+        return Layer(self._attention(index), ffn, config.hidden, config.norm_epsilon)
 
     def tie(self) -> None:
         """Make the head use the embedding's weight, if the model is tied."""
@@ -171,7 +186,7 @@ class LanguageModel(nn.Module):
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
         config, dtype = self.config, self.embed.weight.dtype
-        return Rotary.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
+        return Rotary.at(positions, config.turned, config.rope_theta, dtype, config.rope_scaling)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """All blocks in turn."""

@@ -91,14 +91,16 @@ def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
     return normed.flatten(2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal where there is no mask."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """softmax(q k^T * scale) v, causal where there is no mask; scale: 1 / sqrt(d) if not given."""
     if q.shape[0] == 0:
         # Nothing to attend to, yet gradients of this rank must exist (as zeros).
         return q + k[:, :, : q.shape[2]] * 0 + v[:, :, : q.shape[2]] * 0
     causal = mask is None and q.shape[2] > 1
     assert not causal or q.shape[2] == k.shape[2], "several queries over a cache need a mask"
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

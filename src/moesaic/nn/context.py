@@ -18,10 +18,13 @@ from moesaic.nn.rope import frequencies, sharpness
 
 
 class Cache(Protocol):
-    """Keys and values of earlier positions."""
+    """What attention remembers of earlier positions: keys and values, or what stands for both."""
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new positions of one layer and return all of them."""
+    def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append new positions of one layer and return all of them.
+
+        Each tensor is [batch, heads, positions, channels].
+        """
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,12 @@ def by_layer(blocks: list[Block], way: str) -> Iterator[tuple[str, list[Work]]]:
     yield from gathered.items()
 
 
+LATENT: list[dict[str, Any]] = [
+    {"width": 20, "rotary": 6, "value": 12},
+    {"width": 20, "rotary": 6, "value": 12, "queries": 28},
+    {"width": 20, "rotary": 6, "value": 16},
+    {"width": 20, "rotary": 6, "value": 24, "queries": 28},
+]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"tied": True, "data__packing": "stream"},
@@ -141,6 +147,43 @@ def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -
         seen = getattr(watched, way)
         predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
         assert predicted == {key: flops(one) for key, one in seen.items()}, way
+
+
+def make_latent(latent: dict[str, Any], **changes: Any) -> Job:
+    """Latent attention over experts that are chosen and laid out as Mixtral's are."""
+    return make_job(
+        "tiny-mixtral", family="deepseek_v3", latent=latent, **{"kv_heads": 6, **changes}
+    )
+
+
+@pytest.mark.parametrize("latent", LATENT, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "packing", "recompute"),
+    [
+        ("fp32", "documents", False), ("bf16", "stream", False), ("bf16", "documents", True),
+        ("fp64", "stream", True),
+    ],
+)  # fmt: skip
+def test_latent_attention(
+    latent: dict[str, Any], precision: str, packing: str, recompute: bool
+) -> None:
+    """Flops and kept bytes exactly, bytes that passes move and kernels as near as elsewhere."""
+    job = make_latent(
+        latent, train__precision=precision, train__recompute=recompute, data__packing=packing,
+        data__sequence=64, train__batch=4, hidden=96, ffn=16,
+    )  # fmt: skip
+    watched, blocks = watch(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        seen = getattr(watched, way)["layers.0"]
+        works = dict(by_layer(blocks, way))["layers.0"]
+        assert sum(w.flops for w in works) == flops(seen), way
+        moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+        assert moved == pytest.approx(seen.moved_bytes, rel=0.005), way
+        assert calls == pytest.approx(seen.calls, rel=0.02), way
+    kept = activations(job, alone(job), 0)["layers.0"]
+    if recompute:
+        kept = 4 * 64 * 96 * (8 if precision == "fp64" else 4)
+    assert watched.kept["layers.0"] == kept
 
 
 @pytest.mark.parametrize("name", FAMILIES)

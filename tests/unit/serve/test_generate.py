@@ -13,6 +13,7 @@ from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
+from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, choose, generate
 from moesaic.train.objectives.lm import visible
 
@@ -25,6 +26,7 @@ SMALL = {
     "ffn": 24,
     "vocab": 41,
 }
+LATENT = {"kv_heads": 4, "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6}}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
@@ -33,6 +35,11 @@ MODELS: dict[str, dict[str, object]] = {
     "tiny-mixtral with a window": {"window": 4}, "tiny-qwen3 with a window": {"window": 10},
     "tiny-qwen3 with yarn": {
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "fast": 2.0},
+    },
+    "tiny-deepseek": LATENT, "tiny-deepseek with yarn": {
+        **LATENT, "rope_scaling": {
+            "kind": "yarn", "factor": 4.0, "original_positions": 8, "mscale_all": 0.7,
+        },
     },
 }  # fmt: skip
 
@@ -60,6 +67,14 @@ def test_greedy_equals_recomputing_everything(model: LanguageModel) -> None:
     expected = [slow_greedy(model, prompt, 12) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 12) == expected
     assert [generate(model, [prompt], 12)[0] for prompt in PROMPTS] == expected
+
+
+def test_a_latent_cache_holds_narrow_vectors_alone() -> None:
+    config = parse(ModelConfig, {**PRESETS["tiny-deepseek"], **SMALL, **LATENT}, "test")
+    cache = KeyValueCache(config, 3, 9, torch.float64, torch.device("cpu"))
+    (seen,) = cache.extend(1, torch.zeros(3, 1, 5, 10 + 4))
+    assert seen.shape == (3, 1, 5, 14)
+    assert seen.untyped_storage().nbytes() == 8 * config.layers * 3 * 9 * 14
 
 
 def test_rows_end_by_themselves(model: LanguageModel) -> None:

@@ -258,6 +258,11 @@ class ModelConfig(Section):
         return kinds.get(self.family)
 
     @property
+    def turned(self) -> int:
+        """Channels of a head that are turned by positions."""
+        return self.head_dim if self.latent is None else self.latent.rotary
+
+    @property
     def score(self) -> Literal["softmax", "sigmoid"]:
         """What turns a router's logits into weights.
 

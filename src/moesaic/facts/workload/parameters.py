@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import Latent
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     at, hidden = f"layers.{layer}", model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield Parameter(f"{at}.attention_norm.weight", (hidden,), "norm", layer)
-    for name, rows, columns in (
-        ("q", queries, hidden),
-        ("k", keys, hidden),
-        ("v", keys, hidden),
-        ("o", hidden, queries),
-    ):
-        yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
+    if model.latent is not None:
+        yield from _latent(model, model.latent, layer)
+    else:
+        for name, rows, columns in (
+            ("q", queries, hidden),
+            ("k", keys, hidden),
+            ("v", keys, hidden),
+            ("o", hidden, queries),
+        ):
+            yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
     if model.normed is not None:
         widths = (queries, keys) if model.normed == "whole" else (model.head_dim, model.head_dim)
         for name, width in zip("qk", widths, strict=True):
@@ -67,6 +71,30 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     for expert in range(model.experts):
         for name, shape in parts:
             yield Parameter(expert_name(layer, expert, name), shape, "expert", layer, expert)
+
+
+def _latent(model: ModelConfig, latent: Latent, layer: int) -> Iterator[Parameter]:
+    hidden, heads = model.hidden, model.heads
+    queries, values = heads * model.head_dim, heads * latent.value
+    unturned = heads * (model.head_dim - latent.rotary)
+    shapes: list[tuple[str, tuple[int, ...]]] = [("q", (queries, hidden))]
+    if latent.queries is not None:
+        shapes = [
+            ("q_down", (latent.queries, hidden)),
+            ("q_norm", (latent.queries,)),
+            ("q_up", (queries, latent.queries)),
+        ]
+    shapes += [
+        ("kv_down", (latent.width + latent.rotary, hidden)),
+        ("kv_norm", (latent.width,)),
+        ("kv_up", (unturned + values, latent.width)),
+        ("o", (hidden, values)),
+    ]
+    for name, shape in shapes:
+        yield Parameter(
+            f"layers.{layer}.attention.{name}.weight", shape,
+            "norm" if len(shape) == 1 else "dense", layer,
+        )  # fmt: skip
 
 
 def expert_name(layer: int, expert: int, part: str) -> str:
