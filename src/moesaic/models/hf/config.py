@@ -72,7 +72,7 @@ BOOKKEEPING = frozenset(
 OUTDATED = frozenset(
     (
         "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "auto_map",
-        "dtype", "quantization_config", "torch_dtype",
+        "dtype", "torch_dtype", fp8.SCHEME,
     )
 )  # fmt: skip
 """Keys that say how or whence a file was once loaded, or what export says anew; not kept."""
@@ -176,8 +176,8 @@ class Keys:
         for key, allowed in {**FIXED, **self._keys.fixed}.items():
             if key in self.raw and self.raw[key] not in allowed:
                 self._refuse(key, self.raw[key], allowed or ("null",))
-        if "quantization_config" in self.raw:
-            fp8.check_scheme(self.raw["quantization_config"], self.origin)
+        if fp8.SCHEME in self.raw:
+            fp8.check_scheme(self.raw[fp8.SCHEME], self.origin)
 
     def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
         names = [v if v == "null" else json.dumps(v) for v in allowed]
@@ -422,8 +422,9 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 
 def _refuse_unwritable(model: ModelConfig) -> None:
+    changing = FIXED.keys() | MODEL_KEYS | {fp8.SCHEME}
     for key in model.extras:
-        if key in FIXED or key in MODEL_KEYS or FAMILIES[model.family].meaningful(key):
+        if key in changing or FAMILIES[model.family].meaningful(key):
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} is no bookkeeping but "
                 "changes the model: remove it, and use the key of [model] that means it"

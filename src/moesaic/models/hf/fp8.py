@@ -15,13 +15,15 @@ from moesaic.base.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCHEME = "quantization_config"
+"""The key of config.json that says how weights are stored."""
 BLOCK = 128
 DTYPE = "F8_E4M3"
 """How the header of a file calls the numbers."""
 
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "quant_method": ("fp8",), "fmt": ("e4m3",), "activation_scheme": ("dynamic",),
-    "weight_block_size": ([BLOCK, BLOCK],), "expert_dtype": ("fp8",),
+_FIXED: dict[str, Any] = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK], "expert_dtype": "fp8",
 }  # fmt: skip
 _REQUIRED = ("quant_method", "weight_block_size")
 _FREE = (
@@ -31,23 +33,18 @@ _FREE = (
 
 
 def check_scheme(scheme: object, origin: str) -> None:
-    """Raise unless `scheme`, the quantization_config of a config.json, means what is read here."""
+    """Raise unless `scheme`, the value of SCHEME, means what is read here."""
     remedy = "fetch the model in bf16, or dequantise it with the library that wrote it"
     if not isinstance(scheme, Mapping):
-        raise ConfigError(
-            f"{origin}: quantization_config = {json.dumps(scheme)} is no table: {remedy}"
-        )
-    for key in (*_REQUIRED, *(key for key in scheme if key not in _REQUIRED)):
-        value = scheme.get(key)
-        if key in _FREE or value in _FIXED.get(key, (None,)):
-            continue
-        if value is None and key not in _REQUIRED:
-            continue
-        allowed = " or ".join(json.dumps(one) for one in _FIXED.get(key, (None,)))
-        raise ConfigError(
-            f"{origin}: quantization_config.{key} = {json.dumps(value)} is not supported: "
-            f"only {allowed} is; {remedy}"
-        )
+        raise ConfigError(f"{origin}: {SCHEME} = {json.dumps(scheme)} is no table: {remedy}")
+    for key in (*_REQUIRED, *scheme):
+        value, only = scheme.get(key), _FIXED.get(key)
+        left_out = value is None and key not in _REQUIRED
+        if value != only and not left_out and key not in _FREE:
+            raise ConfigError(
+                f"{origin}: {SCHEME}.{key} = {json.dumps(value)} is not supported: "
+                f"only {json.dumps(only)} is; {remedy}"
+            )
 
 
 def scale_name(tensor: str) -> str:

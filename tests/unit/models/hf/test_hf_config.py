@@ -419,10 +419,10 @@ def test_what_a_config_json_cannot_say_is_not_written() -> None:
         to_huggingface(ModelConfig(**PRESETS["tiny-mixtral"] | {"renormalise": False}), "float32")
     with pytest.raises(ConfigError, match=r"model\.head_dim = 16"):
         to_huggingface(ModelConfig(**PRESETS["tiny-olmoe"] | {"head_dim": 16}), "float32")
-    with pytest.raises(ConfigError, match=r"model\.extras\.attention_bias"):
-        to_huggingface(
-            ModelConfig(**PRESETS["tiny-dense"], extras={"attention_bias": True}), "float32"
-        )
+    for key in ("attention_bias", "quantization_config", "intermediate_size", "sliding_window"):
+        model = ModelConfig(**PRESETS["tiny-dense"], extras={key: 1})
+        with pytest.raises(ConfigError, match=rf"model\.extras\.{key}"):
+            to_huggingface(model, "float32")
 
 
 def test_both_spellings_are_written() -> None:

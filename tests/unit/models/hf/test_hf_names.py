@@ -21,7 +21,7 @@ def at(model: ModelConfig, logical: str) -> list[names.Place]:
     return next(names.places(model, p) for p in parameters(model) if p.name == logical)
 
 
-@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, QWEN3, DENSE], ids=lambda m: m.family)
+@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, QWEN3, DENSE, DEEPSEEK], ids=lambda m: m.family)
 def test_names_are_one_to_one(model: ModelConfig) -> None:
     mapping = names.logical_names(model)
     assert list(mapping.values()) == [p.name for p in parameters(model)]
