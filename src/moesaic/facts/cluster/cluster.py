@@ -175,7 +175,10 @@ class Wire(Section):
     shared: bool = False
     """Whether all that it joins share that speed, as on a bus or behind a narrow switch."""
     collectives: list[Collective] = Field(default_factory=list)
-    """Measured times of whole operations over it; unset: by latency and bandwidth."""
+    """Measured times of whole operations over it, from when the last rank comes; unset: by latency
+    and bandwidth."""
+    uneven: float = Field(default=0.0, ge=0)
+    """By what share of their computing the last of equal ranks comes later than their mean."""
 
     @model_validator(mode="after")
     def _measured_once(self) -> Self:
