@@ -50,6 +50,7 @@ RANKS = 2
 STEPS = 7
 WARM_UP = 2
 PROBE_S = 16
+NUMBERS = 'dtypes=["fp32"]'
 PATIENCE_S = 120.0
 PART_ROUNDS = 3
 PART_PROBE_S = 30
@@ -144,9 +145,18 @@ def predicted_steps(chosen: Sequence[Case], steps: int) -> Iterator[measure.Row]
 
 
 def probe(path: Path, seconds: int = PROBE_S) -> None:
-    """This machine, measured now as users measure it."""
+    """This machine, measured now as users measure it, in the numbers that all cases compute in."""
     command = [sys.executable, "-m", "moesaic", "probe", "--nproc", str(RANKS)]
-    flags = ["--set", f"seconds={seconds}", "--set", "disks=[]", "--out", str(path)]
+    flags = [
+        "--set",
+        f"seconds={seconds}",
+        "--set",
+        "disks=[]",
+        "--set",
+        NUMBERS,
+        "--out",
+        str(path),
+    ]
     subprocess.run([*command, *flags], check=True, capture_output=True)
 
 

@@ -137,8 +137,8 @@ class Assembly:
             )
             for name in COLLECTIVES
         ]
-        (uneven,) = figures[f"uneven {where}"]
-        return link.model_copy(update={"collectives": collectives, "uneven": _short(uneven)})
+        (drag,) = figures[f"drag {where}"]
+        return link.model_copy(update={"collectives": collectives, "drag": _short(drag)})
 
 
 def _joined_by(kind: str, bandwidth: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from moesaic.dist.probe.timing import Figures, powers, seconds, together
 from moesaic.dist.world import Group, World
 
 _OWN_S = 8e-3
+_LEAST_DRAG = 1e-4
 _WEIGHT = 3
 """An operation is given so many times as long as a message, as ranks compute between them."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -46,8 +48,8 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
     """Seconds of messages and operations: `A-B one way`, `A-B both`, `NAME within`, `NAME across`.
 
     `within` are operations of each host's ranks, all hosts at once; `across` are those of everyone.
-    They count from when the last rank has come; `uneven within` is the share of their computing by
-    which that is later than ranks come on average.
+    They count from when the last rank has come; `drag within` is by what share their computing takes
+    longer until then than it takes where there are no operations.
     """
     chosen = pairs(hosts)
     groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
@@ -119,7 +121,8 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
 
     compute, clock = chore(world.device, agree), lambda: devices.now(world.device)
     found: Figures = {}
-    late_s = computed_s = 0.0
+    between_s: list[float] = []
+    alone_s = [_alone_s(compute, world.device, group, share_s)]
     for name in COLLECTIVES:
         times = found[f"{name} {where}"] = []
         for num_bytes in collective_bytes(ranks, most):
@@ -128,11 +131,20 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
             own = torch.tensor(met.own_s, dtype=torch.float64, device=world.device)
             all_s = gather(own, group)
             last_s = all_s.amax(dim=0)
-            late_s += float((last_s - all_s.mean(dim=0)).sum())
-            computed_s += float(all_s.mean(dim=0).sum())
+            between_s += last_s.tolist()
             times.append(met.call_s - float((last_s - own).mean()))
-    found[f"uneven {where}"] = [late_s / computed_s]
+    alone_s.append(_alone_s(compute, world.device, group, share_s))
+    found[f"drag {where}"] = [max(fmean(between_s) / fmean(alone_s) - 1, _LEAST_DRAG)]
     return found
+
+
+def _alone_s(
+    work: Callable[[], object], device: torch.device, group: Group, budget_s: float
+) -> float:
+    """What `work` takes ranks on average that do it at once and do not meet."""
+    dist.barrier(group)
+    mine = torch.tensor([seconds(work, lambda: devices.now(device), budget_s)], dtype=torch.float64, device=device)
+    return float(gather(mine, group).mean())
 
 
 def chore(device: torch.device, agree: Callable[[int], int]) -> Callable[[], object]:

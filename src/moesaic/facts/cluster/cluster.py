@@ -177,8 +177,9 @@ class Wire(Section):
     collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it, from when the last rank comes; unset: by latency
     and bandwidth."""
-    uneven: float = Field(default=0.0, ge=0)
-    """By what share of their computing the last of equal ranks comes later than their mean."""
+    drag: float = Field(default=0.0, ge=0)
+    """By what share computing between operations takes longer, until the last of equal ranks is
+    done, than computing alone."""
 
     @model_validator(mode="after")
     def _measured_once(self) -> Self:

@@ -29,5 +29,5 @@ class Event:
     """How long it takes, by rank."""
     groups: Sequence[Sequence[int]] = field(default_factory=tuple)
     """Ranks that do it together: they begin when the last of them has come."""
-    uneven: float = 0.0
-    """Share of their computing by which the last of equal ranks comes later than their mean."""
+    drag: float = 0.0
+    """Share of their computing by which the last of them comes later than each by itself would."""
