@@ -181,7 +181,10 @@ def test_a_cluster_learns_from_its_runs(place: Path, capfd: pytest.CaptureFixtur
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
+    head, _, alone = original.split("[[hosts.devices]]")
+    Path("few.toml").write_text(f"{head}[[hosts.devices]]{alone}")
     for flags, words in (
+        (["--cluster", "few.toml"], "RUN 'run' had 2 ranks, for which 'few.toml' has no places: "),
         (["--cluster", "other.toml"], "planned for cluster 'here', and 'other.toml' describes 'th"),
         (["--cluster", "new.toml"], "and 'new.toml' has a 'A better CPU' there: give the cluster"),
         (["--out", "copy.toml"], "--out 'copy.toml' is there already"),

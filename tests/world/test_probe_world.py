@@ -65,7 +65,9 @@ def test_everything_that_is_there_is_measured(
             assert device.pop("price_per_hour") == 0.0
             assert device.pop("special_s") >= 0.0
         assert all(number > 0 for number in numbers(host))
-    assert all(number > 0 for number in numbers(found.cluster.model_dump()["links"]))
+    for link in found.cluster.model_dump()["links"]:
+        assert (link.pop("drag") > 0.0) == bool(link["collectives"])
+        assert all(number > 0 for number in numbers(link))
     assert len(found.repeats) == 2
     assert [one.what for one in headlines(found.repeats[1])] == [
         one.what for one in headlines(found.cluster)

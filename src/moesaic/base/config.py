@@ -179,7 +179,8 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     except ValidationError as error:
         mistakes = _mistakes(kind, error)
     first = mistakes[0]
-    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    others = len(mistakes) - 1
+    more = f" (and {others} more mistake{'s'[: others > 1]})" if others else ""
     culprits = [item for item in sets if covers(item, first.key)]
     where = f"--set {culprits[-1]}" if culprits else blame(origin, sets, first.sentence)
     raise ConfigError(f"{where}: {first.sentence}{more}")

@@ -150,13 +150,18 @@ def unknown(root: type[BaseModel], parts: Sequence[str | int]) -> str:
 
 
 def nearest(root: type[BaseModel], parts: Sequence[str]) -> str | None:
-    """The key that was probably meant: the same word elsewhere, or a like one."""
+    """The key that was probably meant: the same word elsewhere, or a like one.
+
+    One that differs by a letter or so and stands beside it goes before both.
+    """
     *_, word = parts
     above, known = ".".join(parts[:-1]), _paths(root)
+    here = [path[2] for path in known if path[0] == above]
     elsewhere = [path for path in known if path[2] == word]
-    if len(elsewhere) == 1:
+    nearly = difflib.get_close_matches(word, here, n=1, cutoff=0.85)
+    if len(elsewhere) == 1 and not nearly:
         return "".join(elsewhere[0])
-    beside = difflib.get_close_matches(word, [path[2] for path in known if path[0] == above], n=1)
+    beside = nearly or difflib.get_close_matches(word, here, n=1)
     if beside:
         return f"{above}.{beside[0]}" if above else beside[0]
     like = difflib.get_close_matches(word, {path[2] for path in known}, n=1, cutoff=0.8)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from moesaic.base.config import parse
-from moesaic.base.errors import UserError
+from moesaic.base.errors import ConfigError, UserError
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Json, Out
 from moesaic.facts.cluster import (
@@ -112,7 +112,13 @@ def _taken(path: Path, where: Cluster, file: Path) -> RunFacts:
             f"'{where.name}': give runs that were planned for that"
         )
     plan = _plan(run)
-    models = _models(run, where)
+    try:
+        models = _models(run, where)
+    except ConfigError:
+        raise UserError(
+            f"RUN '{path}' had {plan.ranks} rank{'s'[: plan.ranks > 1]}, for which '{file}' has no "
+            "places: give the cluster as it was, or other runs"
+        ) from None
     for rank, one in enumerate(plan.places):
         if one.device != models[rank]:
             raise UserError(

@@ -74,8 +74,13 @@ def application() -> typer.Typer:
     )  # fmt: skip
     app.callback()(_opening)
     for verb in (train, generate, convert, inspect, report, probe, plan, calibrate, trace):
-        app.command()(verb)
+        app.command(help=_flowing(verb.__doc__ or ""))(verb)
     return app
+
+
+def _flowing(text: str) -> str:
+    """A docstring for a screen of any width: lines end where paragraphs do."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _version(asked: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moesaic.cli import screen
+from moesaic.facts.plan import short
 from moesaic.facts.workload import STEP
 
 SLOWEST = 3
@@ -24,22 +25,25 @@ def tell(
         remark: on the memory of a rank.
     """
     needs = facts["memory_per_rank"]
+    kinds = {name: num_bytes for name, num_bytes in needs.items() if name != "peak_bytes"}
     rows = {
         "step": f"{time(facts['step_s'])}, of which",
         **{f"  {name}": time(seconds) for name, seconds in facts["phases_s"].items()},
         **rates,
         "memory per rank": f"{screen.size(needs['peak_bytes'])} of "
-        f"{screen.size(facts['memory_bytes'])} at its fullest{remark}, of",
+        f"{screen.size(facts['memory_bytes'])} at one time{remark}; "
+        f"{screen.size(sum(kinds.values()))} in all, of which",
         **{
             f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
-            for name, num_bytes in needs.items()
-            if name != "peak_bytes" and num_bytes
+            for name, num_bytes in kinds.items()
+            if num_bytes
         },
     }
     if "binds" in facts:
         rows["binds"] = facts["binds"]
     blocks = {name: seconds for name, seconds in facts["blocks_s"].items() if name != STEP}
-    slowest = sorted(blocks, key=lambda name: -blocks[name])[:SLOWEST]
+    # Rounded, so that equal ones stay in their order.
+    slowest = sorted(blocks, key=lambda name: -short(blocks[name]))[:SLOWEST]
     rows["slowest blocks"] = ", ".join(f"{name} {time(blocks[name])}" for name in slowest)
     learnt = facts["calibration"]
     basis = f", calibrated by {learnt['runs']} run{'s'[: learnt['runs'] > 1]}" if learnt else ""

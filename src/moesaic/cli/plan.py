@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moesaic.base.errors import ConfigError
+from moesaic.base.keys import listed
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
@@ -109,7 +111,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         screen.as_json(facts)
         return 0
     _print(facts)
-    if out is not None and not dry_run:
+    if out is not None and not dry_run and facts["fits"]:
         screen.say(f"{'next':<18} {shlex.join(_train_words(path, out, sets or ()))}")
     return 0
 
@@ -202,7 +204,7 @@ def predict(
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
-        "binds": _binds(held, phases),
+        "binds": _binds(held, phases, job, layout),
     }, timeline  # fmt: skip
 
 
@@ -231,15 +233,29 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
     return plan.model_copy(update={"places": places, "predictions": predictions})
 
 
-def _binds(held: Held, phases: dict[str, float]) -> str:
+def _binds(held: Held, phases: dict[str, float], job: Job, layout: Plan) -> str:
     if held.share > 1:
         return (
             f"memory: rank {held.rank} needs {screen.size(held.needs.peak_bytes)} and its device, "
-            f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; raise layout.ep, "
-            "layout.shard or train.micro_batches, or set train.recompute"
+            f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; "
+            f"{_relief(job, layout)}"
         )
     name = max(phases, key=lambda phase: phases[phase])
     return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"
+
+
+def _relief(job: Job, layout: Plan) -> str:
+    """What would take memory off a rank, of what has not been done to the utmost."""
+    at_once = job.train.batch // job.train.micro_batches
+    more = {
+        "layout.ep": layout.experts and layout.ep < gcd(layout.ranks, layout.experts),
+        "layout.shard": layout.shard < layout.ranks,
+        "train.micro_batches": at_once > layout.ranks,
+    }
+    raised = [key for key, some in more.items() if some]
+    ways = [f"raise {listed(raised)}"] if raised else []
+    ways += [] if layout.recompute else ["set train.recompute"]
+    return ", or ".join(ways) or "take more ranks, or devices with more memory"
 
 
 def _trace(timeline: Timeline) -> str:
@@ -253,8 +269,9 @@ def _print(facts: dict[str, Any]) -> None:
     layout, price = facts["plan"], facts["price_per_billion_tokens"]
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     outlook.tell(
-        f"{layout['ranks']} ranks on {facts['cluster']} ({facts['device']}), experts over "
-        f"{layout['ep']}{routing}, dense parameters over {layout['shard']}",
+        f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
+        f"({facts['device']}), experts over {layout['ep']}{routing}, dense parameters over "
+        f"{layout['shard']}",
         facts,
         {
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",

@@ -53,7 +53,7 @@ PlanFile = Annotated[
     Path | None,
     typer.Option(
         "--plan", metavar="FILE", show_default=False,
-        help="Obey a plan that `moesaic plan --out` wrote; its ranks, unless --nproc is given.",
+        help="Obey a plan that `moesaic plan --out` wrote, and start its ranks.",
     ),
 ]  # fmt: skip
 

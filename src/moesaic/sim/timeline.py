@@ -65,7 +65,7 @@ class Timeline:
 
 def run(events: Iterable[Event], ranks: int) -> Timeline:
     """Let `ranks` ranks go through `events`, in their order."""
-    now = np.zeros(ranks)
+    now, computed = np.zeros(ranks), np.zeros(ranks)
     spans = []
     tables: dict[int, Members] = {}
     for event in events:
@@ -75,7 +75,10 @@ def run(events: Iterable[Event], ranks: int) -> Timeline:
             key = id(event.groups)
             if key not in tables:
                 tables[key] = Members(event.groups)
-            begin = tables[key].meet(now)
+            begin = tables[key].meet(now, event.drag * computed)
+            computed = tables[key].start_again(computed)
+        else:
+            computed = computed + event.seconds
         end = begin + event.seconds
         spans.append(Span(event, now, begin, end))
         now = end
@@ -90,12 +93,18 @@ class Members:
         self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, sum(self._sizes))
         self._first = np.cumsum([0, *self._sizes[:-1]])
 
-    def meet(self, now: Seconds) -> Seconds:
-        """When each rank goes on: in a group, when the last of it has come."""
+    def meet(self, now: Seconds, late: Seconds) -> Seconds:
+        """When each rank goes on: in a group, when the last of it has come, which may be `late`."""
         begin = now.copy()
-        last = np.maximum.reduceat(now[self._ranks], self._first)
+        last = np.maximum.reduceat((now + late)[self._ranks], self._first)
         begin[self._ranks] = np.repeat(last, self._sizes)
         return begin
+
+    def start_again(self, computed: Seconds) -> Seconds:
+        """What each rank has computed since it last met others: nothing, of these."""
+        rest = computed.copy()
+        rest[self._ranks] = 0.0
+        return rest
 
 
 def _sums(rows: Iterable[tuple[str, Span, int]]) -> dict[str, float]:

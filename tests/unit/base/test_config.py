@@ -146,7 +146,10 @@ GOOD: dict[str, Any] = {"gears": 1, "wheel": {"radius": 0.3}}
         ({"lock": -1}, "lock = -1 is out of range: give a number from 0"),
         ({"lock": "heavy"}, 'lock = "heavy" is a string: give a number from 0'),
         ({"gears": 2, "colour": "green"}, "gears = 2 of a green bicycle: give 1"),
-        ({"gears": "x", "bell": 1}, 'gears = "x" is a string: give an integer from 1 (and 1 more)'),
+        (
+            {"gears": "x", "bell": 1},
+            'gears = "x" is a string: give an integer from 1 (and 1 more mistake)',
+        ),
         ({"gears": "x" * 200}, f'gears = "{"x" * 76}... is a string: give an integer from 1'),
     ],
 )

@@ -133,7 +133,17 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
     facts = json.loads(capfd.readouterr().out)
     assert facts["fits"] is False
     assert facts["binds"].startswith("memory: rank 0 needs ")
-    assert "raise layout.ep" in facts["binds"]
+    assert facts["binds"].endswith(
+        "raise layout.ep, layout.shard or train.micro_batches, or set train.recompute"
+    )
+    done = ["--layout", "ep=16,shard=all", "--set", "train.recompute=true"]
+    long = [f"--set={key}=1000000" for key in ("data.sequence", "model.max_positions")]
+    assert main([*LINE, *done, *long, "--out", "plan.json"]) == 0
+    said = capfd.readouterr().out
+    assert "; raise train.micro_batches\n" in said
+    assert "\nnext" not in said
+    assert main([*LINE, *done, *long, "--set", "train.micro_batches=4"]) == 0
+    assert "; take more ranks, or devices with more memory\n" in capfd.readouterr().out
 
 
 def test_every_rank_is_held_against_its_own_device(

@@ -136,4 +136,4 @@ def test_an_impossible_curve_is_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(kind, raw, "c.toml")
-    assert str(caught.value).removesuffix(" (and 1 more)") == f"c.toml: {sentence}"
+    assert str(caught.value).removesuffix(" (and 1 more mistake)") == f"c.toml: {sentence}"

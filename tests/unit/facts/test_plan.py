@@ -137,6 +137,7 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
         ({"copies": {}}, "unknown key 'copies'"),
+        ({"rank": 2}, "unknown key 'rank': did you mean 'ranks'?"),
         (
             {"homes_by_rank": [[0, 1], [2, 3]]},
             "unknown key 'homes_by_rank': the keys at the top are ranks,",

@@ -248,6 +248,9 @@ def test_slowest_phase() -> None:
     assert "'data' is the slowest phase: 75% of a step" in text(finding)
     assert finding is not None
     assert finding.severity == "warning"
+    phases["forward"][0] = 9.0  # The first step pays for warming up.
+    finding = speed.slowest_phase(make_steps(4, phases=phases, tokens_per_s=np.full(4, 10.0)))
+    assert "'data' is the slowest phase: 75% of a step" in text(finding)
     other = speed.slowest_phase(make_steps(4, phases={"my phase": np.ones(4)}))
     assert "'my phase'" in text(other)
 

@@ -53,6 +53,8 @@ def test_page_of_a_run(tmp_path: Path) -> None:
     assert "Expert 6 of layer 2 is hot" in text
     assert "13.6 M" in text
     assert "finished" in text
+    axes = figures_of(text)["expert-overview"]["layout"]
+    assert (axes["xaxis"]["range"], axes["yaxis"]["range"]) == ([-0.5, 7.5], [2.5, -0.5])
     for name in figures_of(text):
         assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
 

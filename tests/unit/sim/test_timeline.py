@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,20 +30,23 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Event]]:
         groups = [group for group in (order[:cut], order[cut:]) if len(group) > 1]
         if draw(st.booleans()):
             groups = groups[:1]
-        events.append(event(str(number), seconds, *groups))
+        one = event(str(number), seconds, *groups)
+        events.append(replace(one, drag=draw(st.floats(0, 1))))
     return ranks, events
 
 
 def slowly(ranks: int, events: list[Event]) -> tuple[list[float], list[float]]:
     """When each rank ends, and how long it waited: rank by rank, event by event."""
-    clock, waited = [0.0] * ranks, [0.0] * ranks
+    clock, waited, computed = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     for one in events:
-        arrived = list(clock)
+        arrived, before = list(clock), list(computed)
         for rank in range(ranks):
-            group = next((g for g in one.groups if rank in g), [rank])
-            begin = max(arrived[other] for other in group)
+            seconds = float(one.seconds[rank])
+            group = next((g for g in one.groups if rank in g), [])
+            begin = max([arrived[rank], *(arrived[g] + one.drag * before[g] for g in group)])
             waited[rank] += begin - arrived[rank]
-            clock[rank] = begin + float(one.seconds[rank])
+            clock[rank] = begin + seconds
+            computed[rank] = 0.0 if group else before[rank] + seconds * (not one.groups)
     return clock, waited
 
 
@@ -51,9 +55,9 @@ def test_a_timeline_is_what_the_slow_twin_says(program: tuple[int, list[Event]])
     ranks, events = program
     found = run(events, ranks)
     clock, waited = slowly(ranks, events)
-    assert found.end_s.tolist() == clock
+    assert found.end_s.tolist() == pytest.approx(clock)
     assert [found.waiting_s(rank) for rank in range(ranks)] == pytest.approx(waited)
-    assert found.step_s == max(clock)
+    assert found.step_s == pytest.approx(max(clock))
     for rank in range(ranks):
         assert sum(found.by_phase(rank).values()) == pytest.approx(clock[rank])
 
@@ -63,6 +67,16 @@ def test_equal_ranks_take_the_sum_of_the_events() -> None:
     found = run([event(str(t), [t] * 1000, list(range(1000))) for t in times], 1000)
     assert np.allclose(found.end_s, sum(times), rtol=1e-12)
     assert found.waiting_s(17) == 0.0
+
+
+def test_who_has_computed_is_late_and_who_has_just_met_is_not() -> None:
+    ranks = list(range(4))
+    work, said = event("work", [0.1] * 4), event("sum", [0.01] * 4, ranks)
+    said = replace(said, drag=0.05)
+    alone, twice = run([work, said], 4), run([work, said, said], 4)
+    assert alone.step_s == pytest.approx(0.1 + 0.005 + 0.01)
+    assert twice.step_s == pytest.approx(alone.step_s + 0.01)
+    assert twice.waiting_s(2) == pytest.approx(0.005)
 
 
 def straggling() -> Timeline:

@@ -125,7 +125,7 @@ class Assembly:
         )  # fmt: skip
 
     def _with_collectives(self, link: Link, where: str, found: Sequence[Figures]) -> Link:
-        figures = medians([{n: v for n, v in one.items() if n.endswith(where)} for one in found])
+        figures = medians([{n: v for n, v in one.items() if where in n.split()} for one in found])
         sizes = [float(size) for size in collective_bytes(len(found), self.config.message_bytes)]
         collectives = [
             Collective.model_validate(
@@ -137,7 +137,8 @@ class Assembly:
             )
             for name in COLLECTIVES
         ]
-        return link.model_copy(update={"collectives": collectives})
+        (drag,) = figures[f"drag {where}"]
+        return link.model_copy(update={"collectives": collectives, "drag": _short(drag)})
 
 
 def _joined_by(kind: str, bandwidth: float) -> str:

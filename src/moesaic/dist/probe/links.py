@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.dist import device as devices
-from moesaic.dist.probe.timing import Figures, powers, together
+from moesaic.dist.collectives import gather
+from moesaic.dist.probe.timing import Figures, powers, seconds, together
 from moesaic.dist.world import Group, World
 
+_OWN_S = 8e-3
+_LEAST_DRAG = 1e-4
+_WEIGHT = 3
+"""An operation is given so many times as long as a message, as ranks compute between them."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -41,6 +48,8 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
     """Seconds of messages and operations: `A-B one way`, `A-B both`, `NAME within`, `NAME across`.
 
     `within` are operations of each host's ranks, all hosts at once; `across` are those of everyone.
+    They count from when the last rank has come; `drag within` is by what share their computing takes
+    longer until then than it takes where there are no operations.
     """
     chosen = pairs(hosts)
     groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
@@ -48,7 +57,7 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
         groups.append(("across", world.everyone))
     sizes = message_bytes(most)
     num_operations = len(COLLECTIVES) * len(collective_bytes(2, most)) * len(groups)
-    share_s = budget_s / (len(chosen) * (len(sizes) + 1) + num_operations)
+    share_s = budget_s / (len(chosen) * (len(sizes) + 1) + _WEIGHT * num_operations)
     found: Figures = {}
     for first, second in chosen:
         world.barrier()
@@ -57,7 +66,7 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
     for where, group in groups:
         world.barrier()
         if group is not None:
-            found |= _collectives(world, group, where, most, share_s)
+            found |= _collectives(world, group, where, most, _WEIGHT * share_s)
     return found
 
 
@@ -92,7 +101,7 @@ def _pair(world: World, first: int, second: int, sizes: list[int], share_s: floa
             work.wait()
 
     def time(work: Callable[[], object]) -> float:
-        return together(work, lambda: devices.now(world.device), agree, share_s)
+        return together(work, lambda: devices.now(world.device), agree, share_s).call_s
 
     times = []
     for size in sizes:
@@ -110,23 +119,46 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
         dist.broadcast(number, src=first, group=group)
         return int(number.item())
 
-    compute = chore(world.device)
+    compute, clock = chore(world.device, agree), lambda: devices.now(world.device)
     found: Figures = {}
+    between_s: list[float] = []
+    alone_s = [_alone_s(compute, world.device, group, share_s)]
     for name in COLLECTIVES:
-        found[f"{name} {where}"] = [
-            together(
-                collective(name, num_bytes, ranks, world.device, group),
-                lambda: devices.now(world.device), agree, share_s, compute,
-            )
-            for num_bytes in collective_bytes(ranks, most)
-        ]  # fmt: skip
+        times = found[f"{name} {where}"] = []
+        for num_bytes in collective_bytes(ranks, most):
+            work = collective(name, num_bytes, ranks, world.device, group)
+            met = together(work, clock, agree, share_s, compute)
+            own = torch.tensor(met.own_s, dtype=torch.float64, device=world.device)
+            all_s = gather(own, group)
+            last_s = all_s.amax(dim=0)
+            between_s += last_s.tolist()
+            times.append(met.call_s - float((last_s - own).mean()))
+    alone_s.append(_alone_s(compute, world.device, group, share_s))
+    found[f"drag {where}"] = [max(fmean(between_s) / fmean(alone_s) - 1, _LEAST_DRAG)]
     return found
 
 
-def chore(device: torch.device) -> Callable[[], object]:
-    """What ranks compute between operations: they come to them at their own times, as in a step."""
-    left, right = torch.ones(256, 512, device=device), torch.ones(512, 512, device=device)
-    return lambda: torch.mm(left, right)
+def _alone_s(
+    work: Callable[[], object], device: torch.device, group: Group, budget_s: float
+) -> float:
+    """What `work` takes ranks on average that do it at once and do not meet."""
+    dist.barrier(group)
+    mine = torch.tensor([seconds(work, lambda: devices.now(device), budget_s)], dtype=torch.float64, device=device)
+    return float(gather(mine, group).mean())
+
+
+def chore(device: torch.device, agree: Callable[[int], int]) -> Callable[[], object]:
+    """What ranks compute between operations, for about `_OWN_S`: products of cold weights."""
+    left, weights = torch.ones(256, 512, device=device), torch.ones(64, 512, 512, device=device)
+    following = itertools.cycle(weights)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(left, next(following))
+
+    once_s = seconds(lambda: multiply(1), lambda: devices.now(device), 0.0)
+    times = agree(max(1, min(len(weights), round(_OWN_S / once_s))))
+    return lambda: multiply(times)
 
 
 def collective(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 Clock = Callable[[], float]
@@ -30,37 +31,49 @@ def seconds(work: Callable[[], object], clock: Clock, budget_s: float) -> float:
     return median(samples)
 
 
+@dataclass(frozen=True)
+class Meetings:
+    """Calls of several ranks that meet in them, each after work of a rank's own."""
+
+    own_s: list[float]
+    """What its own work before each call took."""
+    call_s: float
+    """What a call takes on average, waiting for who comes later included."""
+
+
 def together(
     work: Callable[[], object], clock: Clock, agree: Callable[[int], int], budget_s: float,
-    between: Callable[[], object] = lambda: None,
-) -> float:  # fmt: skip
-    """What one call takes of several ranks that meet in it, on average, each call after `between`.
+    own: Callable[[], object] = lambda: None,
+) -> Meetings:  # fmt: skip
+    """What a call takes of several ranks that meet in it, after work of their `own`.
 
     Of such calls some are fast and others wait for a thread to be woken, or for a rank that comes
-    late, so that their median is one or the other by chance, and a step pays for all.
+    late, so that their median is one or the other by chance, and a step pays for all: means it is.
 
     Args:
         work: what ranks do together.
         clock: reads the time.
         agree: turns one rank's number of calls into all's.
         budget_s: about how long to go on.
-        between: what each does by itself before each call; its time does not count.
+        own: what each does by itself.
     """
 
-    def calls(number: int) -> float:
-        total = 0.0
-        for _ in range(number):
-            between()
+    def meet(times: int) -> Meetings:
+        own_s, calls_s = [], 0.0
+        for _ in range(times):
             start = clock()
+            own()
+            came = clock()
             work()
-            total += clock() - start
-        return total / number
+            own_s.append(came - start)
+            calls_s += clock() - came
+        return Meetings(own_s, calls_s / times)
 
     work()
     start = clock()
-    calls(1)
+    meet(1)
     wanted = int(budget_s / max(clock() - start, 1e-9))
-    return calls(agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted))))
+    return meet(agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted))))
 
 
 def _sample(work: Callable[[], object], clock: Clock, calls: int) -> float:

@@ -175,7 +175,11 @@ class Wire(Section):
     shared: bool = False
     """Whether all that it joins share that speed, as on a bus or behind a narrow switch."""
     collectives: list[Collective] = Field(default_factory=list)
-    """Measured times of whole operations over it; unset: by latency and bandwidth."""
+    """Measured times of whole operations over it, from when the last rank comes; unset: by latency
+    and bandwidth."""
+    drag: float = Field(default=0.0, ge=0)
+    """By what share computing between operations takes longer, until the last of equal ranks is
+    done, than computing alone."""
 
     @model_validator(mode="after")
     def _measured_once(self) -> Self:

@@ -110,9 +110,12 @@ class Lanes:
                 )
         for messages in zip(*(work.messages for work in works), strict=True):
             groups = self._groups(messages[0])
-            seconds = self._message_s(messages, ranks, groups)
-            said = messages[0].name
-            yield Event(said, phase or PHASES.get(said, "reduce"), name, seconds, groups)
+            seconds, said = self._message_s(messages, ranks, groups), messages[0].name
+            paces = self._paces[messages[0].operation, messages[0].ranks]
+            yield Event(
+                said, phase or PHASES.get(said, "reduce"), name, seconds, groups,
+                max(pace.drag for pace in paces),
+            )  # fmt: skip
 
     def _slower(self, device: Device) -> Calibration | None:
         """What runs have shown of devices like this one."""

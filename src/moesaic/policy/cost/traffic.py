@@ -40,6 +40,8 @@ class Pace:
     """How many times as long the bytes take as they would with no other group about."""
     measured: Curve | None
     """Seconds by size of this operation alone, where they were measured."""
+    drag: float = 0.0
+    """As the narrowest link has it."""
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds of an operation of that size."""
@@ -85,7 +87,7 @@ class Traffic:
         bursts_of_all = itertools.zip_longest(*demands, fillvalue=Demand())
         sums = [_sum(demand.shares for demand in together) for together in bursts_of_all]
         return [
-            self._pace(own, sums, self._measured(operation, group, own) if own else None)
+            self._pace(operation, group, own, sums)
             for group, own in zip(groups, demands, strict=True)
         ]
 
@@ -103,12 +105,23 @@ class Traffic:
         return found
 
     def _pace(
-        self, own: Sequence[Demand], sums: Sequence[Mapping[Port, float]], measured: Curve | None
+        self,
+        operation: str,
+        group: Sequence[int],
+        own: Sequence[Demand],
+        sums: Sequence[Mapping[Port, float]],
     ) -> Pace:
+        if not own:
+            return Pace(0.0, 0.0, 1.0, None)
+        link, measured = self._narrowest(group, own), None
+        for one in link.collectives:
+            if (one.name, one.ranks) == (operation, len(group)):
+                measured = one.times
         alone = sum(self._busy(demand, demand.shares) for demand in own)
         byte_s = sum(self._busy(demand, total) for demand, total in zip(own, sums, strict=False))
         latency_s = sum(demand.turns * demand.turn_s for demand in own)
-        return Pace(latency_s, byte_s, byte_s / alone if alone else 1.0, measured)
+        sharing = byte_s / alone if alone else 1.0
+        return Pace(latency_s, byte_s, sharing, measured, link.drag)
 
     def _busy(self, demand: Demand, among: Mapping[Port, float]) -> float:
         """Seconds a byte of the fullest port that `demand` uses, when all bring `among`."""
@@ -148,21 +161,15 @@ class Traffic:
             self._routes[here, there] = route(self._cluster, here, there)
         return self._routes[here, there]
 
-    def _measured(
-        self, operation: str, group: Sequence[int], own: Sequence[Demand]
-    ) -> Curve | None:
-        """What was measured over the narrowest link between the hosts of `group`, or inside one."""
+    def _narrowest(self, group: Sequence[int], own: Sequence[Demand]) -> Link:
+        """The narrowest link between the hosts of `group`, or inside one."""
         hosts = {self._places[rank].host for rank in group}
         used = {port.link for demand in own for port in demand.shares}
         links = [link for link in self._cluster.links if id(link) in used]
         if len(hosts) > 1:
             within = [[host, host] for host in hosts]
             links = [link for link in links if link.ends not in within] or links
-        narrowest = min(links, key=lambda link: link.bandwidth)
-        for one in narrowest.collectives:
-            if (one.name, one.ranks) == (operation, len(group)):
-                return one.times
-        return None
+        return min(links, key=lambda link: link.bandwidth)
 
 
 def _sum(demands: Iterable[Mapping[Port, float]]) -> dict[Port, float]:

@@ -75,8 +75,11 @@ def overview(loads: Loads) -> Figure:
             hovermode="closest",
             showlegend=False,
             margin={"l": 46, "r": 12, "t": 8, "b": 40},
-            xaxis=_expert_axis(loads.num_experts) | {"showgrid": False},
-            yaxis={"title": {"text": "layer", "standoff": 6}, "autorange": "reversed",
+            # Said, for marks at the edge would make room for themselves.
+            xaxis=_expert_axis(loads.num_experts)
+            | {"showgrid": False, "range": [-0.5, loads.num_experts - 0.5]},
+            yaxis={"title": {"text": "layer", "standoff": 6},
+                   "range": [int(loads.layers[-1]) + 0.5, int(loads.layers[0]) - 0.5],
                    "tickformat": "d", "showgrid": False, "zeroline": False,
                    **_whole_ticks(len(loads.layers))},
         ),

@@ -64,8 +64,9 @@ def slow_steps(
 def slowest_phase(
     steps: Steps, device: str = "", setting: Callable[[str], Any] = lambda _: None
 ) -> Finding | None:
-    """The phase that takes most of a step on rank 0."""
-    totals = {name: float(np.nansum(seconds)) for name, seconds in steps.phases.items()}
+    """The phase that takes most of a step on rank 0, the first aside, which pays for warming up."""
+    later = slice(min(1, len(steps) - 1), None)
+    totals = {name: float(np.nansum(seconds[later])) for name, seconds in steps.phases.items()}
     whole = sum(totals.values())
     if whole <= 0:
         return None
@@ -74,7 +75,7 @@ def slowest_phase(
     if name in ("forward", "backward"):
         advice = " ".join([advice, *_tips(device, setting)])
     text = (
-        f"{duration(totals[name] / len(steps))} of every step, "
+        f"{duration(totals[name] / len(steps.step[later]))} of every step, "
         f"at {count(middle(steps.tokens_per_s))} tokens a second. {advice}"
     )
     title = f"'{name}' is the slowest phase: {percent(totals[name] / whole)} of a step"
