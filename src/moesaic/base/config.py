@@ -112,7 +112,7 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
 def read_json(path: Path, origin: str, remedy: str) -> dict[str, Any]:
     """The object of a JSON file; `origin` opens the message of an error, `remedy` ends it."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise ConfigError(f"{origin}: there is no such file: {remedy}") from None
     except OSError as error:
@@ -247,13 +247,16 @@ def _mistake(kind: type[BaseModel], detail: Any) -> _Mistake:
         )
     if reason == "missing":
         return _Mistake(_MISSING, key, _missing(kind, field, key))
-    return _Mistake(_WRONG, key, _wrong(field, key + index, bool(index), value, reason in _RANGE))
+    depth = index.count("[") + index.startswith(".")
+    return _Mistake(_WRONG, key, _wrong(field, key + index, depth, value, reason in _RANGE))
 
 
 def _place(
     kind: type[BaseModel], location: Sequence[str | int]
 ) -> tuple[FieldInfo | None, str, str]:
     """The field that a pydantic location points at, its dotted key, and `[i]` inside a list.
+
+    Inside a table whose keys are free it is `.key`.
 
     A place in a list of tables is a part of the key: `hosts[0].name`.
     """
@@ -266,6 +269,8 @@ def _place(
             names.append(part)
         elif isinstance(part, int):
             index += f"[{part}]"
+        elif field is not None and keys.is_table(field.annotation) and part != "[key]":
+            index += f".{keys.dotted([part])}"
         elif section is not None and part in keys.fields(section):
             field = keys.fields(section)[part]
             section = keys.section_of(field.annotation)
@@ -291,7 +296,7 @@ def _first(field: FieldInfo) -> str:
     return keys.meaning(field).partition(". ")[0].rstrip(".")
 
 
-def _wrong(field: FieldInfo, place: str, inside: bool, value: object, out_of_range: bool) -> str:
+def _wrong(field: FieldInfo, place: str, depth: int, value: object, out_of_range: bool) -> str:
     section = keys.section_of(field.annotation)
     if section is not None:
         in_list = keys.is_list(field.annotation)
@@ -303,7 +308,7 @@ def _wrong(field: FieldInfo, place: str, inside: bool, value: object, out_of_ran
             f"{place} = {keys.show(value)} is {_kind(value)} where {needed} is needed: "
             f"write {header} with keys {names}"
         )
-    expected = keys.element(field) if inside else keys.expects(field)
+    expected = keys.element(field, depth) if depth else keys.expects(field)
     if isinstance(value, dict):
         return f"{place} is a table where a value is needed: give {expected}"
     shown, words = f"{place} = {keys.show(value)}", keys.choices(field)

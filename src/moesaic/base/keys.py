@@ -108,10 +108,19 @@ def expects(field: FieldInfo) -> str:
     return _phrase(field.annotation, field.metadata)
 
 
-def element(field: FieldInfo) -> str:
-    """What one element of a list field takes, in words."""
-    arguments = typing.get_args(field.annotation)
-    return _phrase(arguments[0], ()) if arguments else "a value"
+def element(field: FieldInfo, depth: int) -> str:
+    """What stands `depth` lists or tables deep in a field, in words."""
+    kind = field.annotation
+    for _ in range(depth):
+        if typing.get_origin(kind) in (types.UnionType, typing.Union):
+            kind = next(one for one in typing.get_args(kind) if one is not type(None))
+        kind = typing.get_args(kind)[-1] if typing.get_args(kind) else None
+    return "a value" if kind is None else _phrase(kind, ())
+
+
+def is_table(annotation: object) -> bool:
+    """Whether a field holds a table whose keys are free."""
+    return typing.get_origin(annotation) is dict
 
 
 def choices(field: FieldInfo) -> list[str]:

@@ -6,6 +6,7 @@ of its keys and `--explain` says what they mean. No key has a flag of its own.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -94,8 +95,16 @@ def check_place(flag: str, place: Path, name: str) -> None:
     """Refuse a `place` that no file called such as `name` can have."""
     if place.is_dir():
         raise UserError(f"{flag} '{place}' is a directory: name a file, such as {place}/{name}")
-    if not place.absolute().parent.is_dir():
+    if place.exists() and not place.is_file():  # A device, say, which a new file would replace.
+        raise UserError(f"{flag} '{place}' is no plain file: name another place")
+    directory = place.absolute().parent
+    if not directory.is_dir():
         raise UserError(f"{flag} '{place}' is in a directory that is not there: make it first")
+    try:
+        with tempfile.TemporaryFile(dir=directory):  # Has no name, so that nothing of it stays.
+            pass
+    except OSError as error:
+        raise unwritable(f"{flag} '{place}'", error) from None
 
 
 def need(value: Path | None, name: str, verb: str) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from moesaic.base.errors import ConfigError
 from moesaic.cli import screen
 from moesaic.facts.plan import short
 from moesaic.facts.workload import STEP
@@ -50,6 +52,15 @@ def tell(
     screen.say(f"{opening}; computed{basis}, not measured\n")
     for name, value in rows.items():
         screen.say(f"{name:<18} {value}")
+
+
+def check(cluster: str, step_s: float, *others: float) -> None:
+    """Refuse a prediction that is no number, or of no time: nothing could be told of it."""
+    if not (0 < step_s < math.inf and all(map(math.isfinite, others))):
+        raise ConfigError(
+            f"a step on cluster '{cluster}' would take {step_s} s: its figures, or the sizes of "
+            "what runs, are too small or too large; correct them"
+        )
 
 
 def time(seconds: float) -> str:

@@ -189,6 +189,7 @@ def predict(
     tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
     device = device_at(cluster, places[slowest])
+    outlook.check(cluster.name, timeline.step_s, price)
     held = tightest(job, layout, cluster, places, recorded)
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {

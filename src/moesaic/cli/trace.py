@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.cli import outlook, screen
+from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Json, Out
 from moesaic.facts.cluster import Cluster, device_at, place
 from moesaic.facts.workload import (
@@ -83,6 +83,8 @@ def trace(
     make = _imported(factory)
     if out is None and not (dry_run or as_json):
         raise UserError("--out is missing: name the file to write, such as workload.json")
+    if out is not None:
+        flags.check_new("--out", out, "workload.json")
     traced = _traced(make, batch, block, real)
     if out is not None and not dry_run:
         save_traced(traced, out)
@@ -110,7 +112,7 @@ def _imported(factory: str | None) -> Callable[..., Any]:
             f"there is no module '{name}' in {Path.cwd()} or among installed packages: give "
             "MODULE:FACTORY from the directory that holds MODULE"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _theirs(f"importing {name}", error) from error
     finally:
         sys.path.pop(0)
@@ -133,7 +135,7 @@ def _traced(
     with nullcontext() if real else torch.device("meta"):
         try:
             given = make(**({} if batch is None else {"batch": batch}))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _theirs(f"{make.__name__}()", error, "" if real else _HINT) from error
     if (
         not isinstance(given, tuple)
@@ -149,7 +151,7 @@ def _traced(
         return engine(model, inputs, blocks=blocks, loss=loss[0] if loss else None)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _theirs("running the model", error, "" if real else _HINT) from error
 
 
@@ -161,7 +163,7 @@ def _takes(make: Callable[..., Any], name: str) -> bool:
     return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-def _theirs(what: str, error: Exception, hint: str = "") -> UserError:
+def _theirs(what: str, error: BaseException, hint: str = "") -> UserError:
     """A mistake in the user's code: which, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     at = next((one for one in reversed(frames) if one.filename.startswith(str(Path.cwd()))), None)
@@ -225,6 +227,7 @@ def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
     from moesaic.sim.timeline import run
 
     timeline = run(replicated(traced_blocks(traced, ranks), ranks, cluster), ranks)
+    outlook.check(cluster.name, timeline.step_s)
     slowest = timeline.slowest
     devices = [device_at(cluster, one) for one in place(cluster, ranks)]
     smallest = min(device.memory_bytes for device in devices)

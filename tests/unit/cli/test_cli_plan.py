@@ -180,6 +180,8 @@ def test_every_rank_is_held_against_its_own_device(
         ),
         ("plan job.toml --cluster cluster.toml --out .", "--out '.' is a directory: name a file"),
         ("plan job.toml --cluster cluster.toml --out job.toml", "--out 'job.toml' is there alread"),
+        ("plan job.toml --cluster cluster.toml --out /dev/null", "is no plain file: name another"),
+        ("plan job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         (
             "plan job.toml --cluster cluster.toml --out a --trace no/b",
             "--trace 'no/b' is in a directory that is not there: make it first",
@@ -200,6 +202,7 @@ def test_every_rank_is_held_against_its_own_device(
 def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lonely = CLUSTER.partition("[[links]]")[0]
     (place / "lonely.toml").write_text(lonely)
+    (place / "endless.toml").write_text(CLUSTER.replace("5e-6", "1e308"))
     assert main(line.split()) == 2
     said = capfd.readouterr()
     assert said.out == ""
@@ -207,4 +210,4 @@ def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixtu
     assert said.err.count("\n") == 1
     assert words in said.err
     written = {one.name for one in place.iterdir()}
-    assert written == {"job.toml", "cluster.toml", "lonely.toml"}
+    assert written == {"job.toml", "cluster.toml", "lonely.toml", "endless.toml"}

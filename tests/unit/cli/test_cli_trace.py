@@ -41,6 +41,9 @@ def broken():
 def runs_wrong():
     return nn.Linear(3, 4), torch.ones(2, 2)
 
+def leaves():
+    raise SystemExit(0)
+
 number = 3
 """
 
@@ -138,7 +141,11 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets:runs_wrong --json", "running the model raised RuntimeError"),
         ("trace nets:asks --json", "asks for values of a tensor (aten._local_scalar_dense"),
         ("trace nets:make --block 7 --json", "blocks = '7' is no module of the model"),
-        ("trace nets:make --out no/where.json", "cannot be written"),
+        ("trace nets:leaves --json", "leaves() raised SystemExit at nets"),
+        ("trace nets:make --out no/where.json", "is in a directory that is not there: make it"),
+        ("trace nets:make --out .", "--out '.' is a directory: name a file"),
+        ("trace nets:make --out cluster.toml", "--out 'cluster.toml' is there already"),
+        ("trace nets:make --out /dev/null", "--out '/dev/null' is no plain file"),
         ("plan --workload none.json --cluster cluster.toml", "'none.json': there is no such file"),
         ("plan --workload a.json", "--cluster is missing"),
         ("plan job.toml --workload a.json --cluster cluster.toml", "goes without JOB.toml, which"),

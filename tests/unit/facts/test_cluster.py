@@ -382,6 +382,20 @@ def test_a_path_is_the_best_of_all_and_the_same_both_ways(made: Cluster) -> None
         assert b.host in here
 
 
+@pytest.mark.parametrize(
+    ("end", "matched"),
+    [("a*", ["ab", "axbxb"]), ("*b*b", ["axbxb"]), ("*", ["ab", "axbxb", "cc"]), ("c*c", ["cc"])],
+)
+def test_a_star_stands_for_anything(end: str, matched: list[str]) -> None:
+    made = cluster([host(name) for name in ("ab", "axbxb", "cc")], [link(end, end)])
+    assert list(made.matches[end]) == matched
+
+
+def test_many_stars_are_little_work() -> None:
+    with pytest.raises(ConfigError, match="no host is called"):
+        cluster([host("a" * 200)], [link("*a" * 40 + "*b", "*")])
+
+
 def test_a_copy_knows_its_own_hosts() -> None:
     made = cluster([host("a"), host("b"), host("c")], [link("*", "*"), link("b", "c", 1)])
     fewer = made.model_copy(update={"hosts": made.hosts[:2], "links": made.links[:1]})

@@ -104,6 +104,7 @@ PREDICTIONS: dict[str, Any] = {
     "cluster": "c", "step_s": 2.0, "phases_s": {"forward": 2.0}, "blocks_s": {"step": 2.0},
     "tokens_per_s": 50.0, "memory_bytes": {"peak": 1 << 30},
 }  # fmt: skip
+TOKENS = tiny_job().train.batch * tiny_job().data.sequence
 SPAN = {"phase": "forward", "block": "layers.0.attention to layers.99.attention"}
 
 
@@ -130,6 +131,16 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
         ({"homes": [[0, 1], [3]]}, "homes lacks expert 2: give it a home"),
         ({"homes": [[0, 1], [2, 4]]}, "homes[1] names expert 4, and experts = 4"),
         ({"homes": [[0], [1, 2, 3]]}, "homes[0] has 1 experts where each rank has 2"),
+        ({"experts": 0, "homes": [[0], []]}, "homes[0] names expert 0, and experts = 0: empty"),
+        ({"homes": [["0"], [1]]}, 'homes[0][0] = "0" is a string: give an integer'),
+        (
+            {"predictions": {**PREDICTIONS, "memory_bytes": {"peak": 1.5}}},
+            "predictions.memory_bytes.peak = 1.5 is a number with a fraction: give an integer",
+        ),
+        (
+            {"predictions": {**PREDICTIONS, "phases_s": {"": 1.0}}},
+            'predictions.phases_s."" = "" is empty: give a number',
+        ),
         ({"homes": 3}, "homes = 3 is an integer: give a list of lists of integers"),
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages, and there is no pipeline yet"),
         ({"tiers": {"moments": "ssd"}}, 'tiers.moments = "ssd" is not known: give "device"'),
@@ -193,6 +204,12 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         load_plan(place)
 
 
+def test_a_mark_before_its_text_is_passed_over(tmp_path: Path) -> None:
+    place = tmp_path / "plan.json"
+    place.write_text(json.dumps(RAW), encoding="utf-8-sig")
+    assert load_plan(place) == Plan.model_validate(RAW)
+
+
 def test_it_is_written_and_read_back(tmp_path: Path) -> None:
     predictions = Predictions.model_validate(told({})["predictions"])
     plan = planned(tiny_job(layout={"ep": 2}), 4).model_copy(
@@ -221,6 +238,11 @@ def test_homes_are_where_the_plan_says() -> None:
         ({"micro_batches": 1, "stages": [["embed", "layers.0", "layers.1", "head"]]}, None),
         ({"experts": 16}, "experts = 16, but model.experts = 8: plan this job anew"),
         ({"micro_batches": 2}, "micro_batches = 2, but train.micro_batches = 1, and the numbers"),
+        ({"predictions": {**PREDICTIONS, "tokens_per_s": TOKENS / 2.0}}, None),
+        (
+            {"predictions": {**PREDICTIONS, "tokens_per_s": TOKENS}},
+            f"predictions are of {2 * TOKENS} tokens a step",
+        ),
         ({"stages": [["embed"]]}, "no stage lists block 'layers.0': add it to stages[0]"),
         ({"stages": [["embed", "layers.9"]]}, "stages[0] lists block 'layers.9', which the model"),
         (

@@ -262,7 +262,12 @@ class Cluster(Section):
 
 def _pattern(end: str) -> re.Pattern[str]:
     """What `end` of a link stands for, in which only `*` is more than itself."""
-    return re.compile(".*".join(map(re.escape, end.split("*"))), re.DOTALL)
+    first, *rest = map(re.escape, end.split("*"))
+    if not rest:
+        return re.compile(first)
+    # What lies between is found where it comes first, and not sought again: it would take forever.
+    between = "".join(f"(?>.*?{part})" for part in rest[:-1])
+    return re.compile(f"{first}{between}.*{rest[-1]}", re.DOTALL)
 
 
 def _twice(values: Sequence[str | int]) -> str | int | None:

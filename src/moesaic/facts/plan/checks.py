@@ -12,6 +12,9 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan.layout import block_names
 from moesaic.facts.plan.plan import Plan, RankPlace
 
+_ROUNDED = 1e-3
+"""What two rounded figures are off by at most, times ten."""
+
 
 def load_plan(path: Path) -> Plan:
     """The plan in the file at `path`."""
@@ -36,8 +39,23 @@ def check(plan: Plan, job: Job, origin: str) -> None:
             "and the numbers of a run depend on it, so that no plan may change it: "
             f"make them equal, or {again}"
         )
+    _check_predictions(plan, job, origin)
     if plan.stages is not None:
         _check_blocks(plan.stages[0], block_names(job.model), origin)
+
+
+def _check_predictions(plan: Plan, job: Job, origin: str) -> None:
+    """Raise if what is predicted is of a job with other batches: a run would be held against it."""
+    if plan.predictions is None:
+        return
+    said = plan.predictions.step_s * plan.predictions.tokens_per_s
+    tokens = job.train.batch * job.data.sequence
+    if abs(said / tokens - 1) > _ROUNDED:
+        raise ConfigError(
+            f"{origin}: predictions are of {said:.5g} tokens a step (step_s x tokens_per_s), but "
+            f"train.batch = {job.train.batch} and data.sequence = {job.data.sequence} make "
+            f"{tokens}: plan this job anew (moesaic plan), or remove predictions"
+        )
 
 
 def _check_blocks(listed: Sequence[str], blocks: Sequence[str], origin: str) -> None:

@@ -118,6 +118,10 @@ class Plan(Section):
         seen: dict[int, int] = {}
         for rank, homes in enumerate(self.homes_by_rank):
             for expert in homes:
+                if not self.experts:
+                    raise ValueError(
+                        f"homes[{rank}] names expert {expert}, and experts = 0: empty its lists"
+                    )
                 if not 0 <= expert < self.experts:
                     raise ValueError(
                         f"homes[{rank}] names expert {expert}, and experts = {self.experts}: "
