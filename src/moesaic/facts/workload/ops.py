@@ -164,8 +164,8 @@ def attend(s: Sizes) -> Part:
         Op("attend", (scores, mixed), repeated + 2 * q * s.narrow + masking,
            2 + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
         Op("attend", (scores, scores, mixed, mixed, mixed),
-           repeated + 2 * (q + k) * turned + 2 * k * s.narrow, 4 + 2 * repeats, s.precision,
-           specials, "attention backward", share),
+           repeated + 2 * (q + k) * turned + 2 * repeats * k * s.narrow, 3 + 3 * repeats,
+           s.precision, specials, "attention backward", share),
     )  # fmt: skip
 
 
