@@ -27,6 +27,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**SIZES, "family": "mixtral", "ffn": 256, "experts": 8},
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
 }  # fmt: skip
+FAMILIES["deepseek"] = {
+    **FAMILIES["olmoe"], "family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1,
+    "dense_ffn": 384, "shared": 2, "groups": 4, "top_groups": 2,
+    "latent": {"width": 36, "queries": 72, "rotary": 16, "value": 32},
+}  # fmt: skip
 FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
@@ -47,6 +52,11 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (2, 2, 1, "olmoe", {}),
     (2, 2, 1, "mixtral", {**AGAIN, **PARTS}),
     (2, 2, 2, "mixtral", AGAIN),
+    (1, 1, 1, "deepseek", {}),
+    (1, 1, 1, "deepseek", {"precision": "bf16", "batch": 4, **AGAIN}),
+    (2, 1, 2, "deepseek", PARTS),
+    (2, 2, 1, "deepseek", {}),
+    (2, 2, 2, "deepseek", AGAIN),
     (4, 1, 1, "dense", {}),
     (4, 2, 1, "mixtral", {}),
     (4, 2, 2, "olmoe", PARTS),

@@ -88,7 +88,7 @@ def routed(
         return Routed(int(counts[rank].sum()), slots_of(counts, plan, rank, group))
 
     if loads is None:
-        return [rows(None)] * job.model.layers
+        return [rows(None)] * len(job.model.expert_layers)
     return [rows(load) for load in loads]
 
 

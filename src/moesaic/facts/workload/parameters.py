@@ -20,7 +20,8 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["norm", "embedding", "dense", "router", "expert", "head"]
+    kind: Literal["norm", "embedding", "dense", "router", "bias", "expert", "head"]
+    """A bias of a router is no one's to learn: it has neither gradient nor moments."""
     layer: int | None = None
     expert: int | None = None
 
@@ -28,6 +29,11 @@ class Parameter:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is learnt by every rank, or shared out: what is no expert's, but for biases."""
+        return self.kind not in ("expert", "bias")
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -56,16 +62,23 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         yield Parameter(f"{at}.attention.q_norm.weight", (queries,), "norm", layer)
         yield Parameter(f"{at}.attention.k_norm.weight", (keys,), "norm", layer)
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
-    wide, back = (model.ffn, hidden), (hidden, model.ffn)
-    parts = (("gate", wide), ("up", wide), ("down", back))
-    if not model.experts:
-        for name, shape in parts:
+    if layer not in model.expert_layers:
+        for name, shape in _gated(hidden, model.inner(layer)):
             yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
         return
     yield Parameter(f"{at}.moe.router.weight", (model.experts, hidden), "router", layer)
+    if model.score == "sigmoid":
+        yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
     for expert in range(model.experts):
-        for name, shape in parts:
+        for name, shape in _gated(hidden, model.ffn):
             yield Parameter(expert_name(layer, expert, name), shape, "expert", layer, expert)
+    for name, shape in _gated(hidden, model.shared * model.ffn) if model.shared else ():
+        yield Parameter(f"{at}.moe.shared.{name}.weight", shape, "dense", layer)
+
+
+def _gated(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """The matrices of a gated feed-forward network."""
+    return (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner)))
 
 
 def expert_name(layer: int, expert: int, part: str) -> str:

@@ -59,7 +59,7 @@ def fullest(
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
-    dense = [p for p in parameters(job.model) if p.kind != "expert"]
+    dense = [p for p in parameters(job.model) if p.is_dense]
     counts: list[Counts] = []
     if job.model.experts:
         counts = [expert_counts(job, plan, load) for load in loads or [None]]
