@@ -123,7 +123,8 @@ class LanguageModel(nn.Module):
         if index in config.expert_layers:
             bank = Bank(plan.homes(ranks.rank), config.hidden, config.ffn)
             dispatcher = Dispatcher(config.experts, ranks, routing.capacity, plan.slots())
-            shared = FeedForward(config.hidden, config.shared * config.ffn) if config.shared else None
+            beside = config.shared * config.ffn
+            shared = FeedForward(config.hidden, beside) if beside else None
             ffn = MoE(self._router(index, routing), bank, dispatcher, shared)
         else:
             ffn = FeedForward(config.hidden, config.inner(index))
@@ -136,8 +137,8 @@ class LanguageModel(nn.Module):
             return Router(*sizes, kind=kind, renormalise=config.renormalise, noise=routing.noise)
         assert kind in ("top-k", "balanced"), "the job refuses others"
         return SigmoidRouter(
-            *sizes, kind=kind, renormalise=config.renormalise, groups=config.groups,
-            top_groups=config.top_groups, scale=config.scale,
+            *sizes, kind=kind, renormalise=config.renormalise,
+            groups=(config.groups, config.top_groups), scale=config.scale,
         )  # fmt: skip
 
     def tie(self) -> None:

@@ -4,8 +4,8 @@ top-k: the best by softmax. switch: top-1 (Fedus et al.), scores optionally mult
 gshard: top-2 (Lepikhin et al.), the second expert kept at random in proportion to its weight.
 balanced: experts in turn. Routing is computed in fp32 or better, whatever the layer computes in.
 
-`SigmoidRouter` (DeepSeek-AI, DeepSeek-V3) takes sigmoids for softmax, chooses within a few groups of
-experts, and has a bias by expert that evens out loads where a loss would bend the gradient.
+`SigmoidRouter` (DeepSeek-AI, DeepSeek-V3) takes sigmoids for softmax, chooses within a few groups
+of experts, and has a bias by expert that evens out loads where a loss would bend the gradient.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ class SigmoidRouter(Router):
         *,
         kind: Literal["top-k", "balanced"] = "top-k",
         renormalise: bool = False,
-        groups: int = 1,
-        top_groups: int = 1,
+        groups: tuple[int, int] = (1, 1),
         scale: float = 1.0,
     ) -> None:
+        """With so many `groups`, of which a token's experts come from so many."""
         super().__init__(layer, hidden, experts, top_k, kind=kind, renormalise=renormalise)
-        self.groups, self.top_groups, self.scale = groups, top_groups, scale
+        (self.groups, self.top_groups), self.scale = groups, scale
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SigmoidRouter:

@@ -348,12 +348,16 @@ def test_more_of_anything_is_more_work(
 @given(data=st.data(), layout=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
 def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int, int]) -> None:
     ranks, ep = layout
-    job = make_job("tiny-mixtral", layout__ep=ep, train__batch=data.draw(st.integers(1, 9)))
+    name = data.draw(st.sampled_from(["tiny-mixtral", "tiny-deepseek"]))
+    job = make_job(
+        name, experts=8, layers=3, layout__ep=ep, train__batch=data.draw(st.integers(1, 9))
+    )
+    sparse = job.model.expert_layers
     plan = lay_out(job.layout, job.model, ranks)
     load = st.lists(st.integers(0, 200), min_size=8, max_size=8).filter(any)
-    loads = data.draw(st.none() | st.lists(load, min_size=2, max_size=2))
+    loads = data.draw(st.none() | st.lists(load, min_size=len(sparse), max_size=len(sparse)))
     blocks = [workload(job, plan, rank, loads) for rank in range(ranks)]
-    for layer in range(2):
+    for at, layer in enumerate(sparse):
         works = [next(b for b in one if b.name == f"layers.{layer}.moe").forward for one in blocks]
         rows = sum(
             product.rows * product.count for work in works for op in work.ops
@@ -361,6 +365,10 @@ def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int
         )  # fmt: skip
         assigned = job.train.batch * job.data.sequence * job.model.top_k
         assert rows == 2 * assigned
+        if ranks == 1:
+            (asked,) = expert_counts(job, plan, None if loads is None else loads[at])
+            each = next(op for op in works[0].ops if op.name == "experts").products
+            assert {product.rows for product in each} == set(asked[asked > 0].tolist())
         for name in ("tokens", "results"):
             sent = {}
             for rank, work in enumerate(works):

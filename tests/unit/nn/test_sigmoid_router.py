@@ -86,7 +86,7 @@ def test_layer_equals_the_dense_loop(
     torch.manual_seed(seed)
     top_groups = min(top_groups, groups)
     layer = make(
-        groups * size, min(top_k, top_groups * size), shared, groups=groups, top_groups=top_groups,
+        groups * size, min(top_k, top_groups * size), shared, groups=(groups, top_groups),
         renormalise=renormalise, scale=2.5,
     )  # fmt: skip
     x = torch.randn(1, tokens, HIDDEN).double().requires_grad_()
@@ -116,7 +116,7 @@ def test_routers_of_transformers_choose_and_weigh_alike(
     peer.n_group, peer.topk_group = groups, top_groups
     theirs = DeepseekV3TopkRouter(peer)
     ours = SigmoidRouter(
-        0, HIDDEN, 16, 3, renormalise=renormalise, groups=groups, top_groups=top_groups, scale=2.5
+        0, HIDDEN, 16, 3, renormalise=renormalise, groups=(groups, top_groups), scale=2.5
     )
     torch.nn.init.normal_(theirs.weight)
     torch.nn.init.normal_(theirs.e_score_correction_bias, std=0.3)
@@ -139,7 +139,7 @@ def test_routers_of_transformers_choose_and_weigh_alike(
 def test_a_layer_of_transformers_says_the_same() -> None:
     torch.manual_seed(0)
     theirs = DeepseekV3MoE(config())
-    ours = make(16, 3, shared=2, groups=4, top_groups=2, scale=2.5, renormalise=True).float()
+    ours = make(16, 3, shared=2, groups=(4, 2), scale=2.5, renormalise=True).float()
     with torch.no_grad():
         theirs.gate.weight.copy_(ours.router.weight)
         theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
@@ -176,7 +176,7 @@ def test_a_bias_moves_by_steps_towards_an_even_load(loads: list[list[int]]) -> N
 
 def test_a_bias_evens_out_what_tokens_ask_for() -> None:
     torch.manual_seed(3)
-    layer = make(16, 4, groups=4, top_groups=2)
+    layer = make(16, 4, groups=(4, 2))
     torch.nn.init.zeros_(layer.router.bias)
     x = torch.randn(1, 500, HIDDEN).double() + 0.5
     spread = []
@@ -191,7 +191,7 @@ def test_a_bias_evens_out_what_tokens_ask_for() -> None:
 
 
 def test_balance_and_z_loss_by_their_definitions() -> None:
-    layer = make(8, 2, groups=4, top_groups=2)
+    layer = make(8, 2, groups=(4, 2))
     x = torch.randn(1, 30, HIDDEN).double()
     ctx = context()
     layer(x, ctx)

@@ -32,7 +32,7 @@ class Parameter:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is learnt by every rank, or shared out: what is no expert's, but for biases."""
+        """Whether all ranks learn it, or shares of it: what is no expert's, but for biases."""
         return self.kind not in ("expert", "bias")
 
 
