@@ -92,6 +92,15 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "balanced": {"routing": {"router": "balanced"}},
     "mixtral": {"model": {"family": "mixtral", "renormalise": True}},
+    "qwen3_moe with a window and yarn": {
+        "model": {
+            "family": "qwen3_moe",
+            "renormalise": True,
+            "window": 5,
+            "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8},
+        },
+        "train": {"micro_batches": 2},
+    },
     "one expert of eight per token": {"model": {"top_k": 1}},
     "dense": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
     "recompute": {"train": {"recompute": True, "micro_batches": 2}},
@@ -99,7 +108,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "sigmoid": {**SIGMOID, "train": {"micro_batches": 4}},
     "sigmoid, recompute": {**SIGMOID, "train": {"recompute": True, "micro_batches": 2}},
     "sigmoid with drops": {**SIGMOID, "routing": {**SIGMOID["routing"], "capacity": 1.0}},
-}
+    "latent attention": {
+        "model": {
+            "family": "deepseek_v3", "kv_heads": 4,
+            "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+        },
+        "train": {"micro_batches": 4},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROUTERS)

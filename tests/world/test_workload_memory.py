@@ -25,12 +25,20 @@ SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**SIZES, "ffn": 64, "experts": 8, "top_k": 4},
     "mixtral": {**SIZES, "family": "mixtral", "ffn": 256, "experts": 8},
+    "qwen3": {
+        **SIZES, "family": "qwen3_moe", "ffn": 64, "experts": 8, "top_k": 4, "renormalise": True,
+        "window": 100,
+    },
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
 }  # fmt: skip
 FAMILIES["deepseek"] = {
     **FAMILIES["olmoe"], "family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1,
     "dense_ffn": 384, "shared": 2, "groups": 4, "top_groups": 2,
     "latent": {"width": 36, "queries": 72, "rotary": 16, "value": 32},
+}  # fmt: skip
+FAMILIES["latent"] = {  # In DeepSeek-V3's proportions, in which heads are wider than the stream.
+    **FAMILIES["olmoe"], "family": "deepseek_v3", "heads": 8, "kv_heads": 8, "head_dim": 48,
+    "ffn": 36, "top_k": 8, "latent": {"width": 9, "queries": 27, "rotary": 16, "value": 32},
 }  # fmt: skip
 FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
@@ -43,6 +51,7 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (1, 1, 1, "mixtral", {"precision": "bf16", "batch": 4, **AGAIN}),
     (1, 1, 1, "dense", {"precision": "bf16", "batch": 4}),
     (1, 1, 1, "dense", AGAIN),
+    (1, 1, 1, "latent", {}),
     (1, 1, 1, "wide vocabulary, tied", PARTS),
     (2, 1, 1, "olmoe", PARTS),
     (2, 1, 2, "dense", {}),
@@ -57,6 +66,9 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (2, 1, 2, "deepseek", PARTS),
     (2, 2, 1, "deepseek", {}),
     (2, 2, 2, "deepseek", AGAIN),
+    (2, 1, 2, "latent", PARTS),
+    (2, 2, 1, "latent", {"precision": "bf16", "batch": 4, **AGAIN}),
+    (2, 2, 1, "qwen3", {}),
     (4, 1, 1, "dense", {}),
     (4, 2, 1, "mixtral", {}),
     (4, 2, 2, "olmoe", PARTS),

@@ -19,6 +19,7 @@ from moesaic.nn.attention import Attention, FeedForward, RMSNorm
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.latent import LatentAttention
 from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE, compute_dtype
 from moesaic.nn.router import Router, SigmoidRouter
@@ -40,7 +41,13 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward network, each behind a norm and added to the stream."""
 
-    def __init__(self, attention: Attention, ffn: FeedForward | MoE, width: int, epsilon: float):
+    def __init__(
+        self,
+        attention: Attention | LatentAttention,
+        ffn: FeedForward | MoE,
+        width: int,
+        epsilon: float,
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width, epsilon)
         self.attention = attention
@@ -89,7 +96,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder of any of the families."""
+    """A decoder of any family."""
 
     def __init__(
         self,
@@ -112,13 +119,20 @@ class LanguageModel(nn.Module):
             weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
         self.head = Head(weight, config.hidden, config.norm_epsilon)
 
+    def _attention(self, index: int) -> Attention | LatentAttention:
+        config = self.config
+        if config.latent is not None:
+            return LatentAttention(
+                index, config.hidden, config.heads, config.head_dim, config.latent,
+                config.rope_scaling,
+            )  # fmt: skip
+        return Attention(
+            index, config.hidden, config.heads, config.kv_heads, config.head_dim,
+            norms=_head_norms(config), clip=config.clip_qkv,
+        )  # fmt: skip
+
     def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
         config = self.config
-        attention = Attention(
-            index, config.hidden, config.heads, config.kv_heads, config.head_dim,
-            norm_epsilon=config.norm_epsilon if config.normed is not None else None,
-            clip=config.clip_qkv,
-        )  # fmt: skip
         ffn: FeedForward | MoE
         if index in config.expert_layers:
             bank = Bank(plan.homes(ranks.rank), config.hidden, config.ffn)
@@ -128,7 +142,7 @@ class LanguageModel(nn.Module):
             ffn = MoE(self._router(index, routing), bank, dispatcher, shared)
         else:
             ffn = FeedForward(config.hidden, config.inner(index))
-        return Layer(attention, ffn, config.hidden, config.norm_epsilon)
+        return Layer(self._attention(index), ffn, config.hidden, config.norm_epsilon)
 
     def _router(self, index: int, routing: RoutingConfig) -> Router:
         config, kind = self.config, routing.router
@@ -193,8 +207,8 @@ class LanguageModel(nn.Module):
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
-        dtype = self.embed.weight.dtype
-        return Rotary.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        config, dtype = self.config, self.embed.weight.dtype
+        return Rotary.at(positions, config.turned, config.rope_theta, dtype, config.rope_scaling)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """All blocks in turn."""
@@ -202,3 +216,11 @@ class LanguageModel(nn.Module):
         for _, block in self.blocks():
             x = block(x, context)
         return x
+
+
+def _head_norms(config: ModelConfig) -> tuple[RMSNorm, RMSNorm] | None:
+    if config.normed is None:
+        return None
+    heads = (1, 1) if config.normed == "heads" else (config.heads, config.kv_heads)
+    query, key = (RMSNorm(count * config.head_dim, config.norm_epsilon) for count in heads)
+    return query, key

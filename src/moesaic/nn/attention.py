@@ -46,7 +46,7 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         *,
-        norm_epsilon: float | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
         clip: float | None = None,
     ) -> None:
         super().__init__()
@@ -55,16 +55,16 @@ class Attention(nn.Module):
         self.k = Linear(hidden, kv_heads * head_dim)
         self.v = Linear(hidden, kv_heads * head_dim)
         self.o = Linear(heads * head_dim, hidden)
-        self.q_norm = self.k_norm = None
-        if norm_epsilon is not None:
-            self.q_norm = RMSNorm(heads * head_dim, norm_epsilon)
-            self.k_norm = RMSNorm(kv_heads * head_dim, norm_epsilon)
+        # Over all channels of queries and of keys, or over those of each head.
+        self.q_norm: RMSNorm | None
+        self.k_norm: RMSNorm | None
+        self.q_norm, self.k_norm = norms or (None, None)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Attend."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         q, k, v = (self._split(t) for t in (q, k, v))
@@ -85,14 +85,22 @@ class Attention(nn.Module):
         return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal where there is no mask."""
+def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
+    """Every run of as many channels as the norm is wide, on its own."""
+    normed: Tensor = norm(x.unflatten(2, (-1, norm.weight.shape[0])))
+    return normed.flatten(2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """softmax(q k^T * scale) v, causal where there is no mask; scale: 1 / sqrt(d) if not given."""
     if q.shape[0] == 0:
         # Nothing to attend to, yet gradients of this rank must exist (as zeros).
         return q + k[:, :, : q.shape[2]] * 0 + v[:, :, : q.shape[2]] * 0
     causal = mask is None and q.shape[2] > 1
     assert not causal or q.shape[2] == k.shape[2], "several queries over a cache need a mask"
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -13,12 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moesaic.facts.job.model import RopeScaling
+from moesaic.nn.rope import frequencies, sharpness
+
 
 class Cache(Protocol):
-    """Keys and values of earlier positions."""
+    """What attention remembers of earlier positions: keys and values, or what stands for both."""
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new positions of one layer and return all of them."""
+    def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append new positions of one layer and return all of them.
+
+        Each tensor is [batch, heads, positions, channels].
+        """
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,19 @@ class Rotary:
     sine: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    def at(
+        cls,
+        positions: Tensor,
+        head_dim: int,
+        theta: float,
+        dtype: torch.dtype,
+        scaling: RopeScaling | None = None,
+    ) -> Rotary:
         """Rotary angles at `positions`, computed in fp32 or better."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        exponent = torch.arange(0, head_dim, 2, device=positions.device).to(wide) / head_dim
-        angles = positions[:, None, :, None].to(wide) * (1.0 / theta**exponent)
-        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
+        places, factor = positions[:, None, :, None].to(wide), sharpness(scaling)
+        angles = places * frequencies(head_dim, theta, scaling, places)
+        return cls((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
 @dataclass(frozen=True)

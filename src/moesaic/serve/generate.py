@@ -110,13 +110,14 @@ def _advance(model: LanguageModel, tokens: Tensor, cache: KeyValueCache, padding
     start, end = cache.filled, cache.filled + tokens.shape[1]
     places = torch.arange(start, end, device=tokens.device)
     context = Context(model.rotary((places[None, :] - padding[:, None]).clamp(min=0)))
-    if bool(padding.any()):
+    window = model.config.window or end
+    if bool(padding.any()) or window < end:
         seen = torch.arange(end, device=tokens.device)
-        causal = seen[None, :] <= places[:, None]
+        back = places[:, None] - seen[None, :]
+        near = (back >= 0) & (back < window)
         real = seen[None, :] >= padding[:, None]
         # A row of padding sees itself, so that no softmax runs over nothing.
-        itself = seen[None, :] == places[:, None]
-        context.mask = ((causal[None] & real[:, None]) | itself[None])[:, None]
+        context.mask = ((near[None] & real[:, None]) | (back == 0)[None])[:, None]
     context.cache = cache
     x = tokens
     for name, block in model.blocks():

@@ -36,10 +36,12 @@ def job(*sets: str) -> Job:
 WRONG = [
     (['model.preset="tiny-olmo"'],
      'job.toml: model.preset = "tiny-olmo" is not known: did you mean "tiny-olmoe" (it takes '
-     '"tiny-dense", "tiny-mixtral", "tiny-olmoe", "olmoe-1b-7b" or "mixtral-8x7b")?'),
+     '"tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", '
+     '"mixtral-8x7b", "qwen3-30b-a3b" or "deepseek-v3")?'),
     (["model.preset=[1]"],
      'job.toml: model.preset = [1] is not known: give "tiny-dense", "tiny-mixtral", "tiny-olmoe", '
-     '"olmoe-1b-7b" or "mixtral-8x7b"'),
+     '"tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b" or '
+     '"deepseek-v3"'),
     (["model.heads=6"],
      "job.toml: model.kv_heads = 4 does not divide model.heads = 6: "
      "choose a divisor of the number of heads"),
@@ -53,7 +55,8 @@ WRONG = [
      "a token visits each expert once, lower it"),
     (['model.family="llama"'],
      'job.toml: model.family = "llama" is dense, but model.experts = 16: '
-     'set model.experts and model.top_k to 0, or family to "mixtral" or "olmoe"'),
+     'set model.experts and model.top_k to 0, or family to one of "mixtral", '
+     '"olmoe", "qwen3_moe", "deepseek_v3"'),
     (["model.experts=0", "model.top_k=0"],
      'job.toml: model.family = "olmoe" has experts, but model.experts = 0: '
      'give model.experts and model.top_k, or set family to "llama"'),

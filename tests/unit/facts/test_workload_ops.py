@@ -35,7 +35,7 @@ from moesaic.train.objectives import lm
 SMALL = {
     "vocab": 331, "hidden": 48, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 72,
 }  # fmt: skip
-FAMILIES = ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-deepseek"]
+FAMILIES = ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
 SMALL_LATENT = {
     "kv_heads": 6, "dense_ffn": 100, "shared": 2,
     "latent": {"width": 20, "rotary": 6, "value": 12, "queries": 28},
@@ -127,6 +127,12 @@ def by_layer(blocks: list[Block], way: str) -> Iterator[tuple[str, list[Work]]]:
     yield from gathered.items()
 
 
+LATENT: list[dict[str, Any]] = [
+    {"width": 20, "rotary": 6, "value": 12},
+    {"width": 20, "rotary": 6, "value": 12, "queries": 28},
+    {"width": 20, "rotary": 6, "value": 16},
+    {"width": 20, "rotary": 6, "value": 24, "queries": 28},
+]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"tied": True, "data__packing": "stream"},
@@ -148,6 +154,43 @@ def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -
         seen = getattr(watched, way)
         predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
         assert predicted == {key: flops(one) for key, one in seen.items()}, way
+
+
+def make_latent(latent: dict[str, Any], **changes: Any) -> Job:
+    """Latent attention over experts that are chosen and laid out as Mixtral's are."""
+    return make_job(
+        "tiny-mixtral", family="deepseek_v3", latent=latent, **{"kv_heads": 6, **changes}
+    )
+
+
+@pytest.mark.parametrize("latent", LATENT, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "packing", "recompute"),
+    [
+        ("fp32", "documents", False), ("bf16", "stream", False), ("bf16", "documents", True),
+        ("fp64", "stream", True),
+    ],
+)  # fmt: skip
+def test_latent_attention(
+    latent: dict[str, Any], precision: str, packing: str, recompute: bool
+) -> None:
+    """Flops and kept bytes exactly, bytes that passes move and kernels as near as elsewhere."""
+    job = make_latent(
+        latent, train__precision=precision, train__recompute=recompute, data__packing=packing,
+        data__sequence=64, train__batch=4, hidden=96, ffn=16,
+    )  # fmt: skip
+    watched, blocks = watch(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        seen = getattr(watched, way)["layers.0"]
+        works = dict(by_layer(blocks, way))["layers.0"]
+        assert sum(w.flops for w in works) == flops(seen), way
+        moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+        assert moved == pytest.approx(seen.moved_bytes, rel=0.005), way
+        assert calls == pytest.approx(seen.calls, rel=0.02), way
+    kept = activations(job, alone(job), 0)["layers.0"]
+    if recompute:
+        kept = 4 * 64 * 96 * (8 if precision == "fp64" else 4)
+    assert watched.kept["layers.0"] == kept
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -178,6 +221,31 @@ def test_autograd_keeps_what_is_predicted(name: str, changes: dict[str, Any]) ->
         stream = job.train.batch * job.data.sequence * job.model.hidden * stored
         expected |= {key: stream for key in expected if key.startswith("layers.")}
     assert kept == expected
+
+
+@pytest.mark.parametrize("packing", ["documents", "stream"])
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3"])
+def test_a_window_is_a_mask(name: str, packing: str) -> None:
+    """Of every row where documents end, else one for all of them."""
+    shape = {"data__packing": packing, "data__sequence": 64, "train__batch": 4, "hidden": 96}
+    job, wide = (make_job(name, window=window, **shape) for window in (63, 64))
+    watched, blocks = watch(job), workload(job, alone(job))
+    kept, without = activations(job, alone(job), 0), activations(wide, alone(wide), 0)
+    rows = 4 if packing == "documents" else 1
+    assert kept["context"] - without["context"] == (64 * 64 if packing == "stream" else 0)
+    assert {key: kept[key] for key in watched.kept} == watched.kept
+    for way in ("forward", "backward"):
+        for key, works in by_layer(blocks, way):
+            seen = getattr(watched, way)[key]
+            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+            assert sum(w.flops for w in works) == flops(seen)
+            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
+            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+    attend = next(op for op in blocks[1].forward.ops if op.name == "attend")
+    assert attend.causal_share == 1.0
+    plain = make_job(name, **{**shape, "data__packing": "stream"})
+    bare = next(op for op in workload(plain, alone(plain))[1].forward.ops if op.name == "attend")
+    assert attend.moved_bytes - bare.moved_bytes == rows * 64 * 64 * (1 + 4)
 
 
 def test_a_clamp_keeps_what_it_clamps() -> None:

@@ -21,10 +21,12 @@ from moesaic.nn.context import Context
 from moesaic.nn.dispatch import Ranks
 
 SMALL = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "vocab": 19}
+LATENT = {"width": 6, "queries": 5, "rotary": 2, "value": 3}
 
 
 def small(name: str, **changes: object) -> ModelConfig:
-    preset = {**PRESETS[name], **SMALL, **changes}
+    latent = {"kv_heads": 4, "latent": LATENT} if "latent" in PRESETS[name] else {}
+    preset = {**PRESETS[name], **SMALL, **latent, **changes}
     return parse(ModelConfig, preset, name)
 
 
@@ -35,11 +37,29 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe"])
+@pytest.mark.parametrize(
+    "name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
+)
 def test_pieces_are_the_parameters_that_the_facts_name(name: str, tied: bool) -> None:
     config = small(name, tied=tied)
     live = {piece.name: tuple(piece.tensor.shape) for piece in pieces(LanguageModel(config))}
     assert live == {p.name: p.shape for p in parameters(config)}
+
+
+@pytest.mark.parametrize("queries", [None, 5])
+def test_latent_attention_goes_through_narrow_vectors(queries: int | None) -> None:
+    config = small("tiny-deepseek", latent={**LATENT, "queries": queries})
+    found = {
+        p.name.removeprefix("layers.1.attention.").removesuffix(".weight"): p.shape
+        for p in parameters(config) if p.name.startswith("layers.1.attention.")
+    }  # fmt: skip
+    ways = {"q": (16, 16)}
+    if queries is not None:
+        ways = {"q_down": (5, 16), "q_norm": (5,), "q_up": (16, 5)}
+    assert found == {
+        **ways, "kv_down": (6 + 2, 16), "kv_norm": (6,), "kv_up": (4 * (2 + 3), 6),
+        "o": (16, 4 * 3),
+    }  # fmt: skip
 
 
 def test_known_sizes() -> None:
@@ -113,8 +133,9 @@ def test_recompute_changes_no_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_bf16_autocast_is_close_to_fp32() -> None:
-    config = small("tiny-mixtral", hidden=64, ffn=64, head_dim=16)
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
+def test_bf16_autocast_is_close_to_fp32(name: str) -> None:
+    config = small(name, hidden=64, ffn=64, head_dim=16)
     model = LanguageModel(config)
     InitialSource(0, 0.1).fill(pieces(model))
     tokens = torch.randint(19, (2, 24))

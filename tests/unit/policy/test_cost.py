@@ -74,6 +74,23 @@ def test_attention_that_was_measured_costs_what_was_measured() -> None:
     assert op_s(measured, Op("attend", (Product(0, 0, 64),), kind="attention")) == 0.0
 
 
+def test_latent_attention_costs_what_heads_of_its_wider_side_do() -> None:
+    heads = Heads(head_dim=32, lengths=[64, 128], forward=[1e-4, 4e-4], backward=[2e-4, 8e-4])
+    measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, attention=heads)])
+    for value, times in ((4, 1), (8, 1), (12, 1.5)):
+        latent = {"width": 9, "rotary": 4, "value": value}
+        job = tiny_job(
+            model={"family": "deepseek_v3", "kv_heads": 4, "head_dim": 8, "latent": latent},
+            data={"sequence": 128, "packing": "stream"}, train={"precision": "fp32", "batch": 3},
+        )  # fmt: skip
+        block = workload(job, lay_out(job.layout, job.model, 1))[1]
+        ways = ((block.forward, 4e-4), (block.backward, 8e-4))
+        for work, each in ways:
+            (op,) = (op for op in work.ops if op.name == "attend")
+            alone = replace(op, moved_bytes=0, calls=0, specials=0)
+            assert op_s(measured, alone) == pytest.approx(3 * 4 * each * times * 8 / 32)
+
+
 def test_functions_cost_what_they_take_beyond_a_pass() -> None:
     plain, special = Op("gate", moved_bytes=1000), Op("gate", moved_bytes=1000, specials=10**6)
     slow = device(special_s=1e-9)

@@ -232,7 +232,9 @@ def test_what_a_prediction_rests_on_is_said(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20)
     learnt = {"runs": 2, "devices": ["x"], "products": 1.1, "passes": 1.0, "messages": 1.2}
     text = page.render(predict(directory, {**PREDICTED, "calibration": learnt, "loads": "before"}))
-    assert "&gt;&#x27;, calibrated by 2 runs, with the loads of &#x27;before&#x27;. Measured" in text
+    assert (
+        "&gt;&#x27;, calibrated by 2 runs, with the loads of &#x27;before&#x27;. Measured" in text
+    )
 
 
 def test_the_predicted_step_stands_on_a_clock(tmp_path: Path) -> None:

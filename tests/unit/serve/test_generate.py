@@ -13,7 +13,9 @@ from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
+from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, choose, generate
+from moesaic.train.objectives.lm import visible
 
 SMALL = {
     "hidden": 32,
@@ -24,12 +26,29 @@ SMALL = {
     "ffn": 24,
     "vocab": 41,
 }
+LATENT = {"kv_heads": 4, "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6}}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
-@pytest.fixture(scope="module", params=["tiny-dense", "tiny-mixtral", "tiny-olmoe"])
+MODELS: dict[str, dict[str, object]] = {
+    "tiny-dense": {}, "tiny-mixtral": {}, "tiny-olmoe": {}, "tiny-qwen3": {},
+    "tiny-mixtral with a window": {"window": 4}, "tiny-qwen3 with a window": {"window": 10},
+    "tiny-qwen3 with yarn": {
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "fast": 2.0},
+    },
+    "tiny-deepseek": LATENT, "tiny-deepseek with yarn": {
+        **LATENT, "rope_scaling": {
+            "kind": "yarn", "factor": 4.0, "original_positions": 8, "mscale_all": 0.7,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> LanguageModel:
-    config = parse(ModelConfig, {**PRESETS[request.param], **SMALL, "max_positions": 64}, "test")
+    preset = PRESETS[request.param.split()[0]]
+    raw = {**preset, **SMALL, "max_positions": 64, **MODELS[request.param]}
+    config = parse(ModelConfig, raw, "test")
     model = LanguageModel(config).double()
     InitialSource(1, 0.4).fill(pieces(model))
     return model
@@ -39,6 +58,7 @@ def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> lis
     tokens = list(prompt)
     for _ in range(max_tokens):
         context = Context(model.rotary(torch.arange(len(tokens))[None]))
+        context.mask = visible(torch.zeros(1, len(tokens)), model.config.window)
         tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
     return tokens[len(prompt) :]
 
@@ -47,6 +67,14 @@ def test_greedy_equals_recomputing_everything(model: LanguageModel) -> None:
     expected = [slow_greedy(model, prompt, 12) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 12) == expected
     assert [generate(model, [prompt], 12)[0] for prompt in PROMPTS] == expected
+
+
+def test_a_latent_cache_holds_narrow_vectors_alone() -> None:
+    config = parse(ModelConfig, {**PRESETS["tiny-deepseek"], **SMALL, **LATENT}, "test")
+    cache = KeyValueCache(config, 3, 9, torch.float64, torch.device("cpu"))
+    (seen,) = cache.extend(1, torch.zeros(3, 1, 5, 10 + 4))
+    assert seen.shape == (3, 1, 5, 14)
+    assert seen.untyped_storage().nbytes() == 8 * config.layers * 3 * 9 * 14
 
 
 def test_rows_end_by_themselves(model: LanguageModel) -> None:

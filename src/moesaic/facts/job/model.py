@@ -72,11 +72,21 @@ class RopeScaling(Section):
     sharpness: float | None = Field(default=None, gt=0)
     """yarn: cosines and sines are multiplied by this; unset: by what the factor implies."""
     mscale: float | None = Field(default=None, gt=0)
-    """yarn: weight of the factor's logarithm in that, over that of `mscale_all`; unset: 1."""
+    """yarn: weight of the factor's logarithm in that, over that of `mscale_all`; the two count
+    there only together."""
     mscale_all: float | None = Field(default=None, gt=0)
     """yarn: see `mscale`; latent attention multiplies its scores by the square of what it gives."""
     truncate: bool = True
     """yarn: whether the channels between which angles are blended are whole numbers."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.kind == "llama3" and self.low >= self.high:
+            raise ValueError(
+                f"model.rope_scaling.low = {self.low} is not below model.rope_scaling.high = "
+                f"{self.high}: lower it"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -246,6 +256,11 @@ class ModelConfig(Section):
         """Whether queries and keys pass an RMS norm: all heads' channels at once, or by head."""
         kinds: dict[Family, Literal["whole", "heads"]] = {"olmoe": "whole", "qwen3_moe": "heads"}
         return kinds.get(self.family)
+
+    @property
+    def turned(self) -> int:
+        """Channels of a head that are turned by positions."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def score(self) -> Literal["softmax", "sigmoid"]:

@@ -13,9 +13,10 @@ class RoutingConfig(Section):
     """The router of every expert layer."""
 
     router: Literal["top-k", "switch", "gshard", "balanced"] = "top-k"
-    """top-k: the model's own, by softmax or sigmoid as its family has it. switch: top-1, optional noise on the scores while training.
-    gshard: top-2, the second expert kept at random in proportion to its weight, with capacity.
-    balanced: debugging; experts in turn whatever the scores say."""
+    """top-k: the model's own, by softmax or sigmoid as its family has it. switch: top-1, optional
+    noise on the scores while training. gshard: top-2, the second expert kept at random in
+    proportion to its weight, with capacity. balanced: debugging; experts in turn whatever the
+    scores say."""
     balance_loss: float = Field(default=0.01, ge=0)
     """Weight of the load-balance loss: experts * sum(share * probability), averaged over expert
     layers."""

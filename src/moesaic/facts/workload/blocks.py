@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import messages, ops
+from moesaic.facts.workload import latent, messages, ops
 from moesaic.facts.workload.loads import Counts, expert_counts, slots_of, traffic
 from moesaic.facts.workload.messages import Message
 from moesaic.facts.workload.ops import Op, Part
@@ -111,6 +111,8 @@ def _inner(job: Job, layer: int) -> str:
 
 def _attention(s: Sizes) -> list[Part]:
     model, hidden = s.model, s.model.hidden
+    if model.latent is not None:
+        return latent.attention(s, model.latent)
     return [
         ops.norm(s, hidden, uses=3),
         ops.linear("q", s, s.queries, hidden, wide_input=True),

@@ -77,9 +77,7 @@ class Routed(NamedTuple):
     """Rows that arrive at each of its slots."""
 
 
-def routed(
-    job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None
-) -> list[Routed]:
+def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -> list[Routed]:
     """Rows of `rank` in each expert layer; `loads` as `expert_counts` takes each, None: even."""
     group = next(group for group in plan.expert_groups() if rank in group)
 

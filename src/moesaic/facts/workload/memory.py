@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job
+from moesaic.facts.job.model import Latent
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.latent import attended, unturned
 from moesaic.facts.workload.loads import Routed, routed
 from moesaic.facts.workload.messages import buckets, group_of
 from moesaic.facts.workload.parameters import Parameter, local_size, parameters, rank_size
@@ -267,7 +269,7 @@ def activations(
     inner = [_dense_bytes(s, index) for index in range(job.model.layers - len(sparse))]
     if sparse:
         inner += [_moe_bytes(s, plan, one) for one in routed(job, plan, rank, loads)]
-    angles = s.tokens * job.model.head_dim * s.wide
+    angles = s.tokens * job.model.turned * s.wide
     head = _norm_bytes(s) + s.stream * s.narrow + job.model.vocab * job.model.hidden * s.wide
     return {
         "context": angles + s.mask,
@@ -291,14 +293,38 @@ def _inputs_bytes(s: Sizes, num: int, weights: int) -> int:
 
 def _attention_bytes(s: Sizes) -> int:
     q, k, model = s.tokens * s.queries, s.tokens * s.keys, s.model
+    if model.latent is not None:
+        return _latent_bytes(s, model.latent)
     kept = _norm_bytes(s) + _inputs_bytes(s, 3, 2 * (s.queries + s.keys) * model.hidden)
     if model.normed is not None:
-        kept += 2 * (q + k + s.tokens) * s.wide
+        rows = model.heads + model.kv_heads if model.normed == "heads" else 2
+        kept += (2 * (q + k) + rows * s.tokens) * s.wide
     if model.clip_qkv is not None:
         kept += (q + k) * s.wide + k * s.narrow
     # Turned queries, keys and values as often as they are repeated; the result, twice.
     kept += 5 * q * s.narrow + s.tokens * model.heads * s.wide
     return kept + s.mask * s.narrow
+
+
+def _latent_bytes(s: Sizes, latent: Latent) -> int:
+    model, t, width = s.model, s.tokens, attended(s, latent)
+    values, down = model.heads * latent.value, latent.width + latent.rotary
+    up = unturned(s) + values
+    weights = down * model.hidden + latent.width * up + values * model.hidden
+    # A norm keeps its input, that normed, a factor a row; the next product its result. A norm of
+    # part of a result that is not cast keeps all of that.
+    norms = (2 * latent.width + 1) * s.wide + latent.width * s.narrow
+    norms += (not s.casts) * latent.rotary * s.wide
+    if latent.queries is None:
+        weights += s.queries * model.hidden
+    else:
+        weights += latent.queries * (model.hidden + s.queries)
+        norms += (2 * latent.queries + 1) * s.wide + latent.queries * s.narrow
+    kept = _norm_bytes(s) + _inputs_bytes(s, 2, weights) + t * norms
+    # Queries, keys and result; values, and what is cut of the result, or all that came up.
+    cut = latent.value < width
+    heads = 3 * model.heads * width + (model.heads * width + values if cut else up)
+    return kept + (t * heads + s.mask) * s.narrow + t * model.heads * s.wide
 
 
 def _dense_bytes(s: Sizes, layer: int) -> int:

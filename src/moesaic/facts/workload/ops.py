@@ -82,18 +82,28 @@ def embedding(s: Sizes) -> Part:
     )
 
 
-def norm(s: Sizes, width: int, name: str = "norm", *, uses: int = 1, within: bool = True) -> Part:
+def norm(
+    s: Sizes,
+    width: int,
+    name: str = "norm",
+    *,
+    rows: int = 1,
+    uses: int = 1,
+    within: bool = True,
+) -> Part:
     """RMS norm over `width`; backward first adds up the gradients of its result's `uses`.
 
     Args:
         s: sizes.
         width: elements of a row.
         name: of the operations.
+        rows: of each token.
         uses: how many read the result.
         within: whether the input goes on beside the norm, in the residual stream: backward then
             adds another gradient.
     """
-    n, t, adds = s.tokens * width, s.tokens, uses - 1 + within
+    t, adds = s.tokens * rows, uses - 1 + within
+    n = t * width
     return (
         Op(name, (), (7 * n + 6 * t + width) * s.wide, 6),
         Op(name, (), ((23 + 3 * adds) * n + 10 * t + 2 * width) * s.wide, 14 + adds),
@@ -104,7 +114,8 @@ def head_norms(s: Sizes) -> list[Part]:
     """Norms of queries and keys, which take them out of the type of products."""
     parts = []
     for width in (s.queries, s.keys):
-        forward, backward = norm(s, width, "head norm", within=False)
+        rows = width // s.model.head_dim if s.model.normed == "heads" else 1
+        forward, backward = norm(s, width // rows, "head norm", rows=rows, within=False)
         casts = s.cast(s.tokens * width)
         parts.append(
             (

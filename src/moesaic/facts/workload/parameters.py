@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import Latent
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,30 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     at, hidden = f"layers.{layer}", model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield Parameter(f"{at}.attention_norm.weight", (hidden,), "norm", layer)
-    for name, rows, columns in (
-        ("q", queries, hidden),
-        ("k", keys, hidden),
-        ("v", keys, hidden),
-        ("o", hidden, queries),
-    ):
-        yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
+    if model.latent is not None:
+        yield from _latent(model, model.latent, layer)
+    else:
+        for name, rows, columns in (
+            ("q", queries, hidden),
+            ("k", keys, hidden),
+            ("v", keys, hidden),
+            ("o", hidden, queries),
+        ):
+            yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
     if model.normed is not None:
-        yield Parameter(f"{at}.attention.q_norm.weight", (queries,), "norm", layer)
-        yield Parameter(f"{at}.attention.k_norm.weight", (keys,), "norm", layer)
+        widths = (queries, keys) if model.normed == "whole" else (model.head_dim, model.head_dim)
+        for name, width in zip("qk", widths, strict=True):
+            yield Parameter(f"{at}.attention.{name}_norm.weight", (width,), "norm", layer)
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
-    if layer not in model.expert_layers:
-        for name, shape in _gated(hidden, model.inner(layer)):
-            yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
+    if layer in model.expert_layers:
+        yield from _moe(model, layer)
         return
+    for name, shape in _gated(hidden, model.inner(layer)):
+        yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
+
+
+def _moe(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    at, hidden = f"layers.{layer}", model.hidden
     yield Parameter(f"{at}.moe.router.weight", (model.experts, hidden), "router", layer)
     if model.score == "sigmoid":
         yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
@@ -79,6 +89,30 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
 def _gated(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int]], ...]:
     """The matrices of a gated feed-forward network."""
     return (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner)))
+
+
+def _latent(model: ModelConfig, latent: Latent, layer: int) -> Iterator[Parameter]:
+    hidden, heads = model.hidden, model.heads
+    queries, values = heads * model.head_dim, heads * latent.value
+    unturned = heads * (model.head_dim - latent.rotary)
+    shapes: list[tuple[str, tuple[int, ...]]] = [("q", (queries, hidden))]
+    if latent.queries is not None:
+        shapes = [
+            ("q_down", (latent.queries, hidden)),
+            ("q_norm", (latent.queries,)),
+            ("q_up", (queries, latent.queries)),
+        ]
+    shapes += [
+        ("kv_down", (latent.width + latent.rotary, hidden)),
+        ("kv_norm", (latent.width,)),
+        ("kv_up", (unturned + values, latent.width)),
+        ("o", (hidden, values)),
+    ]
+    for name, shape in shapes:
+        yield Parameter(
+            f"layers.{layer}.attention.{name}.weight", shape,
+            "norm" if len(shape) == 1 else "dense", layer,
+        )  # fmt: skip
 
 
 def expert_name(layer: int, expert: int, part: str) -> str:

@@ -40,15 +40,20 @@ class Sizes:
     """Tokens of each."""
     precision: Type
     """`train.precision`."""
-    masked: bool
-    """Whether attention ends at documents, by a mask."""
+    mask: int
+    """Elements of the mask by which attention ends at documents or looks back on a window."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int) -> Sizes:
         """Those of `rank`."""
-        rows = plan.rows(rank, job.train.batch // job.train.micro_batches)
-        masked = job.data.packing == "documents"
-        return cls(job.model, len(rows), job.data.sequence, job.train.precision, masked)
+        rows = len(plan.rows(rank, job.train.batch // job.train.micro_batches))
+        length, window = job.data.sequence, job.model.window
+        mask = 0
+        if job.data.packing == "documents":
+            mask = rows * length**2
+        elif window is not None and window < length:  # The same for all rows.
+            mask = length**2
+        return cls(job.model, rows, length, job.train.precision, mask)
 
     @property
     def tokens(self) -> int:
@@ -71,9 +76,9 @@ class Sizes:
         return self.model.kv_heads * self.model.head_dim
 
     @property
-    def mask(self) -> int:
-        """Elements of the mask."""
-        return self.batch * self.sequence**2 if self.masked else 0
+    def masked(self) -> bool:
+        """Whether attention has a mask."""
+        return self.mask > 0
 
     @property
     def wide(self) -> int:

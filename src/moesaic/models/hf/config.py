@@ -3,7 +3,7 @@
 Every key is one of four kinds: a size or switch that ModelConfig has; one that must have a fixed
 value, because another would mean arithmetic that is not built here (an error); bookkeeping, kept in
 `ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. Both
-spellings of the rotary base are read (transformers 4 and 5), and both are written.
+spellings of what the rotary embedding does are read (transformers 4 and 5), and both are written.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from typing import Any, get_args
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.job.model import Family
+from moesaic.facts.job.model import ONLY, Family
 
 CONFIG_NAME = "config.json"
 
 ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }  # fmt: skip
 
+INNER = {
+    "llama": "intermediate_size", "mixtral": "intermediate_size", "olmoe": "intermediate_size",
+    "qwen3_moe": "moe_intermediate_size",
+}  # fmt: skip
+"""The key that holds `model.ffn`."""
+
 FIXED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,), "attention_dropout": (0.0,), "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,), "partial_rotary_factor": (1.0,), "quantization_config": (),
-    "router_jitter_noise": (0.0,), "sliding_window": (),
+    "attention_bias": (False,), "attention_dropout": (0.0,), "decoder_sparse_step": (1,),
+    "hidden_act": ("silu", "swish"), "mlp_bias": (False,), "mlp_only_layers": ([],),
+    "partial_rotary_factor": (1.0,), "quantization_config": (), "router_jitter_noise": (0.0,),
 }  # fmt: skip
 """Keys that change arithmetic, with the values that are built here; null or absent always is."""
 
@@ -38,11 +45,16 @@ WRITTEN: dict[str, dict[str, Any]] = {
     },
     "mixtral": {
         "attention_dropout": 0.0, "hidden_act": "silu", "output_router_logits": False,
-        "router_jitter_noise": 0.0, "sliding_window": None,
+        "router_jitter_noise": 0.0,
     },
     "olmoe": {
         "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
         "output_router_logits": False,
+    },
+    "qwen3_moe": {
+        "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1,
+        "hidden_act": "silu", "intermediate_size": 6144, "max_window_layers": 0,
+        "mlp_only_layers": [], "output_router_logits": False,
     },
 }  # fmt: skip
 """Keys that export always writes; with TOKENS, so that no reader falls back on its own default."""
@@ -55,6 +67,7 @@ TOKENS_LEFT_OUT: dict[str, dict[str, Any]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
     "olmoe": {"eos_token_id": 50279, "pad_token_id": 1},
+    "qwen3_moe": {},
 }
 """Special tokens that transformers takes where a file leaves the key out."""
 
@@ -65,13 +78,35 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "olmoe": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+    "qwen3_moe": {
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "num_key_value_heads": 4, "sliding_window": 4096,
+    },
 }  # fmt: skip
 """What transformers takes where a file leaves a key out."""
+
+ROPE_KINDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor", "original_max_position_embeddings": "original_positions",
+        "low_freq_factor": "low", "high_freq_factor": "high",
+    },
+    "yarn": {
+        "factor": "factor", "original_max_position_embeddings": "original_positions",
+        "beta_slow": "slow", "beta_fast": "fast", "attention_factor": "sharpness",
+        "mscale": "mscale", "mscale_all_dim": "mscale_all", "truncate": "truncate",
+    },
+}  # fmt: skip
+"""By `rope_type`, the keys of its table and those of `model.rope_scaling`."""
+UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Keys of such tables that transformers takes for absent where they are 0."""
 
 BOOKKEEPING = frozenset(
     (
         *TOKENS, "add_cross_attention", "architectures", "chunk_size_feed_forward",
-        "finetuning_task", "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels",
+        "finetuning_task", "id2label", "intermediate_size", "is_decoder", "is_encoder_decoder",
+        "label2id", "max_window_layers", "num_labels",
         "output_attentions", "output_hidden_states", "output_router_logits", "prefix",
         "pretraining_tp", "problem_type", "pruned_heads", "return_dict", "router_aux_loss_coef",
         "router_z_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class",
@@ -91,14 +126,14 @@ OUTDATED = frozenset(
 
 MODEL_KEYS = frozenset(
     (
-        "clip_qkv", "head_dim", "hidden_size", "initializer_range", "intermediate_size",
-        "max_position_embeddings", "model_type", "norm_topk_prob", "num_attention_heads",
-        "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-        "num_local_experts", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-        "tie_word_embeddings", "vocab_size",
+        "clip_qkv", "head_dim", "hidden_size", "initializer_range", "max_position_embeddings",
+        "model_type", "norm_topk_prob", "num_attention_heads", "num_experts",
+        "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_local_experts",
+        "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
+        "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size",
     )
 )  # fmt: skip
-"""Keys that ModelConfig has a field for."""
+"""Keys that ModelConfig has a field for, beside that of `INNER`."""
 
 
 def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
@@ -135,12 +170,13 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "family": family,
         "vocab": known.required("vocab_size"),
         "layers": known.required("num_hidden_layers"),
-        "ffn": known.required("intermediate_size"),
+        "ffn": known.required(INNER[family]),
         "norm_epsilon": known.optional("rms_norm_eps"),
         "max_positions": known.optional("max_position_embeddings"),
         "init_std": known.raw.get("initializer_range", 0.02),
         "tied": known.raw.get("tie_word_embeddings", False),
-        "rope_theta": known.rope_theta(),
+        "window": known.window("sliding_window" in raw),
+        **known.rope(),
         **known.attention("num_key_value_heads" in raw),
         **known.routing(),
     }
@@ -188,6 +224,8 @@ class Keys:
             fixed["clip_qkv"] = ()
         if self.family == "mixtral":
             fixed["norm_topk_prob"] = (True,)
+        if self.family not in ONLY["window"]:
+            fixed["sliding_window"] = ()
         for key, allowed in fixed.items():
             if key in self.raw and self.raw[key] not in allowed:
                 self._refuse(key, self.raw[key], allowed or ("null",))
@@ -244,16 +282,32 @@ class Keys:
             "clip_qkv": self.raw.get("clip_qkv"),
         }
 
-    def rope_theta(self) -> float:
-        """Base of the rotary embedding, from whichever keys hold it."""
+    def window(self, named: bool) -> Any:
+        """Tokens that attention looks back on; `named`: the file has that key, if only as null."""
+        if self.family != "qwen3_moe":
+            return self.raw.get("sliding_window")
+        if not self.raw.get("use_sliding_window", False):
+            return None
+        window = self.raw.get("sliding_window") if named else self.optional("sliding_window")
+        if window is not None and self.raw.get("max_window_layers", 0) != 0:
+            raise ConfigError(
+                f"{self.origin}: max_window_layers = {json.dumps(self.raw['max_window_layers'])} "
+                f"beside sliding_window = {json.dumps(window)} is read in two ways: give 0, which "
+                "means a window in every layer, or set use_sliding_window to false"
+            )
+        return window
+
+    def rope(self) -> dict[str, Any]:
+        """Base and scaling of the rotary embedding, from whichever keys hold them."""
         theta: Any = self.raw.get("rope_theta")
+        scalings: dict[str, dict[str, Any] | None] = {}
         for table_key in ("rope_scaling", "rope_parameters"):
             table = self.raw.get(table_key)
             if not table:
                 continue
             if not isinstance(table, dict):
                 raise ConfigError(f"{self.origin}: {table_key} = {json.dumps(table)} is no table")
-            self._refuse_scaling(table_key, table)
+            scalings[table_key] = self._scaling(table_key, table)
             inner = table.get("rope_theta")
             if None not in (theta, inner) and inner != theta:
                 raise ConfigError(
@@ -264,19 +318,48 @@ class Keys:
         theta = self.optional("rope_theta") if theta is None else theta
         if not isinstance(theta, (int, float)) or isinstance(theta, bool):
             raise ConfigError(f"{self.origin}: rope_theta = {json.dumps(theta)} is not a number")
-        return float(theta)
+        scaling, *others = scalings.values() or (None,)
+        if others not in ([], [scaling]):
+            raise ConfigError(
+                f"{self.origin}: {' and '.join(scalings)} contradict each other: remove one"
+            )
+        return {"rope_theta": float(theta), "rope_scaling": scaling}
 
-    def _refuse_scaling(self, table_key: str, table: Mapping[str, Any]) -> None:
-        for key, value in table.items():
-            name = f"{table_key}.{key}"
-            if key in ("rope_type", "type"):
-                if value not in (None, "default"):
-                    self._refuse(name, value, ("default",))
-            elif key == "partial_rotary_factor":
-                if value not in (None, 1.0):
-                    self._refuse(name, value, (1.0,))
-            elif key != "rope_theta" and value is not None:
-                self._refuse(name, value, ("null",))
+    def _scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any] | None:
+        """`model.rope_scaling` as one table of the file has it; None for the default."""
+        given = {key: value for key, value in table.items() if value is not None}
+        kind = self._rope_kind(table_key, given)
+        if kind == "default":
+            return None
+        fields, first = ROPE_KINDS[kind], "original_max_position_embeddings"
+        if first in fields:
+            beside = self.raw.get(first, self.optional("max_position_embeddings"))
+            if given.setdefault(first, beside) != self.raw.get(first, given[first]):
+                raise ConfigError(
+                    f"{self.origin}: {first} = {json.dumps(beside)} and {table_key}.{first} = "
+                    f"{json.dumps(given[first])} contradict each other: remove one"
+                )
+        for key in ("factor", *(("low_freq_factor", "high_freq_factor") * (kind == "llama3"))):
+            if key not in given:
+                raise ConfigError(f"{self.origin}: {table_key} has no {key}: add it")
+        return {"kind": kind} | {
+            fields[key]: value for key, value in given.items()
+            if key in fields and (value or key not in UNSET_BY_ZERO)
+        }  # fmt: skip
+
+    def _rope_kind(self, table_key: str, given: Mapping[str, Any]) -> str:
+        """The kind of scaling, where the table has no key that this kind has not."""
+        type_key = "rope_type" if "rope_type" in given else "type"
+        kind: Any = given.get(type_key, "default")
+        if kind not in tuple(ROPE_KINDS):
+            self._refuse(f"{table_key}.{type_key}", kind, tuple(ROPE_KINDS))
+        for key, value in given.items():
+            if key == "partial_rotary_factor":
+                if value != 1.0:
+                    self._refuse(f"{table_key}.{key}", value, (1.0,))
+            elif key not in ("rope_type", "type", "rope_theta", *ROPE_KINDS[kind]):
+                self._refuse(f"{table_key}.{key}", value, ("null",))
+        return str(kind)
 
 
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
@@ -285,7 +368,7 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
     extras: dict[str, Any] = {}
     warnings: list[str] = []
     for key, value in {**TOKENS_LEFT_OUT[family], **raw}.items():
-        if key in MODEL_KEYS or key in FIXED or key in OUTDATED:
+        if key in MODEL_KEYS or key == INNER[family] or key in FIXED or key in OUTDATED:
             continue
         if key == "architectures":
             if ARCHITECTURES[family] not in (value or [ARCHITECTURES[family]]):
@@ -317,7 +400,7 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "model_type": model.family,
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
+        INNER[model.family]: model.ffn,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
@@ -325,19 +408,41 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tied,
-        "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"},
+        **_rope(model),
     }
     if model.family != "olmoe":
         result["head_dim"] = model.head_dim
     if model.family == "mixtral":
         result |= {"num_local_experts": model.experts, "num_experts_per_tok": model.top_k}
-    if model.family == "olmoe":
+    if model.family in ("olmoe", "qwen3_moe"):
         result |= {
             "num_experts": model.experts, "num_experts_per_tok": model.top_k,
-            "norm_topk_prob": model.renormalise, "clip_qkv": model.clip_qkv,
+            "norm_topk_prob": model.renormalise,
         }  # fmt: skip
+    if model.family == "olmoe":
+        result["clip_qkv"] = model.clip_qkv
+    if model.family in ONLY["window"]:
+        result["sliding_window"] = model.window
+    if model.family == "qwen3_moe":
+        result["use_sliding_window"] = model.window is not None
+        if model.window is not None:
+            result["max_window_layers"] = 0
     return result
+
+
+def _rope(model: ModelConfig) -> dict[str, Any]:
+    base = {"rope_theta": model.rope_theta}
+    if model.rope_scaling is None:
+        return {**base, "rope_parameters": {**base, "rope_type": "default"}}
+    kind, scaling = model.rope_scaling.kind, {}
+    for key, field in ROPE_KINDS[kind].items():
+        value = getattr(model.rope_scaling, field)
+        if value is not None:
+            scaling[key] = value
+    scaling["rope_type"] = kind
+    return {
+        **base, "rope_parameters": {**base, **scaling}, "rope_scaling": {**scaling, "type": kind},
+    }  # fmt: skip
 
 
 def config_text(model: ModelConfig, dtype: str) -> str:
@@ -347,7 +452,7 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 def _refuse_unwritable(model: ModelConfig) -> None:
     for key in model.extras:
-        if key in FIXED or key in MODEL_KEYS:
+        if key in FIXED or key in MODEL_KEYS or key == INNER[model.family]:
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} is no bookkeeping but "
                 "changes the model: remove it, and use the key of [model] that means it"

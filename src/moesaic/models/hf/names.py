@@ -31,11 +31,12 @@ _INNER = {
     "ffn.up.weight": "mlp.up_proj.weight",
     "ffn.down.weight": "mlp.down_proj.weight",
 }
-_BLOCKS = {"mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",)}
+_BLOCKS = {"mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",), "qwen3_moe": ("mlp",)}
 """Where a layer keeps its experts, the written name first."""
 _MATRICES = {
     "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
     "olmoe": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "qwen3_moe": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
 }
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 

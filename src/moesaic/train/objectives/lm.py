@@ -32,19 +32,26 @@ def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Con
     """The context of one micro-batch, without targets."""
     device = model.embed.weight.device
     context = Context(model.rotary(batch.positions.to(device)))
-    context.mask = inside_documents(batch.documents.to(device))
+    context.mask = visible(batch.documents.to(device), model.config.window)
     context.seed, context.step = job.seed, step
     context.samples = batch.samples.to(device)
     context.positions = torch.arange(batch.inputs.shape[1], device=device)
     return context
 
 
-def inside_documents(documents: Tensor) -> Tensor | None:
-    """Causal attention that ends at document boundaries; None where there are none."""
-    if bool((documents == documents[:, :1]).all()):
-        return None
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
+def visible(documents: Tensor, window: int | None) -> Tensor | None:
+    """Causal attention that ends at document boundaries and looks back on `window` tokens.
+
+    None where there are no boundaries and no sequence is longer than the window.
+    """
+    length = documents.shape[1]
+    mask = None
+    if not bool((documents == documents[:, :1]).all()):
+        mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    if window is not None and window < length:
+        every = documents.new_ones(1, 1, length, length, dtype=torch.bool)
+        mask = (every.tril() if mask is None else mask).triu(1 - window)
+    return mask
 
 
 def num_targets(batch: Batch) -> int:

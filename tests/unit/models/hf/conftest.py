@@ -21,6 +21,10 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
+QWEN3 = {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-wide": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 16},
@@ -30,6 +34,31 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
         "clip_qkv": 0.7, "num_key_value_heads": 4, "rope_parameters": {
             "rope_type": "default", "rope_theta": 5e5,
+        },
+    },
+    "qwen3": {**QWEN3, "head_dim": 16},
+    "qwen3-window": {
+        **QWEN3, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5,
+    },
+    "mixtral-window": {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 6,
+    },
+    "llama-linear": {
+        "model_type": "llama", "rope_parameters": {
+            "rope_type": "linear", "rope_theta": 1e3, "factor": 4.0,
+        },
+    },
+    "llama-llama3": {
+        "model_type": "llama", "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e3, "factor": 4.0, "low_freq_factor": 0.5,
+            "high_freq_factor": 3.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen3-yarn": {
+        **QWEN3, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "beta_fast": 4.0,
+            "original_max_position_embeddings": 16,
         },
     },
 }  # fmt: skip
@@ -83,6 +112,12 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Peer]:
         return made[case]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def their_model() -> Callable[..., transformers.PreTrainedModel]:
+    """The model of a case, whose keys may be changed."""
+    return build
 
 
 @pytest.fixture(scope="session")

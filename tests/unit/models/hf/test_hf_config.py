@@ -28,7 +28,31 @@ OLMOE = {
     **LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3,
     "architectures": ["OlmoeForCausalLM"],
 }  # fmt: skip
-FAMILIES = {"llama": LLAMA, "mixtral": MIXTRAL, "olmoe": OLMOE}
+QWEN3 = {
+    **LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "architectures": ["Qwen3MoeForCausalLM"],
+}  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+"""As Qwen3-30B-A3B is published, but for `rope_scaling`, which is null."""
+FAMILIES = {"llama": LLAMA, "mixtral": MIXTRAL, "olmoe": OLMOE, "qwen3_moe": QWEN3}
+
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def parse(raw: dict[str, Any]) -> ModelConfig:
@@ -88,8 +112,21 @@ def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling.type", '"linear"')),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, ("rope_type", '"llama3"')),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_scaling.type", '"dynamic"')),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, ("rope_parameters.rope_type", '["yarn"]')),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, ("no low_freq_factor",)),
+        ({"rope_scaling": {"type": "linear"}}, ("rope_scaling has no factor",)),
+        ({"rope_scaling": {"type": "linear", **YARN}}, ("original_max_position_embeddings",)),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ("rope_scaling.factor", "0.5")),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_mid": 2}}, ("beta_mid = 2", "only null")),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
+            ("low = 4.0", "high = 4.0"),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN}, "rope_parameters": {"rope_theta": 1e4}},
+            ("rope_scaling and rope_parameters contradict",),
+        ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("0.5", "1.0")),
         ({"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2}}, ("attention_factor",)),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, ("contradict",)),
@@ -98,7 +135,9 @@ def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) ->
         ({"attention_bias": True}, ("attention_bias = true", "only false")),
         ({"mlp_bias": True}, ("mlp_bias = true", "only false")),
         ({"hidden_act": "gelu"}, ('hidden_act = "gelu"', '"silu"')),
-        ({"sliding_window": 4096}, ("sliding_window = 4096", "only null")),
+        ({"sliding_window": 0}, ("window", "0")),
+        ({"decoder_sparse_step": 2}, ("decoder_sparse_step = 2", "only 1")),
+        ({"mlp_only_layers": [0]}, ("mlp_only_layers = [0]", "only []")),
         ({"attention_dropout": 0.1}, ("attention_dropout = 0.1", "only 0.0")),
         ({"router_jitter_noise": 0.01}, ("router_jitter_noise = 0.01", "only 0.0")),
         ({"quantization_config": {"bits": 4}}, ("quantization_config", "only null")),
@@ -120,6 +159,13 @@ def test_arithmetic_that_is_not_built_is_refused(keys: dict[str, Any], words: tu
         ({**LLAMA, "model_type": "gpt2"}, ('model_type = "gpt2"', "llama, mixtral, olmoe")),
         ({"vocab_size": 3}, ("model_type = null", "llama, mixtral, olmoe")),
         ({**LLAMA, "clip_qkv": 8.0}, ("clip_qkv = 8.0", "llama")),
+        ({**LLAMA, "sliding_window": 4096}, ("sliding_window = 4096", "only null")),
+        ({**OLMOE, "sliding_window": 4096}, ("sliding_window = 4096", "only null")),
+        ({**QWEN3, "moe_intermediate_size": None}, ("'moe_intermediate_size' is required",)),
+        (
+            {**QWEN3, "use_sliding_window": True, "max_window_layers": 28},
+            ("max_window_layers = 28", "sliding_window = 4096", "use_sliding_window"),
+        ),
         ({**MIXTRAL, "norm_topk_prob": False}, ("norm_topk_prob = false", "only true")),
         ({**OLMOE, "head_dim": 16}, ("head_dim = 16", "32 / 4")),
         ({**MIXTRAL, "num_experts": 8}, ("num_local_experts = 4", "num_experts = 8")),
@@ -144,6 +190,106 @@ def test_sparse_keys() -> None:
     alias = {key: value for key, value in OLMOE.items() if key != "num_experts"}
     assert parse({**alias, "num_local_experts": 6}).experts == 6
     assert parse({**MIXTRAL, "num_key_value_heads": None}).kv_heads == 4
+
+
+def test_a_published_qwen3_is_the_preset_and_comes_back() -> None:
+    model = parse({**QWEN3_30B, "rope_scaling": None})
+    assert model.model_copy(update={"extras": {}}) == ModelConfig(**PRESETS["qwen3-30b-a3b"])
+    assert QWEN3_30B.items() <= to_huggingface(model, "bfloat16").items()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"sliding_window": 7},
+        {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 3},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 7},
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ],
+)
+def test_a_window_is_what_transformers_takes(keys: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**QWEN3, "num_key_value_heads": 4, **keys}
+    config = {key: value for key, value in raw.items() if key != "architectures"}
+    theirs, ours = transformers.AutoConfig.for_model(**config), parse(raw)
+    assert ours.window == theirs.sliding_window
+    (tmp_path / "config.json").write_text(config_text(ours, "float32"))
+    assert read_config(tmp_path) == (ours, [])
+    assert transformers.AutoConfig.from_pretrained(tmp_path).sliding_window == ours.window
+    windowless = to_huggingface(ours.model_copy(update={"window": None}), "float32")
+    assert windowless["use_sliding_window"] is False
+    windowed = to_huggingface(ours.model_copy(update={"window": 9}), "float32")
+    assert parse(windowed).window == 9
+
+
+def test_a_window_of_mixtral_comes_back() -> None:
+    assert parse(MIXTRAL).window is None
+    assert to_huggingface(parse(MIXTRAL), "float32")["sliding_window"] is None
+    written = to_huggingface(parse({**MIXTRAL, "sliding_window": 4096}), "float32")
+    assert written["sliding_window"] == parse(written).window == 4096
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("table", "fields"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, {"factor": 2.0}),
+        (
+            {"rope_type": "llama3", **LLAMA3},
+            {"factor": 8.0, "low": 1.0, "high": 4.0, "original_positions": 8192},
+        ),
+        ({"rope_type": "yarn", **YARN}, {"factor": 4.0, "original_positions": 32768}),
+        ({"rope_type": "yarn", "factor": 4.0}, {"original_positions": 512}),
+        (
+            {
+                "rope_type": "yarn", **YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7,
+                "mscale_all_dim": 0.5, "attention_factor": 1.2, "truncate": False,
+            },
+            {
+                "fast": 16.0, "slow": 2.0, "mscale": 0.7, "mscale_all": 0.5, "sharpness": 1.2,
+                "truncate": False,
+            },
+        ),
+        (
+            {
+                "rope_type": "yarn", **YARN, "beta_fast": 0, "mscale": 0, "mscale_all_dim": 0,
+                "attention_factor": None, "partial_rotary_factor": 1.0,
+            },
+            {"fast": 32.0, "mscale": None, "mscale_all": None, "sharpness": None},
+        ),
+    ],
+)  # fmt: skip
+def test_rotary_scaling_in_both_spellings(
+    family: str, table: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    raw = {**FAMILIES[family], "max_position_embeddings": 512}
+    older = {key: value for key, value in table.items() if key != "rope_type"}
+    model = parse({**raw, "rope_theta": 5e5, "rope_scaling": {**older, "type": table["rope_type"]}})
+    assert parse({**raw, "rope_theta": 5e5, "rope_scaling": table}) == model
+    assert parse({**raw, "rope_parameters": {**table, "rope_theta": 5e5}}) == model
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.kind == table["rope_type"]
+    assert fields.items() <= model.rope_scaling.model_dump().items()
+
+    (tmp_path / "config.json").write_text(config_text(model, "float32"))
+    assert read_config(tmp_path) == (model, [])
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_theta"] == 5e5
+    for key, value in table.items():
+        if value:
+            assert theirs.get(key, 1.0) == value, key
+
+
+def test_a_first_length_beside_the_table_counts() -> None:
+    first = "original_max_position_embeddings"
+    raw = {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}, first: 64}
+    scaling = parse(raw).rope_scaling
+    assert scaling is not None
+    assert scaling.original_positions == 64
+    raw["rope_scaling"][first] = 32
+    refuse(raw, f"{first} = 64", f"rope_scaling.{first} = 32", "contradict")
 
 
 def test_bookkeeping_comes_back_and_outdated_keys_do_not() -> None:

@@ -12,6 +12,7 @@ from moesaic.models.hf import names
 
 MIXTRAL = ModelConfig(**PRESETS["tiny-mixtral"])
 OLMOE = ModelConfig(**PRESETS["tiny-olmoe"])
+QWEN3 = ModelConfig(**PRESETS["tiny-qwen3"])
 DENSE = ModelConfig(**PRESETS["tiny-dense"])
 
 
@@ -19,7 +20,7 @@ def at(model: ModelConfig, logical: str) -> list[names.Place]:
     return next(names.places(model, p) for p in parameters(model) if p.name == logical)
 
 
-@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, DENSE], ids=lambda m: m.family)
+@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, QWEN3, DENSE], ids=lambda m: m.family)
 def test_names_are_one_to_one(model: ModelConfig) -> None:
     mapping = names.logical_names(model)
     assert list(mapping.values()) == [p.name for p in parameters(model)]
@@ -38,6 +39,9 @@ def test_names_are_one_to_one(model: ModelConfig) -> None:
         (OLMOE, expert_name(0, 9, "gate"), "model.layers.0.mlp.experts.9.gate_proj.weight"),
         (OLMOE, expert_name(0, 9, "down"), "model.layers.0.mlp.experts.9.down_proj.weight"),
         (OLMOE, "layers.0.attention.q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
+        (QWEN3, "layers.0.attention.k_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
+        (QWEN3, "layers.3.moe.router.weight", "model.layers.3.mlp.gate.weight"),
+        (QWEN3, expert_name(0, 9, "up"), "model.layers.0.mlp.experts.9.up_proj.weight"),
         (DENSE, "layers.2.ffn.up.weight", "model.layers.2.mlp.up_proj.weight"),
         (DENSE, "layers.2.ffn_norm.weight", "model.layers.2.post_attention_layernorm.weight"),
         (DENSE, "embed.weight", "model.embed_tokens.weight"),

@@ -9,18 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moesaic.facts.plan import Plan
 from moesaic.models.hf.config import read_config
+from moesaic.models.hf.names import choose
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.hf.shards import PieceTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import pieces
+from moesaic.models.pieces import held, pieces
 from moesaic.nn.context import Context
+from moesaic.serve.generate import generate
+from moesaic.train.objectives.lm import visible
 
-CASES = ["llama", "llama-tied-wide", "mixtral", "olmoe", "olmoe-renormalised"]
+CASES = [
+    "llama", "llama-tied-wide", "llama-linear", "llama-llama3", "mixtral", "mixtral-window",
+    "olmoe", "olmoe-renormalised", "qwen3", "qwen3-window", "qwen3-yarn",
+]  # fmt: skip
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}
 
 
 def load(directory: Path) -> LanguageModel:
@@ -34,9 +43,16 @@ def load(directory: Path) -> LanguageModel:
 
 
 def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     with torch.no_grad():
-        return model(tokens, Context(rotary=model.rotary(positions)))
+        return run(model, tokens)
+
+
+def run(model: LanguageModel, tokens: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    context = Context(rotary=model.rotary(positions))
+    context.mask = visible(torch.zeros_like(tokens), model.config.window)
+    logits: Tensor = model(tokens, context)
+    return logits
 
 
 def export(model: LanguageModel, target: Path, **options: Any) -> None:
@@ -56,6 +72,64 @@ def test_logits_equal_theirs_on_files_they_wrote(case: str, peer: Callable[[str]
     assert theirs.logits.std() > 0.3  # else a tolerance of 1e-5 would say nothing
     torch.testing.assert_close(ours, theirs.logits, rtol=1e-5, atol=1e-5)
     assert (ours - theirs.logits).norm() <= 1e-5 * theirs.logits.norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_theirs(
+    case: str, peer: Callable[[str], Any], their_model: Callable[..., Any]
+) -> None:
+    ours, theirs = load(peer(case).directory), their_model(case)
+    tokens = peer(case).tokens.clamp(min=1)  # They give padding no gradient.
+    loss = torch.nn.functional.cross_entropy
+    for model, logits in ((ours, run(ours, tokens)), (theirs, theirs(tokens).logits)):
+        model.zero_grad()
+        loss(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    expected = dict(theirs.named_parameters())
+    places = choose(ours.config, expected)
+    plan = Plan(ranks=1, ep=1, shard=1, experts=ours.config.experts)
+    found = [p for item in held(ours, plan, 0) for p in item.pieces("gradient", item.grad, 0)]
+    assert {piece.name for piece in found} == places.keys()
+    for piece in found:
+        place = places[piece.name]
+        assert place is not None
+        box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True))
+        gradient = expected[place.tensor].grad
+        assert gradient is not None
+        assert gradient.norm() > 0
+        apart = piece.tensor - gradient[box].view(piece.tensor.shape)
+        assert apart.norm() <= 1e-5 * gradient[box].norm() + 1e-9, piece.name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_theirs(case: str, peer: Callable[[str], Any]) -> None:
+    """From prompts that are shorter and longer than a window, and on beyond it."""
+    ours = load(peer(case).directory)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(peer(case).directory).eval()
+    theirs.generation_config.eos_token_id = None
+    for length in (2, 11):
+        prompts = peer(case).tokens[:, :length]
+        seen = torch.ones_like(prompts)
+        continued = theirs.generate(
+            prompts, attention_mask=seen, do_sample=False, max_new_tokens=20
+        )
+        assert generate(ours, prompts.tolist(), 20) == continued[:, length:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("mixtral-window", {"sliding_window": None}), ("qwen3-window", {"sliding_window": None}),
+        ("llama-linear", PLAIN), ("llama-llama3", PLAIN), ("qwen3-yarn", PLAIN),
+    ],
+)  # fmt: skip
+def test_a_case_says_something(
+    case: str, changes: dict[str, Any], peer: Callable[[str], Any], their_model: Callable[..., Any]
+) -> None:
+    """Without its window or scaling it gives other logits."""
+    found = peer(case)
+    with torch.no_grad():
+        plain = their_model(case, **changes)(found.tokens).logits
+    assert (plain - found.logits).norm() > 0.01 * plain.norm()
 
 
 @pytest.mark.parametrize("case", CASES)
