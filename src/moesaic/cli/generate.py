@@ -34,12 +34,20 @@ Prompts = Annotated[
     ),
 ]  # fmt: skip
 
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", help="Put each prompt to the model as a message, by its own chat template."
+    ),
+]
+
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def generate(
     model: Model = None,
     prompt: Prompts = None,
+    chat: Chat = False,
     sets: Sets = None,
     out: Out = None,
     dry_run: DryRun = False,
@@ -59,14 +67,14 @@ def generate(
     for warning in origin.warnings:
         screen.warn(warning)
     tokenizer = _tokenizer(origin, config)
-    ids = [tokenizer.encode(text) for text in prompts]
+    ids = _encode(tokenizer, prompts, chat, config.system)
     _check(origin, config, prompts, ids)
     if dry_run:
         _tell(origin, config, ids, as_json)
         return 0
     stream = Stream(tokenizer) if len(prompts) == 1 and not as_json and out is None else None
     if stream is not None and sys.stdout.isatty():
-        screen.out().print(Text(prompts[0], style="dim"), end="")
+        screen.out().print(Text(prompts[0], style="dim"), end="\n" if chat else "")
     rows = _generate(origin, config, tokenizer, ids, stream)
     if stream is not None:
         stream.close()
@@ -112,6 +120,24 @@ def _tokenizer(origin: Origin, config: GenerateConfig) -> Tokenizer:
             "the model was trained with"
         )
     return tokenizer
+
+
+def _encode(
+    tokenizer: Tokenizer, prompts: Sequence[str], chat: bool, system: str | None
+) -> list[list[int]]:
+    if not chat:
+        if system is not None:
+            raise UserError(f"system = {keys.show(system)} needs a chat: add --chat, or remove it")
+        return [tokenizer.encode(text) for text in prompts]
+    if tokenizer.name == "bytes":
+        raise UserError("--chat needs a chat template, and plain bytes have none: leave it out")
+    from moesaic.serve.chat import ChatTemplate
+
+    home = Path(tokenizer.name).expanduser()
+    template = ChatTemplate(home if home.is_dir() else home.parent)
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = [[*opening, {"role": "user", "content": text}] for text in prompts]
+    return [tokenizer.encode(template.render(said), whole=True) for said in messages]
 
 
 def _check(

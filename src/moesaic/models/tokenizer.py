@@ -46,8 +46,12 @@ class Tokenizer(Protocol):
     digest: str
     """Hash of all that decides the ids of a text."""
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt: the template's opening, no end token."""
+    def encode(self, text: str, whole: bool = False) -> list[int]:
+        """The ids of a prompt: the tokenizer's opening, no end token.
+
+        A `whole` text, as a chat template makes one, says its special tokens itself: none is added
+        or taken away.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; end and other special tokens are left out."""
@@ -84,8 +88,9 @@ class ByteTokenizer:
     end_id = 256
     digest = "bytes-1"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, whole: bool = False) -> list[int]:
         """The bytes of `text`; what UTF-8 cannot hold (lone surrogates) becomes a question mark."""
+        del whole  # nothing is ever added
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -141,10 +146,10 @@ class FileTokenizer:
         self.end_id = end_id
         self.digest = hashlib.sha256(content + b"\0" + self._end.encode()).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, whole: bool = False) -> list[int]:
         """See `Tokenizer`."""
-        ids: list[int] = self._tokenizer.encode(_storable(text)).ids
-        return ids[:-1] if ids and ids[-1] == self.end_id else ids
+        ids: list[int] = self._tokenizer.encode(_storable(text), add_special_tokens=not whole).ids
+        return ids[:-1] if ids and ids[-1] == self.end_id and not whole else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`; ids that the vocabulary does not have are left out too."""

@@ -24,5 +24,7 @@ class GenerateConfig(Section):
     """auto: a GPU where there is one, else cpu."""
     precision: Literal["keep", "fp32", "bf16", "fp64"] = "keep"
     """What weights are held and computed in; keep: that of the embedding on file."""
+    system: str | None = None
+    """With --chat: what the model is told before each prompt; unset: nothing."""
     tokenizer: str | None = None
     """`bytes`, or the path of a tokenizer.json or of its directory; unset: the model's own."""

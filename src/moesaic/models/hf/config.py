@@ -2,8 +2,9 @@
 
 Every key is one of four kinds: a size or switch that ModelConfig has; one that must have a fixed
 value, because another would mean arithmetic that is not built here (an error); bookkeeping, kept in
-`ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. Both
-spellings of what the rotary embedding does are read (transformers 4 and 5), and both are written.
+`ModelConfig.extras` and written again; unknown, kept likewise and reported in a warning. What
+differs from family to family stands in `families`, as far as a table can say it. Both spellings of
+what the rotary embedding does are read (transformers 4 and 5), and both are written.
 """
 
 from __future__ import annotations
@@ -17,73 +18,25 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import ONLY, Family
+from moesaic.models.hf import fp8
+from moesaic.models.hf.families import FAMILIES
 
 CONFIG_NAME = "config.json"
-
-ARCHITECTURES: dict[str, str] = {
-    "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "olmoe": "OlmoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}  # fmt: skip
-
-INNER = {
-    "llama": "intermediate_size", "mixtral": "intermediate_size", "olmoe": "intermediate_size",
-    "qwen3_moe": "moe_intermediate_size",
-}  # fmt: skip
-"""The key that holds `model.ffn`."""
 
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,), "attention_dropout": (0.0,), "decoder_sparse_step": (1,),
     "hidden_act": ("silu", "swish"), "mlp_bias": (False,), "mlp_only_layers": ([],),
-    "partial_rotary_factor": (1.0,), "quantization_config": (), "router_jitter_noise": (0.0,),
+    "partial_rotary_factor": (1.0,), "router_jitter_noise": (0.0,),
 }  # fmt: skip
-"""Keys that change arithmetic, with the values that are built here; null or absent always is."""
-
-WRITTEN: dict[str, dict[str, Any]] = {
-    "llama": {
-        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "mlp_bias": False,
-        "pretraining_tp": 1,
-    },
-    "mixtral": {
-        "attention_dropout": 0.0, "hidden_act": "silu", "output_router_logits": False,
-        "router_jitter_noise": 0.0,
-    },
-    "olmoe": {
-        "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-        "output_router_logits": False,
-    },
-    "qwen3_moe": {
-        "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1,
-        "hidden_act": "silu", "intermediate_size": 6144, "max_window_layers": 0,
-        "mlp_only_layers": [], "output_router_logits": False,
-    },
-}  # fmt: skip
-"""Keys that export always writes; with TOKENS, so that no reader falls back on its own default."""
+"""Keys of any family that change arithmetic, with the values that are built here."""
 
 TOKENS: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True,
 }  # fmt: skip
+"""Keys that export of any family writes."""
 
-TOKENS_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "llama": {"bos_token_id": 1, "eos_token_id": 2},
-    "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
-    "olmoe": {"eos_token_id": 50279, "pad_token_id": 1},
-    "qwen3_moe": {},
-}
-"""Special tokens that transformers takes where a file leaves the key out."""
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
-    "mixtral": {
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-        "num_key_value_heads": 8,
-    },
-    "olmoe": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
-    "qwen3_moe": {
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-        "num_key_value_heads": 4, "sliding_window": 4096,
-    },
-}  # fmt: skip
-"""What transformers takes where a file leaves a key out."""
+EXPERTS = ("num_local_experts", "num_experts")
+"""Keys of which a file may have one for the other."""
 
 ROPE_KINDS: dict[str, dict[str, str]] = {
     "default": {},
@@ -104,22 +57,22 @@ UNSET_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 BOOKKEEPING = frozenset(
     (
-        *TOKENS, "add_cross_attention", "architectures", "chunk_size_feed_forward",
-        "finetuning_task", "id2label", "intermediate_size", "is_decoder", "is_encoder_decoder",
-        "label2id", "max_window_layers", "num_labels",
-        "output_attentions", "output_hidden_states", "output_router_logits", "prefix",
-        "pretraining_tp", "problem_type", "pruned_heads", "return_dict", "router_aux_loss_coef",
-        "router_z_loss_coef", "sep_token_id", "task_specific_params", "tokenizer_class",
-        "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
-        "use_bfloat16",
+        *TOKENS, "add_cross_attention", "architectures", "aux_loss_alpha",
+        "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "intermediate_size",
+        "is_decoder", "is_encoder_decoder", "label2id", "max_window_layers", "num_labels",
+        "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+        "output_router_logits", "prefix", "pretraining_tp", "problem_type", "pruned_heads",
+        "return_dict", "router_aux_loss_coef", "router_z_loss_coef", "sep_token_id", "seq_aux",
+        "task_specific_params", "tokenizer_class", "torchscript", "transformers_version",
+        "unsloth_fixed", "unsloth_version", "use_bfloat16",
     )
 )  # fmt: skip
 """Keys that change no arithmetic of the model."""
 
 OUTDATED = frozenset(
     (
-        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "dtype",
-        "torch_dtype",
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "auto_map",
+        "dtype", "torch_dtype", fp8.SCHEME,
     )
 )  # fmt: skip
 """Keys that say how or whence a file was once loaded, or what export says anew; not kept."""
@@ -133,7 +86,7 @@ MODEL_KEYS = frozenset(
         "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size",
     )
 )  # fmt: skip
-"""Keys that ModelConfig has a field for, beside that of `INNER`."""
+"""Keys of more than one family that ModelConfig has a field for."""
 
 
 def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
@@ -170,15 +123,15 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
         "family": family,
         "vocab": known.required("vocab_size"),
         "layers": known.required("num_hidden_layers"),
-        "ffn": known.required(INNER[family]),
         "norm_epsilon": known.optional("rms_norm_eps"),
         "max_positions": known.optional("max_position_embeddings"),
         "init_std": known.raw.get("initializer_range", 0.02),
         "tied": known.raw.get("tie_word_embeddings", False),
         "window": known.window("sliding_window" in raw),
+        "renormalise": family == "mixtral",
         **known.rope(),
-        **known.attention("num_key_value_heads" in raw),
-        **known.routing(),
+        **known.own(),
+        **(known.latent(raw) if FAMILIES[family].latent else known.attention(raw)),
     }
     known.check_special_tokens()
     extras, warnings = _extras(raw, family, origin)
@@ -190,6 +143,7 @@ class Keys:
 
     def __init__(self, raw: Mapping[str, Any], family: str, origin: str) -> None:
         self.raw, self.family, self.origin = raw, family, origin
+        self._keys = FAMILIES[family]
 
     def required(self, key: str) -> int:
         """A whole number that must be given."""
@@ -204,7 +158,7 @@ class Keys:
 
     def optional(self, key: str) -> Any:
         """A value, or what transformers takes where the file leaves it out."""
-        return self.raw.get(key, DEFAULTS[self.family][key])
+        return self.raw.get(key, self._keys.defaults[key])
 
     def check_special_tokens(self) -> None:
         """Raise for a special token that is no id; the end token may be a list of ids."""
@@ -219,16 +173,11 @@ class Keys:
 
     def refuse_unbuilt(self) -> None:
         """Raise for a key whose value means arithmetic that is not built here."""
-        fixed = dict(FIXED)
-        if self.family != "olmoe":
-            fixed["clip_qkv"] = ()
-        if self.family == "mixtral":
-            fixed["norm_topk_prob"] = (True,)
-        if self.family not in ONLY["window"]:
-            fixed["sliding_window"] = ()
-        for key, allowed in fixed.items():
+        for key, allowed in {**FIXED, **self._keys.fixed}.items():
             if key in self.raw and self.raw[key] not in allowed:
                 self._refuse(key, self.raw[key], allowed or ("null",))
+        if fp8.SCHEME in self.raw:
+            fp8.check_scheme(self.raw[fp8.SCHEME], self.origin)
 
     def _refuse(self, key: str, value: Any, allowed: tuple[Any, ...]) -> None:
         names = [v if v == "null" else json.dumps(v) for v in allowed]
@@ -237,14 +186,57 @@ class Keys:
             f"{self.family}: only {' or '.join(names)} is"
         )
 
-    def attention(self, names_kv_heads: bool) -> dict[str, int]:
-        """Widths and heads; `names_kv_heads` says that the file has that key, if only as null."""
+    def own(self) -> dict[str, Any]:
+        """What the family's own keys say."""
+        result = {}
+        for key, field in self._keys.fields.items():
+            if field == "experts":
+                result[field] = self._experts(key)
+            else:
+                given = key in self._keys.defaults
+                result[field] = self.optional(key) if given else self.required(key)
+        return result
+
+    def _experts(self, own: str) -> int:
+        found = {key: self.raw[key] for key in (own, *EXPERTS) if key in self.raw}
+        first = next(iter(found), own)
+        experts = self.required(first)
+        for key, value in found.items():
+            if value != experts:
+                raise ConfigError(
+                    f"{self.origin}: {first} = {experts} and {key} = {json.dumps(value)} "
+                    "contradict each other: remove one"
+                )
+        return experts
+
+    def latent(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Heads and widths of latent attention; `raw`: with keys that are null."""
+        heads, rotary = self.required("num_attention_heads"), self.required("qk_rope_head_dim")
+        head_dim = self.required("qk_nope_head_dim") + rotary
+        # transformers calls the turned channels alone a head's width.
+        meant = {"num_key_value_heads": heads, "head_dim": rotary, "qk_head_dim": head_dim}
+        for key, only in meant.items():
+            if self.raw.get(key, only) != only:
+                self._refuse(key, self.raw[key], (only,))
+        latent: dict[str, Any] = {
+            field: self.required(key)
+            for key, field in self._keys.latent.items() if key != "q_lora_rank"
+        }  # fmt: skip
+        if "q_lora_rank" in self.raw or "q_lora_rank" not in raw:
+            latent["queries"] = self.optional("q_lora_rank")
+        return {
+            "hidden": self.required("hidden_size"), "heads": heads, "kv_heads": heads,
+            "head_dim": head_dim, "latent": latent,
+        }  # fmt: skip
+
+    def attention(self, raw: Mapping[str, Any]) -> dict[str, int]:
+        """Widths and heads; `raw`: with keys that are null."""
         hidden, heads = self.required("hidden_size"), self.required("num_attention_heads")
         result = {"hidden": hidden, "heads": heads, "kv_heads": heads}
         if "num_key_value_heads" in self.raw:
             result["kv_heads"] = self.required("num_key_value_heads")
-        elif not names_kv_heads:
-            result["kv_heads"] = DEFAULTS[self.family].get("num_key_value_heads", heads)
+        elif "num_key_value_heads" not in raw:
+            result["kv_heads"] = self._keys.defaults.get("num_key_value_heads", heads)
         if "head_dim" in self.raw:
             result["head_dim"] = self.required("head_dim")
         elif hidden % heads:
@@ -260,27 +252,6 @@ class Keys:
                 f"hidden_size / num_attention_heads = {hidden} / {heads} is"
             )
         return result
-
-    def routing(self) -> dict[str, Any]:
-        """Experts and how their weights are scaled; nothing for a dense model."""
-        if self.family == "llama":
-            return {}
-        names = ("num_local_experts", "num_experts")
-        own, alias = names if self.family == "mixtral" else reversed(names)
-        if own not in self.raw and alias in self.raw:
-            own, alias = alias, own
-        experts = self.required(own)
-        if self.raw.get(alias, experts) != experts:
-            raise ConfigError(
-                f"{self.origin}: {own} = {experts} and {alias} = {json.dumps(self.raw[alias])} "
-                "contradict each other: remove one"
-            )
-        return {
-            "experts": experts,
-            "top_k": self.required("num_experts_per_tok"),
-            "renormalise": self.raw.get("norm_topk_prob", self.family == "mixtral"),
-            "clip_qkv": self.raw.get("clip_qkv"),
-        }
 
     def window(self, named: bool) -> Any:
         """Tokens that attention looks back on; `named`: the file has that key, if only as null."""
@@ -364,17 +335,18 @@ class Keys:
 
 def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str, Any], list[str]]:
     """What to keep of keys that ModelConfig has no field for, and warnings about them."""
-    always = {**WRITTEN[family], **TOKENS, "architectures": [ARCHITECTURES[family]]}
+    keys = FAMILIES[family]
+    always = {**keys.written, **TOKENS, "architectures": [keys.architecture]}
     extras: dict[str, Any] = {}
     warnings: list[str] = []
-    for key, value in {**TOKENS_LEFT_OUT[family], **raw}.items():
-        if key in MODEL_KEYS or key == INNER[family] or key in FIXED or key in OUTDATED:
+    for key, value in {**keys.tokens, **raw}.items():
+        if key in MODEL_KEYS or key in FIXED or key in OUTDATED or keys.meaningful(key):
             continue
         if key == "architectures":
-            if ARCHITECTURES[family] not in (value or [ARCHITECTURES[family]]):
+            if keys.architecture not in (value or [keys.architecture]):
                 warnings.append(
                     f"{origin}: architectures = {json.dumps(value)} is read as "
-                    f"{ARCHITECTURES[family]}, which model_type = '{family}' means"
+                    f"{keys.architecture}, which model_type = '{family}' means"
                 )
             continue
         if key not in BOOKKEEPING:
@@ -390,17 +362,17 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
 def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """The content of a config.json for `model` with weights of `dtype` (float32, bfloat16, ...)."""
     _refuse_unwritable(model)
+    keys = FAMILIES[model.family]
     result: dict[str, Any] = {
-        **WRITTEN[model.family],
+        **keys.written,
         **TOKENS,
         **model.extras,
-        "architectures": [ARCHITECTURES[model.family]],
+        "architectures": [keys.architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
         "model_type": model.family,
         "vocab_size": model.vocab,
         "hidden_size": model.hidden,
-        INNER[model.family]: model.ffn,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
@@ -409,18 +381,17 @@ def to_huggingface(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tied,
         **_rope(model),
+        **{key: getattr(model, field) for key, field in keys.fields.items()},
     }
-    if model.family != "olmoe":
-        result["head_dim"] = model.head_dim
-    if model.family == "mixtral":
-        result |= {"num_local_experts": model.experts, "num_experts_per_tok": model.top_k}
-    if model.family in ("olmoe", "qwen3_moe"):
+    if model.latent is not None:
         result |= {
-            "num_experts": model.experts, "num_experts_per_tok": model.top_k,
-            "norm_topk_prob": model.renormalise,
-        }  # fmt: skip
-    if model.family == "olmoe":
-        result["clip_qkv"] = model.clip_qkv
+            **{key: getattr(model.latent, field) for key, field in keys.latent.items()},
+            "intermediate_size": model.ffn if model.dense_ffn is None else model.dense_ffn,
+            "num_nextn_predict_layers": 0,  # none is written, whatever a file once held
+            "qk_nope_head_dim": model.head_dim - model.latent.rotary,
+        }
+    elif model.family != "olmoe":
+        result["head_dim"] = model.head_dim
     if model.family in ONLY["window"]:
         result["sliding_window"] = model.window
     if model.family == "qwen3_moe":
@@ -451,8 +422,9 @@ def config_text(model: ModelConfig, dtype: str) -> str:
 
 
 def _refuse_unwritable(model: ModelConfig) -> None:
+    changing = FIXED.keys() | MODEL_KEYS | {fp8.SCHEME}
     for key in model.extras:
-        if key in FIXED or key in MODEL_KEYS or key == INNER[model.family]:
+        if key in changing or FAMILIES[model.family].meaningful(key):
             raise ConfigError(
                 f"model.extras.{key} = {json.dumps(model.extras[key])} is no bookkeeping but "
                 "changes the model: remove it, and use the key of [model] that means it"

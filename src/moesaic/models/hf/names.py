@@ -31,14 +31,31 @@ _INNER = {
     "ffn.up.weight": "mlp.up_proj.weight",
     "ffn.down.weight": "mlp.down_proj.weight",
 }
-_BLOCKS = {"mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",), "qwen3_moe": ("mlp",)}
+_LATENT = {
+    "attention.q_down.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attention.q_up.weight": "self_attn.q_b_proj.weight",
+    "attention.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+    "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
+    "moe.router.bias": "mlp.gate.e_score_correction_bias",
+    "moe.shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared.up.weight": "mlp.shared_experts.up_proj.weight",
+    "moe.shared.down.weight": "mlp.shared_experts.down_proj.weight",
+}
+"""What is called otherwise, or is there only, with latent attention: in deepseek_v3."""
+_BLOCKS = {
+    "mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",), "qwen3_moe": ("mlp",),
+    "deepseek_v3": ("mlp",),
+}  # fmt: skip
 """Where a layer keeps its experts, the written name first."""
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MATRICES = {
     "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
-    "olmoe": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-    "qwen3_moe": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-}
+    "olmoe": _PROJECTIONS, "qwen3_moe": _PROJECTIONS, "deepseek_v3": _PROJECTIONS,
+}  # fmt: skip
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_LAYER = re.compile(r"model\.layers\.(\d+)\..+")
 
 
 @dataclass(frozen=True)
@@ -75,12 +92,13 @@ def places(model: ModelConfig, parameter: Parameter) -> list[Place]:
     if parameter.layer is None:
         return [_whole(_OUTER[parameter.name], parameter)]
     at = f"model.layers.{parameter.layer}"
-    if parameter.kind == "router":
+    inner = parameter.name.removeprefix(f"layers.{parameter.layer}.")
+    if inner == "moe.router.weight":
         return [_whole(f"{at}.{block}.gate.weight", parameter) for block in _BLOCKS[model.family]]
     if parameter.kind == "expert":
         return _expert_places(model, parameter, at)
-    inner = parameter.name.removeprefix(f"layers.{parameter.layer}.")
-    return [_whole(f"{at}.{_INNER[inner]}", parameter)]
+    own = _INNER if model.latent is None else {**_INNER, **_LATENT}
+    return [_whole(f"{at}.{own[inner]}", parameter)]
 
 
 def _expert_places(model: ModelConfig, parameter: Parameter, at: str) -> list[Place]:
@@ -120,4 +138,11 @@ def spare(model: ModelConfig, tensor: str) -> str | None:
         return "a buffer of the rotary embedding, computed from rope_theta"
     if model.tied and tensor == HEAD:
         return f"the tied head, equal to {EMBEDDING}"
+    further = model.extras.get("num_nextn_predict_layers") or 0
+    layer = _LAYER.fullmatch(tensor)
+    if layer and model.layers <= int(layer[1]) < model.layers + further:
+        return (
+            f"prediction of several tokens (num_nextn_predict_layers = {further}), "
+            "which is not built here"
+        )
     return None

@@ -21,7 +21,7 @@ from torch import Tensor
 from moesaic.base.errors import WeightsError
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.job import ModelConfig
-from moesaic.models.hf import names
+from moesaic.models.hf import fp8, names
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -52,10 +52,13 @@ class HFSource:
         self.notes: list[str] = []
         """Tensors on file that are passed over, and why, for a person to read."""
         used = {place.tensor for place in self._places.values()}
-        for tensor in sorted(self._stored.keys() - used):
+        spare: dict[str | None, list[str]] = {}
+        for tensor in sorted(self._stored.keys() - used - _scales(used, self._stored)):
+            spare.setdefault(names.spare(model, tensor), []).append(tensor)
+        for reason, tensors in spare.items():
             self.notes.append(
-                f"'{self._stored[tensor].file}': tensor '{tensor}' is passed over: "
-                f"{names.spare(model, tensor)}"
+                f"'{directory}': {_listed(tensors)} left out, and no export will have "
+                f"{'it' if len(tensors) == 1 else 'them'}: {reason}"
             )
         if model.tied and names.HEAD in self._stored:
             self._check_tied(directory)
@@ -74,11 +77,12 @@ class HFSource:
         self._open = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of one parameter on file."""
-        return DTYPES[self._stored[self._places[name].tensor].dtype]
+        """The dtype that `read` gives one parameter in: that on file, fp32 for scaled blocks."""
+        dtype = self._stored[self._places[name].tensor].dtype
+        return torch.float32 if dtype == fp8.DTYPE else DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter, as it is on file; a view of the mapped file."""
+        """One whole parameter; a view of the mapped file, unless it is stored as scaled blocks."""
         place = self._places[name]
         box = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
         return self._slice(place.tensor, box).reshape(_parameter_size(place))
@@ -106,6 +110,12 @@ class HFSource:
         piece.tensor.copy_(self._slice(place.tensor, box).reshape(piece.tensor.shape))
 
     def _slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
+        if self._stored[tensor].dtype != fp8.DTYPE:
+            return self._raw(tensor, box)
+        scales = self._raw(fp8.scale_name(tensor), fp8.scale_box(box))
+        return fp8.dequantise(self._raw(tensor, box), scales, box)
+
+    def _raw(self, tensor: str, box: Sequence[slice]) -> Tensor:
         stored = self._stored[tensor]
         whole = all(s.stop - s.start == n for s, n in zip(box, stored.shape, strict=True))
         file = self._opened(stored.file)
@@ -226,7 +236,8 @@ def _check(
     written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
     missing = [written[name] for name, place in chosen.items() if place is None]
     placed = {place.tensor: place for place in chosen.values() if place is not None}
-    unused = [t for t in stored if t not in placed and names.spare(model, t) is None]
+    used = placed.keys() | _scales(placed, stored)
+    unused = [t for t in stored if t not in used and names.spare(model, t) is None]
     problems = []
     if missing:
         problems.append(f"{_listed(missing)} missing")
@@ -246,11 +257,33 @@ def _check(
                 f"means {list(place.shape)} ({count} of {len(placed)} tensors differ): "
                 "the weights and config.json must be of one model"
             )
-        if found.dtype not in DTYPES:
+        if found.dtype == fp8.DTYPE:
+            _check_scales(tensor, stored)
+        elif found.dtype not in DTYPES:
             raise WeightsError(
                 f"'{found.file}': tensor '{tensor}' is of dtype {found.dtype}, which is not "
                 f"supported: convert the model to one of {', '.join(DTYPES)}"
             )
+
+
+def _scales(tensors: Iterable[str], stored: Mapping[str, Stored]) -> set[str]:
+    """The scales on file of those of `tensors` that are quantised."""
+    found = (fp8.scale_name(t) for t in tensors if stored[t].dtype not in DTYPES)
+    return {name for name in found if name in stored}
+
+
+def _check_scales(tensor: str, stored: Mapping[str, Stored]) -> None:
+    weight, name = stored[tensor], fp8.scale_name(tensor)
+    opening = f"'{weight.file}': tensor '{tensor}' of shape {list(weight.shape)} is of eight bits"
+    if name not in stored:
+        raise WeightsError(f"{opening}, and its scales '{name}' are missing: fetch them")
+    scales, shape = stored[name], fp8.scale_shape(weight.shape)
+    if len(shape) < 2 or scales.shape != shape or scales.dtype not in ("F32", "BF16"):
+        raise WeightsError(
+            f"{opening}, but its scales '{name}' are {scales.dtype} {list(scales.shape)}: only "
+            f"F32 or BF16 {list(shape)} is supported, one for each {fp8.BLOCK} by {fp8.BLOCK} of a "
+            "matrix; fetch the model in bf16"
+        )
 
 
 def _listed(tensors: Sequence[str]) -> str:

@@ -28,6 +28,30 @@ OLMOE = {
     **LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3,
     "architectures": ["OlmoeForCausalLM"],
 }  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-6, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
 QWEN3 = {
     **LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "architectures": ["Qwen3MoeForCausalLM"],
@@ -140,7 +164,7 @@ def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) ->
         ({"mlp_only_layers": [0]}, ("mlp_only_layers = [0]", "only []")),
         ({"attention_dropout": 0.1}, ("attention_dropout = 0.1", "only 0.0")),
         ({"router_jitter_noise": 0.01}, ("router_jitter_noise = 0.01", "only 0.0")),
-        ({"quantization_config": {"bits": 4}}, ("quantization_config", "only null")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config.quant_method", 'only "fp8"')),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor = 0.5",)),
         ({"hidden_size": None}, ("'hidden_size' is required",)),
         ({"hidden_size": "big"}, ("hidden_size", '"big"')),
@@ -190,6 +214,63 @@ def test_sparse_keys() -> None:
     alias = {key: value for key, value in OLMOE.items() if key != "num_experts"}
     assert parse({**alias, "num_local_experts": 6}).experts == 6
     assert parse({**MIXTRAL, "num_key_value_heads": None}).kv_heads == 4
+
+
+def test_deepseek_as_published() -> None:
+    model = parse(DEEPSEEK)
+    kept = {
+        "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+        "num_nextn_predict_layers": 1, "seq_aux": True, "transformers_version": "4.33.1",
+    }  # fmt: skip
+    assert model == ModelConfig(**PRESETS["deepseek-v3"], extras=kept)
+    written = to_huggingface(model, "bfloat16")
+    assert DEEPSEEK["rope_scaling"].items() <= written["rope_scaling"].items()
+    others = {"auto_map", "num_nextn_predict_layers", "quantization_config", "rope_scaling"}
+    assert {key: DEEPSEEK[key] for key in DEEPSEEK.keys() - others}.items() <= written.items()
+    assert written["num_nextn_predict_layers"] == 0
+    assert not {"auto_map", "quantization_config", "head_dim"} & written.keys()
+    assert parse(to_huggingface(parse(written), "bfloat16")) == parse(written)
+
+
+def test_deepseek_where_keys_are_left_out_and_as_transformers_writes_it(tmp_path: Path) -> None:
+    required = (
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
+        "num_hidden_layers", "num_attention_heads", "n_routed_experts", "num_experts_per_tok",
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    )  # fmt: skip
+    short = {key: DEEPSEEK[key] for key in required}
+    theirs = transformers.AutoConfig.for_model(**short)
+    theirs.save_pretrained(tmp_path)
+    ours = parse(short)
+    full, warnings = read_config(tmp_path)
+    assert warnings == []
+    assert full.model_copy(update={"extras": {}}) == ours.model_copy(update={"extras": {}})
+    direct = parse({**short, "q_lora_rank": None})
+    assert direct.latent is not None
+    assert direct.latent.queries is None
+    assert to_huggingface(direct, "float32")["q_lora_rank"] is None
+    for key in required[1:]:
+        refuse({k: v for k, v in short.items() if k != key}, f"'{key}' is required")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"scoring_func": "softmax"}, ('scoring_func = "softmax"', 'only "sigmoid"')),
+        ({"topk_method": "greedy"}, ('topk_method = "greedy"', 'only "noaux_tc"')),
+        ({"moe_layer_freq": 2}, ("moe_layer_freq = 2", "only 1")),
+        ({"rope_interleave": False}, ("rope_interleave = false", "only true")),
+        ({"attention_bias": True}, ("attention_bias = true",)),
+        ({"num_key_value_heads": 8}, ("num_key_value_heads = 8", "only 128")),
+        ({"head_dim": 128}, ("head_dim = 128", "only 64")),
+        ({"qk_head_dim": 128}, ("qk_head_dim = 128", "only 192")),
+        ({"n_group": 7}, ("groups = 7",)),
+        ({"kv_lora_rank": "wide"}, ("kv_lora_rank", "wide")),
+        ({"quantization_config": {"quant_method": "awq"}}, ("quant_method", '"awq"')),
+    ],
+)
+def test_deepseek_of_other_kinds_is_refused(keys: dict[str, Any], words: tuple[str]) -> None:
+    refuse({**DEEPSEEK, **keys}, *words)
 
 
 def test_a_published_qwen3_is_the_preset_and_comes_back() -> None:
@@ -338,10 +419,10 @@ def test_what_a_config_json_cannot_say_is_not_written() -> None:
         to_huggingface(ModelConfig(**PRESETS["tiny-mixtral"] | {"renormalise": False}), "float32")
     with pytest.raises(ConfigError, match=r"model\.head_dim = 16"):
         to_huggingface(ModelConfig(**PRESETS["tiny-olmoe"] | {"head_dim": 16}), "float32")
-    with pytest.raises(ConfigError, match=r"model\.extras\.attention_bias"):
-        to_huggingface(
-            ModelConfig(**PRESETS["tiny-dense"], extras={"attention_bias": True}), "float32"
-        )
+    for key in ("attention_bias", "quantization_config", "intermediate_size", "sliding_window"):
+        model = ModelConfig(**PRESETS["tiny-dense"], extras={key: 1})
+        with pytest.raises(ConfigError, match=rf"model\.extras\.{key}"):
+            to_huggingface(model, "float32")
 
 
 def test_both_spellings_are_written() -> None:

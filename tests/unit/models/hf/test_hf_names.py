@@ -7,20 +7,21 @@ import torch
 
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.workload import expert_name, parameters
+from moesaic.facts.workload import Parameter, expert_name, parameters
 from moesaic.models.hf import names
 
 MIXTRAL = ModelConfig(**PRESETS["tiny-mixtral"])
 OLMOE = ModelConfig(**PRESETS["tiny-olmoe"])
 QWEN3 = ModelConfig(**PRESETS["tiny-qwen3"])
 DENSE = ModelConfig(**PRESETS["tiny-dense"])
+DEEPSEEK = ModelConfig(**PRESETS["tiny-deepseek"], extras={"num_nextn_predict_layers": 2})
 
 
 def at(model: ModelConfig, logical: str) -> list[names.Place]:
     return next(names.places(model, p) for p in parameters(model) if p.name == logical)
 
 
-@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, QWEN3, DENSE], ids=lambda m: m.family)
+@pytest.mark.parametrize("model", [MIXTRAL, OLMOE, QWEN3, DENSE, DEEPSEEK], ids=lambda m: m.family)
 def test_names_are_one_to_one(model: ModelConfig) -> None:
     mapping = names.logical_names(model)
     assert list(mapping.values()) == [p.name for p in parameters(model)]
@@ -52,6 +53,29 @@ def test_names_are_one_to_one(model: ModelConfig) -> None:
 def test_written_names(model: ModelConfig, logical: str, written: str) -> None:
     assert at(model, logical)[0].tensor == written
     assert not at(model, logical)[0].fused
+
+
+@pytest.mark.parametrize(
+    ("inner", "written"),
+    [
+        ("attention.q.weight", "self_attn.q_proj.weight"),
+        ("attention.q_down.weight", "self_attn.q_a_proj.weight"),
+        ("attention.q_norm.weight", "self_attn.q_a_layernorm.weight"),
+        ("attention.q_up.weight", "self_attn.q_b_proj.weight"),
+        ("attention.kv_down.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+        ("attention.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
+        ("attention.kv_up.weight", "self_attn.kv_b_proj.weight"),
+        ("attention.o.weight", "self_attn.o_proj.weight"),
+        ("ffn.gate.weight", "mlp.gate_proj.weight"),
+        ("moe.router.weight", "mlp.gate.weight"),
+        ("moe.router.bias", "mlp.gate.e_score_correction_bias"),
+        ("moe.shared.down.weight", "mlp.shared_experts.down_proj.weight"),
+    ],
+)
+def test_written_names_of_deepseek(inner: str, written: str) -> None:
+    parameter = Parameter(f"layers.2.{inner}", (3, 5), "dense", 2)
+    (place,) = names.places(DEEPSEEK, parameter)
+    assert place == names.Place(f"model.layers.2.{written}", (3, 5), (0, 0), (3, 5))
 
 
 def test_fused_places_cut_gate_and_up_apart() -> None:
@@ -92,4 +116,9 @@ def test_spare_tensors() -> None:
     assert names.spare(DENSE, "model.rotary_emb.inv_freq")
     assert names.spare(tied, "lm_head.weight")
     assert names.spare(DENSE, "lm_head.weight") is None
+    further = [names.spare(DEEPSEEK, f"model.layers.{layer}.eh_proj.weight") for layer in (4, 5)]
+    assert all("num_nextn_predict_layers = 2" in str(reason) for reason in further)
+    for layer in (3, 6):
+        assert names.spare(DEEPSEEK, f"model.layers.{layer}.eh_proj.weight") is None
+    assert names.spare(OLMOE, "model.layers.4.eh_proj.weight") is None
     assert names.spare(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq.x") is None

@@ -176,6 +176,28 @@ def test_spare_tensors_are_passed_over_and_told(tmp_path: Path) -> None:
         HFSource(tmp_path, tied)
 
 
+def test_layers_beyond_the_model_are_told_in_one_line(tmp_path: Path) -> None:
+    expected = values(LLAMA)
+    tensors = on_file(LLAMA, expected)
+    beyond = {f"model.layers.2.{name}": torch.ones(2) for name in ("enorm", "hnorm", "a", "b")}
+    model = LLAMA.model_copy(update={"extras": {"num_nextn_predict_layers": 1}})
+    put(tmp_path, LLAMA, {**tensors, **beyond})
+    (note,) = HFSource(tmp_path, model).notes
+    for words in (
+        str(tmp_path),
+        "4 tensors",
+        "'model.layers.2.a'",
+        "and 1 more",
+        "left out",
+        "no export will have them",
+        "num_nextn_predict_layers = 1",
+    ):
+        assert words in note
+    same(fill(tmp_path, model), expected)
+    with pytest.raises(WeightsError, match=r"4 tensors .* are not part of the model"):
+        HFSource(tmp_path, LLAMA)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     tensors = on_file(MIXTRAL, values(MIXTRAL))
     del tensors[NORM]

@@ -1,0 +1,193 @@
+"""Chat templates: from messages to the text that a model was taught to answer.
+
+A template is a Jinja program that came with a model's files, so it runs in Jinja's sandbox, with
+the settings and the few functions that templates are written for. It sees the messages, the
+tokenizer's special tokens, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from moesaic.base.errors import DataError
+from moesaic.models.tokenizer import SETTINGS_FILE
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENS_FILE = "special_tokens_map.json"
+DEFAULT = "default"
+"""The name of the one that is used where a model has several templates."""
+
+Messages = Sequence[dict[str, str]]
+"""What was said: each message with a `role` (system, user, assistant) and its `content`."""
+
+
+class ChatTemplate:
+    """The template that stands in the tokenizer files of `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        settings = _read(directory / SETTINGS_FILE)
+        self._origin, source = _find(directory, settings)
+        self._tokens = _special_tokens(directory, settings)
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise DataError(
+                f"{self._origin} is no Jinja template ({error}): mend it, or take it from the "
+                "model's publisher again"
+            ) from None
+
+    def render(self, messages: Messages) -> str:
+        """`messages` as text, up to where the model's answer begins."""
+        try:
+            return self._template.render(
+                **{
+                    **self._tokens, "messages": list(messages), "tools": None, "documents": None,
+                    "add_generation_prompt": True,
+                }
+            )  # fmt: skip
+        except SecurityError as error:
+            raise DataError(
+                f"{self._origin} does what no template may ({error}): use none from that source"
+            ) from None
+        except TemplateRefusal as error:
+            raise DataError(f"{self._origin} does not take these messages: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template may fail in any way
+            raise DataError(
+                f"{self._origin} fails ({type(error).__name__}: {error}): mend it, or take it from "
+                "the model's publisher again"
+            ) from None
+
+
+class TemplateRefusal(TemplateError):
+    """A template has called `raise_exception`."""
+
+
+def _find(directory: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    """Which template holds, in words and as text: a file of its own goes before the settings."""
+    own = directory / TEMPLATE_FILE
+    if own.is_file():
+        return f"'{own}'", _text(own)
+    origin = f"chat_template of '{directory / SETTINGS_FILE}'"
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        if DEFAULT not in named:
+            raise DataError(
+                f"{origin} is a list without '{DEFAULT}': write the one to use into '{own}'"
+            )
+        found = named[DEFAULT]
+    if found is None:
+        raise DataError(
+            f"the tokenizer in '{directory}' has no chat template: leave out --chat, or write the "
+            f"model's template into '{own}'"
+        )
+    if not isinstance(found, str):
+        raise DataError(f"{origin} is no text: mend it, or write the template into '{own}'")
+    return origin, found
+
+
+def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and their kin."""
+    # The older file counts only beside settings of its own age, which list no added tokens.
+    newer = "added_tokens_decoder" in settings
+    stated = settings if newer else {**settings, **_read(directory / TOKENS_FILE)}
+    tokens = {key: value for key, value in stated.items() if key.endswith("_token")}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"'{path}' is not JSON ({error}): mend or remove it") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"'{path}' cannot be read ({error}): restore it") from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    result = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    result.filters["tojson"] = _to_json
+    result.globals |= {
+        "raise_exception": _refuse, "strftime_now": _now, "namespace": _Names, "dict": _table,
+    }  # fmt: skip
+    return result
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what a model says, and changes nothing of the text."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements up to `{% endgeneration %}`, with variables of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Names(Namespace):
+    """Variables that live beyond a loop; no name may lead into Python's own."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        for name in dict(*args[1:], **values):  # the first is self, which may also name a value
+            _check_name(name)
+        Namespace.__init__(*args, **values)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"it sets {name!r} of a namespace")
+
+
+def _table(*args: Any, **values: Any) -> dict[Any, Any]:
+    """`dict` without the attributes of a class."""
+    return dict(*args, **values)
+
+
+def _refuse(message: object) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As the `json` module has it: Jinja's own filter escapes what HTML would misread."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

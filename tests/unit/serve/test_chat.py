@@ -1,0 +1,187 @@
+"""Chat templates give what transformers makes of them, and cannot do more than write text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from moesaic.base.errors import DataError
+from moesaic.cli.main import main
+from moesaic.models.tokenizer import open_tokenizer
+from moesaic.serve.chat import ChatTemplate, Messages
+
+CHATML = """{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"""
+
+TRICKS = """{%- set ns = namespace(system='', turns=0) %}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+    {% set ns.system = message['content'] %}{% continue %}
+    {% endif %}
+    {%- set ns.turns = ns.turns + 1 %}
+    {%- if ns.turns > 3 %}{% break %}{% endif %}
+    {% generation %}{% set ns = 3 %}
+    {{ bos_token }}[{{ loop.index0 }}]{{ message['content'] | trim | tojson }}{% endgeneration %}
+{%- endfor %}
+  {% if tools %}never{% endif %}
+{{ dict(a=1, b=[eos_token, '<é>']) | tojson(indent=2) }}
+{{- ns.system }} {{ unk_token }} {{ strftime_now('%%') }}
+{%- for key, value in {'x': 1}.items() %}{{ key ~ value }}{% endfor %}
+"""
+
+TALKS: list[Messages] = [
+    [{"role": "user", "content": ' Why is <|end|> é "so"?\n'}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi & bye"}],
+    [{"role": role, "content": f"{role}?"} for role in ("user", "assistant") * 3],
+]
+
+
+def put(directory: Path, template: object = None, **settings: Any) -> Path:
+    """A tokenizer of bytes and a few special tokens, and what lies beside it."""
+    directory.mkdir(exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<s>", "</s>", "<|start|>", "<|end|>")]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    stated = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>"}, **settings,
+    }  # fmt: skip
+    if template is not None:
+        stated["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(stated))
+    return directory
+
+
+@pytest.mark.parametrize("messages", TALKS)
+@pytest.mark.parametrize("template", [CHATML, TRICKS], ids=["chatml", "tricks"])
+def test_text_and_ids_equal_theirs(template: str, messages: Messages, tmp_path: Path) -> None:
+    put(tmp_path, template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = ChatTemplate(tmp_path).render(messages)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert open_tokenizer(str(tmp_path)).encode(text, whole=True) == expected
+
+
+@pytest.mark.parametrize("form", ["list", "file", "both", "older tokens", "newer tokens"])
+def test_the_same_template_is_taken_as_by_them(form: str, tmp_path: Path) -> None:
+    template: object = "{{ bos_token }}from settings"
+    settings: dict[str, Any] = {}
+    if form == "list":
+        other = {"name": "tool_use", "template": "other"}
+        template = [other, {"name": "default", "template": template}]
+    if form == "newer tokens":
+        settings["added_tokens_decoder"] = {"256": {"content": "<s>", "special": True}}
+    put(tmp_path, None if form == "file" else template, **settings)
+    if form in ("file", "both"):
+        (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}from the file\n")
+    if "tokens" in form:
+        (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|start|>"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(TALKS[0], tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(tmp_path).render(TALKS[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, ("has no chat template", "leave out --chat", "chat_template.jinja")),
+        (7, ("is no text",)),
+        ([{"name": "tool_use", "template": "x"}], ("without 'default'",)),
+        ("{% if %}", ("no Jinja template", "mend it")),
+        ("{{ raise_exception('Only two messages') }}", ("does not take", "Only two messages")),
+        ("{{ messages.content.text }}", ("fails (UndefinedError",)),
+        ("{{ messages[0] + 1 }}", ("fails (TypeError",)),
+        ("{{ ''.__class__.__mro__ }}", ("what no template may",)),
+        ("{{ messages.append(1) }}", ("what no template may",)),
+        ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", ("what no template may",)),
+        ("{{ namespace(__class__=1) }}", ("what no template may",)),
+    ],
+)
+def test_templates_that_cannot_be_used_are_told(
+    template: object, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    put(tmp_path, template)
+    with pytest.raises(DataError) as caught:
+        ChatTemplate(tmp_path).render(TALKS[0])
+    for word in (str(tmp_path), *words):
+        assert word in str(caught.value)
+
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+vocab = 260
+layers = 1
+hidden = 32
+head_dim = 8
+ffn = 16
+
+[data]
+path = "text.txt"
+tokenizer = "tokenizer"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 1
+batch = 2
+device = "cpu"
+
+[log]
+tensorboard = false
+"""
+
+
+def ask(line: str, capfd: pytest.CaptureFixture[str]) -> list[int]:
+    capfd.readouterr()
+    sets = ["--set", "temperature=0", "--set", "max_tokens=2", "--json", "--prompt", "Why?"]
+    assert main([*line.split(), *sets]) == 0, capfd.readouterr().err
+    (row,) = json.loads(capfd.readouterr().out)
+    assert row["prompt"] == "Why?"
+    tokens: list[int] = row["prompt_tokens"]
+    return tokens
+
+
+def test_a_chat_by_the_template_that_travels_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML)
+    Path("text.txt").write_text("Because it is so. " * 40)
+    Path("job.toml").write_text(JOB)
+    for line in (
+        "train job.toml --out run",
+        "convert run --out hf",
+        "convert hf --out again",
+        "convert hf --out bare --set to=checkpoint",
+    ):
+        assert main(line.split()) == 0, capfd.readouterr().err
+    theirs = transformers.AutoTokenizer.from_pretrained("tokenizer")
+    user = {"role": "user", "content": "Why?"}
+    told = [{"role": "system", "content": "Briefly."}, user]
+    for model in ("run", "hf", "again", "bare"):
+        for messages, more in (([user], ""), (told, " --set system=Briefly.")):
+            expected = theirs.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            assert ask(f"generate {model} --chat{more}", capfd) == expected, model
+
+    for line, words in (
+        ("generate run --prompt x --set system=y", "add --chat"),
+        ("generate run --prompt x --chat --set tokenizer=bytes", "plain bytes have none"),
+    ):
+        assert main(line.split()) == 2
+        assert words in capfd.readouterr().err
