@@ -22,6 +22,16 @@ from moesaic.train.routes import RouteReplay, recording
 
 Array = npt.NDArray[Any]
 
+SIGMOID: dict[str, Any] = {
+    "model": {
+        "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
+        "shared": 1, "groups": 4, "top_groups": 2, "scale": 2.5, "renormalise": True,
+        "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+    },
+    "routing": {"bias_step": 0.02},
+}  # fmt: skip
+"""Tables of a job whose layers differ, with biased routers."""
+
 
 @dataclass
 class Outcome:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from layouts import Outcome, outcome, weights, worst_element, worst_tensor
+from layouts import SIGMOID, Outcome, outcome, weights, worst_element, worst_tensor
 
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
@@ -104,6 +105,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
     "recompute": {"train": {"recompute": True, "micro_batches": 2}},
     "tied": {"model": {"tied": True}, "train": {"micro_batches": 2}},
+    "sigmoid": {**SIGMOID, "train": {"micro_batches": 4}},
+    "sigmoid, recompute": {**SIGMOID, "train": {"recompute": True, "micro_batches": 2}},
+    "sigmoid with drops": {**SIGMOID, "routing": {**SIGMOID["routing"], "capacity": 1.0}},
     "latent attention": {
         "model": {
             "family": "deepseek_v3", "kv_heads": 4,
@@ -125,6 +129,10 @@ def test_fp64_of_every_router(ranks: Ranks, name: str, size: int, ep: int, shard
     assert_same(several, one)
     if "drops" in name:
         assert sum(step["dropped"] for step in one.steps) > 0
+    for key, bias in one.state.items():
+        if key.endswith("router.bias"):
+            assert bias.any()
+            assert np.array_equal(several.state[key], bias)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -138,6 +138,29 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
     assert "Predicted and measured" not in Path("run/report.html").read_text()
 
 
+def test_loads_are_those_of_layers_that_have_experts(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = """preset = "tiny-deepseek"
+layers = 3
+hidden = 32
+ffn = 16
+"""
+    before, _, after = JOB.partition("[data]")
+    assert before.startswith("\n[model]")
+    Path("job.toml").write_text(f"[model]\n{sizes}\n[data]{after}")
+    plan("--layout", "ep=2,shard=2")
+    assert train()["step"] == 6
+    assert "layer 0" not in Path("run/report.html").read_text().lower()
+    assert plan("--layout", "ep=2,shard=2", "--loads", "run")["predictions"]["loads"] == "run"
+    more = ["--loads", "run", "--set", "model.layers=4"]
+    capfd.readouterr()
+    assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
+    said = capfd.readouterr().err
+    assert "the loads of 16 experts in each of 2 layers, but model.experts = 16 and " in said
+    assert "model.layers = 4, model.dense_layers = 1: give a run of this model" in said
+
+
 def measured(step_s: float) -> None:
     """Let the run have measured steps of `step_s`."""
     path = Path("run/events/rank-0.jsonl")

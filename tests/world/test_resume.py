@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import worst_element
+import torch
+from layouts import SIGMOID, worst_element
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import Piece
 from moesaic.dist.world import World
 from moesaic.facts.workload import parameters
+from moesaic.models.hf.origin import open_origin
+from moesaic.serve.loading import load_model
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankFailed, Ranks
 from moesaic.testing.watch import Silent
@@ -58,16 +61,19 @@ def run_job(
     return [figures["loss"] for figures in watch.figures]
 
 
-def read_state(path: Path, dtype: str = "float64") -> dict[str, np.ndarray]:
+def read_state(
+    path: Path, dtype: str = "float64", sizes: dict[str, Any] | None = None
+) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, whole."""
-    import torch
-
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     state = {}
-    for parameter in parameters(tiny_job(model={"vocab": 260}).model):
+    for parameter in parameters(tiny_job(model={**(sizes or {}), "vocab": 260}).model):
         for kind in ("parameter", "first_moment", "second_moment"):
-            tensor = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
+            if parameter.kind == "bias" and kind != "parameter":
+                continue
+            stored = "float32" if parameter.kind == "bias" else dtype
+            tensor = torch.empty(parameter.shape, dtype=getattr(torch, stored))
             offset = (0,) * len(parameter.shape)
             checkpoint.fill([Piece(kind, parameter.name, parameter.shape, offset, tensor, (0,))])
             state[f"{kind}/{parameter.name}"] = tensor.numpy()
@@ -97,6 +103,31 @@ def test_same_layout_is_bit_identical(
     a, b = (read_state(end(out), "float32") for out in (straight, resumed))
     assert all(np.array_equal(a[key], b[key]) for key in a)
     assert Checkpoint.open(end(straight)).counters == Checkpoint.open(end(resumed)).counters
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("name", ["one", "ep2 x 2, sharded"])
+def test_biases_of_routers_go_on_where_they_were(
+    ranks: Ranks, text: Path, tmp_path: Path, name: str, precision: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    changes = {**SIGMOID, "train": {"precision": precision}}
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    whole = ranks.run(size, run_job, str(text), str(straight), layout, None, changes)
+    rest = ranks.run(size, run_job, str(text), str(resumed), layout, middle(straight), changes)
+    assert rest[0] == whole[0][3:]
+    wide = {"fp32": "float32", "fp64": "float64"}[precision]
+    a, b = (read_state(end(out), wide, SIGMOID["model"]) for out in (straight, resumed))
+    assert all(np.array_equal(a[key], b[key]) for key in a)
+    assert all(a[f"parameter/layers.{layer}.moe.router.bias"].any() for layer in (1, 2))
+    if size > 1:
+        return
+    origin = open_origin(straight)
+    model = load_model(origin, torch.device("cpu"), "bf16")
+    for layer, router in model.sigmoid_routers():
+        name = f"layers.{layer}.moe.router.bias"
+        assert np.array_equal(router.bias.numpy(), a[f"parameter/{name}"])
+        assert origin.tensors.dtype(name) == torch.float32
 
 
 def test_any_other_layout_goes_on_with_the_same_numbers(

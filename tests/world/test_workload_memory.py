@@ -31,6 +31,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dense": {**SIZES, "family": "llama", "ffn": 384, "experts": 0, "top_k": 0},
 }  # fmt: skip
+FAMILIES["deepseek"] = {
+    **FAMILIES["olmoe"], "family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1,
+    "dense_ffn": 384, "shared": 2, "groups": 4, "top_groups": 2,
+    "latent": {"width": 36, "queries": 72, "rotary": 16, "value": 32},
+}  # fmt: skip
 FAMILIES["latent"] = {  # In DeepSeek-V3's proportions, in which heads are wider than the stream.
     **FAMILIES["olmoe"], "family": "deepseek_v3", "heads": 8, "kv_heads": 8, "head_dim": 48,
     "ffn": 36, "top_k": 8, "latent": {"width": 9, "queries": 27, "rotary": 16, "value": 32},
@@ -56,6 +61,11 @@ CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (2, 2, 1, "olmoe", {}),
     (2, 2, 1, "mixtral", {**AGAIN, **PARTS}),
     (2, 2, 2, "mixtral", AGAIN),
+    (1, 1, 1, "deepseek", {}),
+    (1, 1, 1, "deepseek", {"precision": "bf16", "batch": 4, **AGAIN}),
+    (2, 1, 2, "deepseek", PARTS),
+    (2, 2, 1, "deepseek", {}),
+    (2, 2, 2, "deepseek", AGAIN),
     (2, 1, 2, "latent", PARTS),
     (2, 2, 1, "latent", {"precision": "bf16", "batch": 4, **AGAIN}),
     (2, 2, 1, "qwen3", {}),

@@ -164,12 +164,13 @@ def _recorded(run: Path, job: Job) -> list[NDArray[np.float64]]:
             f"--loads '{run}' has recorded no loads, as runs of dense models do not: give another "
             "run, or leave --loads out"
         )
-    if found.recent.shape != (model.layers, model.experts):
+    if found.recent.shape != (len(model.expert_layers), model.experts):
         layers, experts = found.recent.shape
+        dense = f", model.dense_layers = {model.dense_layers}" if model.dense_layers else ""
         raise ConfigError(
             f"--loads '{run}' has the loads of {experts} experts in each of {layers} layers, but "
-            f"model.experts = {model.experts} and model.layers = {model.layers}: give a run of "
-            "this model, or leave --loads out"
+            f"model.experts = {model.experts} and model.layers = {model.layers}{dense}: give a run "
+            "of this model, or leave --loads out"
         )
     return list(found.recent)
 

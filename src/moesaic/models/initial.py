@@ -12,7 +12,7 @@ _ELEMENTS = 1 << 22
 
 
 class InitialSource:
-    """Norms are one, every other weight is normal with the model's deviation, moments are zero."""
+    """Norms are one, biases and moments zero, all else is normal with the model's deviation."""
 
     def __init__(self, seed: int, deviation: float) -> None:
         self._seed, self._deviation = seed, deviation
@@ -20,7 +20,7 @@ class InitialSource:
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Write initial values into every piece."""
         for piece in pieces:
-            if piece.kind != PARAMETER:
+            if piece.kind != PARAMETER or piece.name.endswith(".bias"):
                 piece.tensor.zero_()
             elif len(piece.shape) == 1:
                 piece.tensor.fill_(1.0)

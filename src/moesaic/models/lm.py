@@ -22,7 +22,7 @@ from moesaic.nn.dispatch import Dispatcher, Ranks
 from moesaic.nn.latent import LatentAttention
 from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE, compute_dtype
-from moesaic.nn.router import Router
+from moesaic.nn.router import Router, SigmoidRouter
 
 
 class Embedding(nn.Module):
@@ -134,17 +134,26 @@ class LanguageModel(nn.Module):
     def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
         config = self.config
         ffn: FeedForward | MoE
-        if config.experts:
-            router = Router(
-                index, config.hidden, config.experts, config.top_k,
-                kind=routing.router, renormalise=config.renormalise, noise=routing.noise,
-            )  # fmt: skip
+        if index in config.expert_layers:
             bank = Bank(plan.homes(ranks.rank), config.hidden, config.ffn)
             dispatcher = Dispatcher(config.experts, ranks, routing.capacity, plan.slots())
-            ffn = MoE(router, bank, dispatcher)
+            beside = config.shared * config.ffn
+            shared = FeedForward(config.hidden, beside) if beside else None
+            ffn = MoE(self._router(index, routing), bank, dispatcher, shared)
         else:
-            ffn = FeedForward(config.hidden, config.ffn)
+            ffn = FeedForward(config.hidden, config.inner(index))
         return Layer(self._attention(index), ffn, config.hidden, config.norm_epsilon)
+
+    def _router(self, index: int, routing: RoutingConfig) -> Router:
+        config, kind = self.config, routing.router
+        sizes = (index, config.hidden, config.experts, config.top_k)
+        if config.score == "softmax":
+            return Router(*sizes, kind=kind, renormalise=config.renormalise, noise=routing.noise)
+        assert kind in ("top-k", "balanced"), "the job refuses others"
+        return SigmoidRouter(
+            *sizes, kind=kind, renormalise=config.renormalise,
+            groups=(config.groups, config.top_groups), scale=config.scale,
+        )  # fmt: skip
 
     def tie(self) -> None:
         """Make the head use the embedding's weight, if the model is tied."""
@@ -152,7 +161,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embed.weight
 
     def materialise(self, device: torch.device) -> None:
-        """Give every parameter memory on `device`, its values to be filled in.
+        """Give every parameter and buffer memory on `device`, its values to be filled in.
 
         `to_empty` does so too, but for a model on `meta` it first imports half of torch's compiler.
         """
@@ -163,6 +172,8 @@ class LanguageModel(nn.Module):
                     new = torch.empty(old.shape, dtype=old.dtype, device=device)
                     memory[id(old)] = nn.Parameter(new)
                 setattr(module, name, memory[id(old)])
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The named blocks, in order."""
@@ -171,11 +182,22 @@ class LanguageModel(nn.Module):
             yield f"layers.{index}", layer
         yield "head", self.head
 
-    def banks(self) -> Iterator[tuple[int, Bank]]:
-        """The expert banks by layer."""
+    def expert_layers(self) -> Iterator[tuple[int, MoE]]:
+        """The networks of experts by layer."""
         for index, layer in enumerate(self.decoder_layers()):
             if layer.moe is not None:
-                yield index, layer.moe.bank
+                yield index, layer.moe
+
+    def banks(self) -> Iterator[tuple[int, Bank]]:
+        """The expert banks by layer."""
+        for index, moe in self.expert_layers():
+            yield index, moe.bank
+
+    def sigmoid_routers(self) -> Iterator[tuple[int, SigmoidRouter]]:
+        """The routers that have a bias, by layer."""
+        for index, moe in self.expert_layers():
+            if isinstance(moe.router, SigmoidRouter):
+                yield index, moe.router
 
     def decoder_layers(self) -> Iterator[Layer]:
         """The layers between embedding and head."""

@@ -99,11 +99,19 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     return result
 
 
+def biases(model: LanguageModel, plan: Plan) -> Iterator[Piece]:
+    """Biases of routers, which every rank has whole and no gradient reaches."""
+    for layer, router in model.sigmoid_routers():
+        name, shape = f"layers.{layer}.moe.router.bias", tuple(router.bias.shape)
+        yield Piece(PARAMETER, name, shape, (0,), router.bias, tuple(range(plan.ranks)))
+
+
 def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> list[Piece]:
     """The model's parameters as pieces of state."""
     plan = plan or Plan(ranks=1, ep=1, shard=1, experts=model.config.experts)
-    return [
+    learnt = [
         piece
         for item in held(model, plan, rank)
         for piece in item.pieces(PARAMETER, item.local, rank)
     ]
+    return [*learnt, *biases(model, plan)]

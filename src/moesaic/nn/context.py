@@ -58,6 +58,8 @@ class LayerFacts:
     """This rank's share of the load-balance loss; shares add up to the loss. Carries gradient."""
     z: Tensor
     """This rank's share of the z-loss. Carries gradient."""
+    asked: Tensor
+    """Assignments to each expert over all ranks before drops, [experts], on the host."""
     counts: Tensor
     """Tokens sent to each expert by each rank after drops, [ranks, experts], on the host."""
     dropped: int

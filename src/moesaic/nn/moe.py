@@ -1,10 +1,11 @@
-"""The expert layer: router, dispatch, experts, combine."""
+"""The expert layer: router, dispatch, experts, combine, and what every token visits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, LayerFacts
 from moesaic.nn.dispatch import Counted, Dispatcher
@@ -13,11 +14,18 @@ from moesaic.nn.router import Router, Routing, balance_share, z_share
 
 
 class MoE(nn.Module):
-    """A feed-forward network of experts."""
+    """A feed-forward network of experts, beside one that is `shared` by all tokens."""
 
-    def __init__(self, router: Router, bank: Bank, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        router: Router,
+        bank: Bank,
+        dispatcher: Dispatcher,
+        shared: FeedForward | None = None,
+    ) -> None:
         super().__init__()
         self.router, self.bank, self.dispatcher = router, bank, dispatcher
+        self.shared = shared
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
@@ -27,18 +35,22 @@ class MoE(nn.Module):
         # A layer that is recomputed in backward must not leave its second graph here.
         context.layers.setdefault(self.router.layer, self._facts(routing, counted))
         sent = self.dispatcher.start(tokens_TH.to(compute_dtype(x)), counted)
+        shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
         rows, slot_counts = self.dispatcher.finish(sent)
         arena = self.bank.acquire()
         results = GatedExperts.apply(rows, arena, slot_counts, self.bank.ffn)
         self.bank.release()
         combined = self.dispatcher.combine(results, routing.weights_TK, counted, sent)
-        return combined.view(x.shape)
+        combined = combined.view(x.shape)
+        return combined if shared is None else combined + shared
 
     def _facts(self, routing: Routing, counted: Counted) -> LayerFacts:
-        asked_E = counted.asked_KE[0] if self.router.kind == "gshard" else counted.asked_KE.sum(0)
+        asked_E = counted.asked_KE.sum(0)
+        first_E = counted.asked_KE[0] if self.router.kind == "gshard" else asked_E
         return LayerFacts(
-            balance=balance_share(routing, asked_E, counted.num_tokens),
+            balance=balance_share(routing, first_E, counted.num_tokens),
             z=z_share(routing, counted.num_tokens),
+            asked=asked_E,
             counts=counted.counts_RE,
             dropped=counted.dropped,
             flips=routing.flips,

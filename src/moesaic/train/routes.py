@@ -206,7 +206,7 @@ class RouteReplay:
         some = next(iter(found[max(found)].values()))
         highest = max(int(torch.where(e < 0, -1 - e, e).max()) for e in found[max(found)].values())
         for name, recorded, wanted in (
-            ("expert layers", sorted(found), list(range(model.layers))),
+            ("expert layers", sorted(found), list(model.expert_layers)),
             ("tokens a sample", some.shape[0], sequence),
             ("experts a token", some.shape[1], model.top_k),
             ("experts", max(highest + 1, model.experts), model.experts),

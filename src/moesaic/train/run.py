@@ -23,7 +23,7 @@ from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import Held
+from moesaic.models.pieces import Held, biases
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
@@ -79,6 +79,7 @@ class Run:
             values = ((PARAMETER, item.local), (FIRST_MOMENT, first), (SECOND_MOMENT, second))
             for kind, tensor in values:
                 pieces += item.pieces(kind, tensor, self.world.rank)
+        pieces += biases(self.model, self.plan)
         return State(pieces, dict(self.counters))
 
     def step(self, samples: Samples) -> StepFacts:
@@ -99,6 +100,7 @@ class Run:
                 )
         with phases("optimizer"):
             lr = self._update(norm)
+            self._rebalance(losses)
         self.counters["step"] += 1
         self.counters["samples"] += self.job.train.batch
         self.counters["tokens"] += targets
@@ -186,6 +188,12 @@ class Run:
             )
             item.parameter.grad = None
         return lr
+
+    def _rebalance(self, losses: list[lm.Losses]) -> None:
+        """Biases follow what the whole batch asked of experts; every rank knows it."""
+        for layer, router in self.model.sigmoid_routers():
+            asked = torch.stack([one.context.layers[layer].asked for one in losses]).sum(0)
+            router.rebalance(asked, self.job.routing.bias_step)
 
     def _facts(
         self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: Phases

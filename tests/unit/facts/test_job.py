@@ -77,6 +77,9 @@ WRONG = [
     (["routing.router=gshard", "model.top_k=2"],
      'job.toml: routing.router = "gshard" drops tokens beyond a capacity: '
      "set routing.capacity (1.2 is usual)"),
+    (["model.preset=tiny-deepseek", "routing.router=switch"],
+     'job.toml: routing.router = "switch" with model.family = "deepseek_v3", whose routers choose '
+     'by sigmoids, in groups, with a bias: set routing.router = "top-k"'),
     ([DENSE, "routing.router=switch"],
      'job.toml: routing.router = "switch" with a dense model (model.experts = 0): '
      "remove it, or choose a model with experts"),
@@ -166,6 +169,10 @@ def test_settings_without_effect_are_told() -> None:
         "routing.balance_loss has no effect: the model is dense",
         "routing.z_loss has no effect: the model is dense",
     ]
+    assert job("routing.bias_step=0.01").idle() == [
+        'routing.bias_step has no effect: the routers of family "olmoe" have no bias'
+    ]
+    assert job("model.preset=tiny-deepseek", "routing.bias_step=0.01").idle() == []
     told = job(
         "schedule.kind=constant", "schedule.final=0.5", "train.validate_every=5",
         "checkpoint.every=11",

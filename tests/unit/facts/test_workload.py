@@ -28,6 +28,21 @@ def test_published_models_have_their_published_sizes(name: str, total: int, acti
     assert (counts.total, counts.active) == (total, active)
 
 
+def test_layers_that_differ_have_what_the_model_says() -> None:
+    found = {p.name: p.shape for p in parameters(model("tiny-deepseek"))}
+    for layer in range(4):
+        at = f"layers.{layer}."
+        own = {name.removeprefix(at) for name in found if name.startswith(at)}
+        inner = {name for name in own if name.startswith(("ffn.", "moe."))}
+        if layer == 0:
+            assert inner == {f"ffn.{part}.weight" for part in ("gate", "up", "down")}
+            assert found[f"{at}ffn.gate.weight"] == (384, 128)
+        else:
+            assert len(inner) == 1 + 1 + 16 * 3 + 3
+            assert found[f"{at}moe.router.bias"] == (16,)
+            assert found[f"{at}moe.shared.down.weight"] == (128, 64)
+
+
 def test_a_dense_model_is_all_active_and_a_tied_one_has_no_head() -> None:
     plain, tied = count(model("tiny-dense")), count(model("tiny-dense", tied=True))
     assert plain.total == plain.active

@@ -95,6 +95,18 @@ def test_one_dead_expert_is_named_with_its_remedy() -> None:
     assert "routing.balance_loss (now 0.01)" in said
 
 
+def test_biased_routers_are_balanced_by_their_step() -> None:
+    given = {"model.family": "deepseek_v3", "routing.bias_step": 0.001}
+    said = text(experts.dead(loads([[1, 0.04, 1.5, 1]]), given.get))
+    assert "raise routing.bias_step (now 0.001)" in said
+
+
+def test_dense_layers_drop_nothing() -> None:
+    given = {"model.top_k": 1, "model.layers": 4, "model.dense_layers": 2}
+    steps = make_steps(40, tokens=np.full(40, 1000.0), dropped=np.zeros(40) + 200)
+    assert "10% of assignments were dropped" in text(experts.drops(steps, given.get))
+
+
 def test_threshold_of_dead_is_five_percent_of_the_even_share() -> None:
     assert experts.dead_experts(loads([[0.051, 1, 1, 1.949]])) == []
     assert len(experts.dead_experts(loads([[0.049, 1, 1, 1.951]]))) == 1

@@ -44,12 +44,22 @@ def losses(text: Path, out: str, resume: str | None = None, **tables: Any) -> li
     return [figures["loss"] for figures in watch.figures]
 
 
-def test_a_replay_repeats_the_run_and_goes_on_from_a_checkpoint(text: Path, tmp_path: Path) -> None:
+SIGMOID = {
+    "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared": 1,
+    "latent": {"width": 10, "rotary": 4, "value": 6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [{}, SIGMOID], ids=["all layers", "but the first"])
+def test_a_replay_repeats_the_run_and_goes_on_from_a_checkpoint(
+    text: Path, tmp_path: Path, model: dict[str, Any]
+) -> None:
     record, replay = {"record": str(tmp_path / "routes")}, {"replay": str(tmp_path / "routes")}
-    first = losses(text, "first", routing=record)
-    assert losses(text, "second", routing=replay) == first
+    model = {"vocab": 260, **model}
+    first = losses(text, "first", routing=record, model=model)
+    assert losses(text, "second", routing=replay, model=model) == first
     middle = str(tmp_path / "second" / "checkpoints" / "step-00000002")
-    assert losses(text, "third", middle, routing=replay) == first[2:]
+    assert losses(text, "third", middle, routing=replay, model=model) == first[2:]
 
 
 def test_other_samples_are_refused_before_anything_is_written(text: Path, tmp_path: Path) -> None:

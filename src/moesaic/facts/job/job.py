@@ -83,6 +83,11 @@ class Job(Section):
                 "router learns nothing from the loss: set model.renormalise = false"
             )
         needs = {"switch": 1, "gshard": 2}.get(router)
+        if needs is not None and model.score == "sigmoid":
+            raise ValueError(
+                f'routing.router = "{router}" with model.family = "{model.family}", whose routers '
+                'choose by sigmoids, in groups, with a bias: set routing.router = "top-k"'
+            )
         if needs is None or model.top_k == needs:
             return
         if not model.experts:
@@ -101,6 +106,11 @@ class Job(Section):
         if not self.model.experts:
             given = sorted(self.routing.model_fields_set)
             found += [f"routing.{key} has no effect: the model is dense" for key in given]
+        elif self.model.score != "sigmoid" and "bias_step" in self.routing.model_fields_set:
+            found.append(
+                f'routing.bias_step has no effect: the routers of family "{self.model.family}" '
+                "have no bias"
+            )
         if self.schedule.kind == "constant" and "final" in self.schedule.model_fields_set:
             found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
         if not (self.data.validation_path or self.data.validation_share):

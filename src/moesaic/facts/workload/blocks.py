@@ -71,17 +71,18 @@ def workload(
             global micro-batch; absent: even routing.
     """
     sizes = Sizes.of(job, plan, rank)
-    even = expert_counts(job, plan, None) if job.model.experts and loads is None else None
+    sparse = job.model.expert_layers
+    even = expert_counts(job, plan, None) if sparse and loads is None else None
     blocks = [_block("embed", [ops.embedding(sizes)])]
     for layer in range(job.model.layers):
         name, again = f"layers.{layer}", job.train.recompute
         blocks.append(_block(f"{name}.attention", _attention(sizes), again=again))
-        if job.model.experts:
-            counts = expert_counts(job, plan, loads[layer]) if loads is not None else even
-            assert counts is not None
+        if layer in sparse:
+            load = None if loads is None else loads[sparse.index(layer)]
+            counts = expert_counts(job, plan, load) if even is None else even
             blocks.append(_moe(f"{name}.moe", job, plan, rank, sizes, counts))
         else:
-            blocks.append(_block(f"{name}.ffn", _dense(sizes), again=again))
+            blocks.append(_block(f"{name}.ffn", _dense(sizes, layer), again=again))
     blocks.append(
         _block("head", [ops.norm(sizes, job.model.hidden, within=False), ops.loss(sizes)])
     )
@@ -100,8 +101,12 @@ def _block_of(parameter: Parameter, job: Job) -> str:
         return parameter.name.partition(".")[0]
     inner = parameter.name.split(".")[2]
     if inner == "ffn_norm":
-        inner = "moe" if job.model.experts else "ffn"
+        inner = _inner(job, parameter.layer)
     return f"layers.{parameter.layer}.{inner.removesuffix('_norm')}"
+
+
+def _inner(job: Job, layer: int) -> str:
+    return "moe" if layer in job.model.expert_layers else "ffn"
 
 
 def _attention(s: Sizes) -> list[Part]:
@@ -123,15 +128,21 @@ def _attention(s: Sizes) -> list[Part]:
     ]
 
 
-def _dense(s: Sizes) -> list[Part]:
-    hidden, ffn = s.model.hidden, s.model.ffn
+def _dense(s: Sizes, layer: int) -> list[Part]:
     return [
-        ops.norm(s, hidden, uses=2),
-        ops.linear("gate", s, ffn, hidden, wide_input=True),
-        ops.linear("up", s, ffn, hidden, wide_input=True),
-        ops.gate(s),
-        ops.linear("down", s, hidden, ffn, wide_input=False),
+        ops.norm(s, s.model.hidden, uses=2),
+        *_gated(s, s.model.inner(layer)),
         ops.residual(s),
+    ]
+
+
+def _gated(s: Sizes, ffn: int, of: str = "") -> list[Part]:
+    hidden = s.model.hidden
+    return [
+        ops.linear(f"{of}gate", s, ffn, hidden, wide_input=True),
+        ops.linear(f"{of}up", s, ffn, hidden, wide_input=True),
+        ops.gate(s, ffn, f"{of}gate"),
+        ops.linear(f"{of}down", s, hidden, ffn, wide_input=False),
     ]
 
 
@@ -139,12 +150,15 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, s: Sizes, counts: Counts) -
     group = messages.group_of(plan.expert_groups(), rank)
     slots = slots_of(counts, plan, rank, group)
     leaving, arriving, travels = int(counts[rank].sum()), sum(slots), plan.ep > 1
+    shared = s.model.shared * s.model.ffn
     parts = [
-        ops.norm(s, s.model.hidden, uses=2),
+        ops.norm(s, s.model.hidden, uses=4 if shared else 2),
         ops.router(s),
         ops.dispatch(s, leaving, arriving, travels=travels),
+        *(_gated(s, shared, "shared ") if shared else ()),
         ops.experts(s, slots),
         ops.combine(s, leaving, arriving, travels=travels),
+        *((ops.beside(s),) if shared else ()),
         ops.residual(s),
     ]
     row_bytes = s.model.hidden * s.narrow
@@ -175,7 +189,8 @@ def _block(
     repeated: tuple[Op, ...] = ()
     if again:
         repeated = tuple(replace(op, products=()) if op.name == "down" else op for op in first)
-        repeated = repeated if name.endswith("attention") else repeated[:-1]
+        if not name.endswith("attention"):
+            repeated = tuple(op for op in repeated if op.name not in ("residual", "shared"))
         backward = (*forward, *backward)
     return Block(name, Work(first, forward), Work((*repeated, *last), backward), Work())
 
@@ -183,7 +198,7 @@ def _block(
 def _update(job: Job, plan: Plan, rank: int, held: Sequence[Parameter]) -> tuple[Op, ...]:
     """The gradient's norm, clipping and AdamW on what `rank` holds of a block."""
     width = STORED_BYTES[job.train.precision]
-    dense = [local_size(p, plan.shard) for p in held if p.kind != "expert"]
+    dense = [local_size(p, plan.shard) for p in held if p.is_dense]
     homes = plan.homes(rank)
     experts = sum(p.size for p in held if p.expert is not None and p.expert in homes)
     elements, tensors = sum(dense) + experts, len(dense) + (experts > 0)
@@ -201,13 +216,12 @@ def _sharded(
     """With what FSDP adds: one group a layer, and one of embedding and head."""
     width = STORED_BYTES[job.train.precision]
     groups = [("embed", "embed", "head")]
-    inner = "moe" if job.model.experts else "ffn"
     for layer in range(job.model.layers):
-        groups.append((f"layers.{layer}.attention", f"layers.{layer}.{inner}", ""))
+        groups.append((f"layers.{layer}.attention", f"layers.{layer}.{_inner(job, layer)}", ""))
     named = {block.name: block for block in blocks}
     for first, last, other in groups:
         names = {first, last, other} - {""}
-        dense = [p for name in sorted(names) for p in held[name] if p.kind != "expert"]
+        dense = [p for name in sorted(names) for p in held[name] if p.is_dense]
         gathered, scattered, summed = messages.sharded(dense, plan, rank, width)
         num_bytes = gathered.num_bytes
         unshard = Work(
@@ -249,7 +263,7 @@ def _step(job: Job, plan: Plan, rank: int) -> Work:
     """Sums of gradients over ranks, in buckets that span blocks, and of single numbers."""
     width, model = STORED_BYTES[job.train.precision], job.model
     found = list(parameters(model))
-    dense = [p for p in found if p.kind != "expert" and p.name != "head.norm.weight"]
+    dense = [p for p in found if p.is_dense and p.name != "head.norm.weight"]
     dense += [p for p in found if p.name == "head.norm.weight"]  # It comes behind head.weight.
     arena = 3 * model.ffn * model.hidden * len(plan.homes(rank)) * width
     groups = [("dense", tuple(range(plan.ranks)), [p.size * width for p in dense])] * (
@@ -257,7 +271,7 @@ def _step(job: Job, plan: Plan, rank: int) -> Work:
     )
     if model.experts:
         copies = messages.group_of(plan.replica_groups(), rank)
-        groups.append(("experts", copies, [arena] * model.layers))
+        groups.append(("experts", copies, [arena] * len(model.expert_layers)))
     work = summed(groups)
     return Work(work.ops, (*work.messages, *messages.scalars(plan)))
 

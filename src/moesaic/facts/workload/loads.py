@@ -86,7 +86,7 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
         return Routed(int(counts[rank].sum()), slots_of(counts, plan, rank, group))
 
     if loads is None:
-        return [rows(None)] * job.model.layers
+        return [rows(None)] * len(job.model.expert_layers)
     return [rows(load) for load in loads]
 
 

@@ -19,7 +19,13 @@ from moesaic.facts.workload.latent import attended, unturned
 from moesaic.facts.workload.loads import Routed, routed
 from moesaic.facts.workload.messages import buckets, group_of
 from moesaic.facts.workload.parameters import Parameter, local_size, parameters, rank_size
-from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, SHARE_BYTES, Sizes
+from moesaic.facts.workload.sizes import (
+    BIAS_BYTES,
+    HEAD_ROWS,
+    INDEX_BYTES,
+    SHARE_BYTES,
+    Sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -86,20 +92,22 @@ def memory(
     """
     rank = plan.ranks - 1 if rank is None else rank
     everything = list(parameters(job.model))
-    dense = [p for p in everything if p.kind != "expert"]
+    dense = [p for p in everything if p.is_dense]
+    biases = [p for p in everything if p.kind == "bias"]
     experts = [p for p in everything if p.expert is not None and p.expert in plan.homes(rank)]
     num_experts = sum(p.size for p in experts)
     moments = 2 * (sum(rank_size(p, plan.shard, rank) for p in dense) + num_experts)
-    staged = _staged(dense, experts, plan, rank) if job.checkpoint.asynchronous else 0
-    step = _Step(job, plan, rank, dense, num_experts // job.model.layers, loads, on_cpu)
+    arena = num_experts // max(len(job.model.expert_layers), 1)
+    step = _Step(job, plan, rank, dense, arena, loads, on_cpu)
     layers, wide = range(job.model.layers), step.s.wide
+    asynchronous = job.checkpoint.asynchronous and on_cpu
     return Memory(
-        parameters_bytes=step.held * wide,
+        parameters_bytes=step.held * wide + sum(p.size for p in biases) * BIAS_BYTES,
         gradients_bytes=(step.held + step.several * step.arena) * wide,
         moments_bytes=moments * wide,
-        staging_bytes=staged * wide if on_cpu else 0,
+        staging_bytes=_staged((dense, experts, biases), plan, rank, wide) if asynchronous else 0,
         gathered_bytes=max(step.gathered(index) for index in layers),
-        activations_bytes=step.passing + step.left(layers[-1]),
+        activations_bytes=step.passing + max(step.left(index) for index in layers),
         head_bytes=step.kept["head"] + _logits(step.s),
         working_bytes=max(step.working(index) for index in layers),
         forward_bytes=step.forward(),
@@ -123,17 +131,24 @@ class _Step:
         self.s, self.job, self.plan, self.rank = Sizes.of(job, plan, rank), job, plan, rank
         self.on_cpu, self.several = on_cpu, job.train.micro_batches > 1
         self.kept, self.layers = activations(job, plan, rank, loads), job.model.layers
-        self.routed = routed(job, plan, rank, loads) if job.model.experts else []
+        self.sparse = job.model.expert_layers
+        self.routed = routed(job, plan, rank, loads) if self.sparse else []
         self.passing = self.kept["context"] + self.kept["embed"]
         self.arena = arena
-        """Elements of the experts of a layer."""
+        """Elements of the experts of a layer that has some."""
         self.shards = [local_size(p, plan.shard) for p in dense]
-        self.held = sum(self.shards) + arena * self.layers
-        self.layer = sum(p.size for p in dense if p.layer == 0)
-        self.own = sum(local_size(p, plan.shard) for p in dense if p.layer == 0) + arena
-        """Elements of a layer, and what of them lies on this rank."""
-        self.root = sum(p.size for p in dense if p.layer is None)
-        self.root_share = sum(local_size(p, plan.shard) for p in dense if p.layer is None)
+        self.held = sum(self.shards) + arena * len(self.sparse)
+        self.whole = [0] * self.layers
+        self.own = [arena * (index in self.sparse) for index in range(self.layers)]
+        """Dense elements of each layer, and what lies on this rank of all that it has."""
+        self.root = self.root_share = 0
+        for p in dense:
+            if p.layer is None:
+                self.root += p.size
+                self.root_share += local_size(p, plan.shard)
+            else:
+                self.whole[p.layer] += p.size
+                self.own[p.layer] += local_size(p, plan.shard)
         self.head = job.model.vocab * job.model.hidden
         """Elements of embedding and head, and of the gradient of the head's weight."""
 
@@ -149,28 +164,28 @@ class _Step:
         Embedding, head and the layer; a message that has brought the next one; and the message
         that shares out the gradients of the one before.
         """
-        groups = 1 + (index > 0) + (index < self.layers - 1)
-        return (self.plan.shard > 1) * (self.root + groups * self.layer) * self.s.wide
+        groups = self.whole[max(index - 1, 0) : index + 2]
+        return (self.plan.shard > 1) * (self.root + sum(groups)) * self.s.wide
 
     def forward(self) -> int:
         """When the head has logits; FSDP still has the message that brought the last layer."""
         kept = self.left(self.layers - 1)
         if self.job.train.recompute:
             kept = self.layers * self.s.stream * self.s.wide
-        gathered = (self.plan.shard > 1) * (self.root + self.layer)
+        gathered = (self.plan.shard > 1) * (self.root + self.whole[-1])
         lasting = (self.several * self.held + gathered) * self.s.wide
         return self._contexts() + lasting + kept + self.kept["head"] + _logits(self.s)
 
     def backward(self, index: int) -> int:
         """In the larger half of layer `index`, whose own gradients have just begun to come."""
-        gradients = self.held if self.several else (self.layers - 1 - index) * self.own
+        gradients = self.held if self.several else sum(self.own[index + 1 :])
         if not self.several or self.plan.shard > 1 or self.job.model.tied:
             gradients += self.head  # It is not with the others yet.
         there = self._contexts() + self.left(index) + self.gathered(index)
         # Before anything is computed gloo has a copy of the message that brings the next layer;
         # what is to be computed again is not there then.
         early = self.plan.shard > 1 and index > 0 and not self.job.train.recompute
-        copied = self.layer if early else 0
+        copied = self.whole[index - 1] if early else 0
         most = max(self.working(index), (self.s.stream + copied) * self.s.wide)
         return there + gradients * self.s.wide + most
 
@@ -185,7 +200,7 @@ class _Step:
         elif self.several or self.job.model.tied:  # The embedding's, to be added to others.
             more = self.head * (1 + (self.several and self.job.model.tied))
         copies = group_of(self.plan.replica_groups(), self.rank)
-        sums = [[self.arena] * self.layers] * (len(copies) > 1)
+        sums = [[self.arena] * len(self.sparse)] * (len(copies) > 1)
         sums += [self.shards] * (self.plan.ranks > 1 and self.plan.shard == 1)
         flat = [
             sum(bucket)
@@ -204,13 +219,15 @@ class _Step:
         """What backward of the larger half of layer `index` makes, less what it has let go."""
         s, model = self.s, self.s.model
         stream = s.stream * s.wide
-        if model.experts:
-            return stream + self.arena * s.wide + self._rows(self.routed[index]) * s.narrow
+        if index in self.sparse:
+            rows = self._rows(self.routed[self.sparse.index(index)])
+            return stream + self.arena * s.wide + rows * s.narrow
+        ffn = model.inner(index)
         # Three gradients around a product are there, and its result is not; the gradient of the
         # weight that followed stays, or has been added to that of earlier micro-batches.
         stays = not self.several or self.plan.shard > 1
-        down = stays * model.ffn * model.hidden * s.wide
-        return stream + down + 2 * s.tokens * model.ffn * s.narrow
+        down = stays * ffn * model.hidden * s.wide
+        return stream + down + 2 * s.tokens * ffn * s.narrow
 
     def _rows(self, routed: Routed) -> int:
         """The same of an expert layer's rows, in elements: gradients of results, which are gone
@@ -248,10 +265,10 @@ def activations(
     layer its input, and in backward one layer at a time all of it.
     """
     s = Sizes.of(job, plan, rank)
-    if job.model.experts:
-        inner = [_moe_bytes(s, plan, one) for one in routed(job, plan, rank, loads)]
-    else:
-        inner = [_dense_bytes(s)] * job.model.layers
+    sparse = job.model.expert_layers
+    inner = [_dense_bytes(s, index) for index in range(job.model.layers - len(sparse))]
+    if sparse:
+        inner += [_moe_bytes(s, plan, one) for one in routed(job, plan, rank, loads)]
     angles = s.tokens * job.model.turned * s.wide
     head = _norm_bytes(s) + s.stream * s.narrow + job.model.vocab * job.model.hidden * s.wide
     return {
@@ -310,10 +327,14 @@ def _latent_bytes(s: Sizes, latent: Latent) -> int:
     return kept + (t * heads + s.mask) * s.narrow + t * model.heads * s.wide
 
 
-def _dense_bytes(s: Sizes) -> int:
-    weights = 3 * s.model.ffn * s.model.hidden
-    gated = 4 * s.tokens * s.model.ffn * s.narrow
-    return _norm_bytes(s) + _inputs_bytes(s, 2, weights) + gated
+def _dense_bytes(s: Sizes, layer: int) -> int:
+    ffn = s.model.inner(layer)
+    return _norm_bytes(s) + _inputs_bytes(s, 2, 3 * ffn * s.model.hidden) + _gated_bytes(s, ffn)
+
+
+def _gated_bytes(s: Sizes, ffn: int) -> int:
+    """Both products, silu of the first, and what goes into the last."""
+    return 4 * s.tokens * ffn * s.narrow
 
 
 def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
@@ -321,13 +342,20 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
     arriving = sum(slots)
     scores, chosen = t * model.experts, t * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
+    if model.score == "sigmoid":  # What makes odds of them.
+        routing += t * s.wide
     if model.renormalise:
         routing += (chosen + t) * s.wide
     indices = (2 * chosen + leaving + len(slots)) * INDEX_BYTES + 2 * chosen
     if plan.ep > 1:
         indices += 2 * arriving * INDEX_BYTES
     rows = arriving * (model.hidden + 2 * model.ffn) + leaving * model.hidden
-    return _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + chosen) * s.narrow
+    kept = _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + chosen) * s.narrow
+    if model.shared:  # Besides the stream, which the router has kept already.
+        ffn = model.shared * model.ffn
+        casts = s.casts * (2 * s.stream + 3 * ffn * model.hidden) * s.narrow
+        kept += casts + _gated_bytes(s, ffn)
+    return kept
 
 
 def _logits(s: Sizes) -> int:
@@ -342,17 +370,28 @@ def _logits(s: Sizes) -> int:
     return read + weight + max(2 * logits * s.wide, logits * (s.wide + s.narrow) + weight)
 
 
-def _staged(dense: Sequence[Parameter], experts: Sequence[Parameter], plan: Plan, rank: int) -> int:
-    """Elements that `rank` writes of a checkpoint: the owners of a piece share pieces out."""
+def _staged(held: tuple[Sequence[Parameter], ...], plan: Plan, rank: int, wide: int) -> int:
+    """Bytes that `rank` writes of a checkpoint: the owners of a piece share pieces out.
+
+    Args:
+        held: dense parameters, experts and biases; the first two have moments.
+        plan: which rank holds what.
+        rank: whose.
+        wide: bytes of a number, but for those of biases.
+    """
+    dense, experts, biases = held
+    pieces = (
+        (plan.shard, [rank_size(p, plan.shard, rank) * wide for p in dense] * 3),
+        (plan.ep, [p.size * wide for p in experts] * 3),
+        (1, [p.size * BIAS_BYTES for p in biases]),
+    )
     shared: dict[tuple[int, ...], list[int]] = {}
-    for parts, by in ((dense, plan.shard), (experts, plan.ep)):
-        owners = tuple(range(rank % by, plan.ranks, by))
-        sizes = [p.size if p.kind == "expert" else rank_size(p, by, rank) for p in parts]
-        shared.setdefault(owners, []).extend(sizes)
+    for by, sizes in pieces:
+        shared.setdefault(tuple(range(rank % by, plan.ranks, by)), []).extend(sizes)
     staged = 0
     for owners, sizes in shared.items():
         loads = [0] * len(owners)
-        for size in sorted(sizes * 3, reverse=True):
+        for size in sorted(sizes, reverse=True):
             loads[loads.index(min(loads))] += size
         staged += loads[owners.index(rank)]
     return staged

@@ -175,8 +175,8 @@ def attend(s: Sizes) -> Part:
         Op("attend", (scores, mixed), repeated + 2 * q * s.narrow + masking,
            2 + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
         Op("attend", (scores, scores, mixed, mixed, mixed),
-           repeated + 2 * (q + k) * turned + 2 * k * s.narrow, 4 + 2 * repeats, s.precision,
-           specials, "attention backward", share),
+           repeated + 2 * (q + k) * turned + 2 * repeats * k * s.narrow, 3 + 3 * repeats,
+           s.precision, specials, "attention backward", share),
     )  # fmt: skip
 
 
@@ -188,14 +188,19 @@ def residual(s: Sizes) -> Part:
     )
 
 
-def gate(s: Sizes) -> Part:
-    """silu(gate) * up of the dense feed-forward network."""
-    elements = s.tokens * s.model.ffn
+def gate(s: Sizes, ffn: int, name: str = "gate") -> Part:
+    """silu(gate) * up of a dense feed-forward network of inner width `ffn`."""
+    elements = s.tokens * ffn
     n = elements * s.narrow
     return (
-        Op("gate", (), 5 * n, 2, specials=elements),
-        Op("gate", (), 9 * n, 3, specials=elements),
+        Op(name, (), 5 * n, 2, specials=elements),
+        Op(name, (), 9 * n, 3, specials=elements),
     )
+
+
+def beside(s: Sizes) -> Part:
+    """What the shared experts say added to what the others do."""
+    return Op("shared", (), 3 * s.stream * s.narrow, 1), Op("shared")
 
 
 def router(s: Sizes) -> Part:
@@ -208,12 +213,21 @@ def router(s: Sizes) -> Part:
         forward += (3 * chosen + 2 * t) * s.wide
         backward += (14 * chosen + 5 * t) * s.wide
     more = int(model.renormalise)
+    calls = [20 + 2 * more, 16 + 7 * more]
+    if model.score == "sigmoid":  # Odds, the bias and the scale; and what is never quite zero.
+        forward += (5 * scores + 2 * chosen + (4 + 2 * more) * t) * s.wide
+        backward += (13 * scores + 2 * chosen + 5 * t) * s.wide
+        calls = [calls[0] + 5 + more, calls[1] + 8]
+    if model.top_groups < model.groups:
+        offers, taken = t * model.groups, t * model.top_groups
+        forward += (3 * scores + 6 * offers + taken) * s.wide
+        forward += 2 * (offers + taken) * INDEX_BYTES + 4 * offers
+        calls[0] += 6
     return (
-        Op("router", (Product(t, model.experts, model.hidden),), forward, 20 + 2 * more,
-           s.wide_type, specials=2 * scores),
+        Op("router", (Product(t, model.experts, model.hidden),), forward, calls[0], s.wide_type,
+           specials=2 * scores),
         Op("router", (Product(model.experts, model.hidden, t),
-                      Product(t, model.hidden, model.experts)), backward, 16 + 7 * more,
-           s.wide_type),
+                      Product(t, model.hidden, model.experts)), backward, calls[1], s.wide_type),
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["norm", "embedding", "dense", "router", "expert", "head"]
+    kind: Literal["norm", "embedding", "dense", "router", "bias", "expert", "head"]
+    """A bias of a router is no one's to learn: it has neither gradient nor moments."""
     layer: int | None = None
     expert: int | None = None
 
@@ -29,6 +30,11 @@ class Parameter:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all ranks learn it, or shares of it: what is no expert's, but for biases."""
+        return self.kind not in ("expert", "bias")
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -61,16 +67,28 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         for name, width in zip("qk", widths, strict=True):
             yield Parameter(f"{at}.attention.{name}_norm.weight", (width,), "norm", layer)
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
-    wide, back = (model.ffn, hidden), (hidden, model.ffn)
-    parts = (("gate", wide), ("up", wide), ("down", back))
-    if not model.experts:
-        for name, shape in parts:
-            yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
+    if layer in model.expert_layers:
+        yield from _moe(model, layer)
         return
+    for name, shape in _gated(hidden, model.inner(layer)):
+        yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
+
+
+def _moe(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    at, hidden = f"layers.{layer}", model.hidden
     yield Parameter(f"{at}.moe.router.weight", (model.experts, hidden), "router", layer)
+    if model.score == "sigmoid":
+        yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
     for expert in range(model.experts):
-        for name, shape in parts:
+        for name, shape in _gated(hidden, model.ffn):
             yield Parameter(expert_name(layer, expert, name), shape, "expert", layer, expert)
+    for name, shape in _gated(hidden, model.shared * model.ffn) if model.shared else ():
+        yield Parameter(f"{at}.moe.shared.{name}.weight", shape, "dense", layer)
+
+
+def _gated(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """The matrices of a gated feed-forward network."""
+    return (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner)))
 
 
 def _latent(model: ModelConfig, latent: Latent, layer: int) -> Iterator[Parameter]:

@@ -25,6 +25,9 @@ SHARE_BYTES = 2 << 20
 
 INDEX_BYTES = 8
 
+BIAS_BYTES = 4
+"""Of a number in a router's bias, whatever else is stored in."""
+
 
 @dataclass(frozen=True)
 class Sizes:

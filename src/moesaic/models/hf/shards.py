@@ -72,7 +72,8 @@ def lay_out(
     result = []
     for parameter in parameters(model):
         kept = tensors.dtype(parameter.name)
-        spelled = _SPELLED[kept if dtype == "keep" else PRECISIONS[dtype]]
+        exact = dtype == "keep" or parameter.kind == "bias"  # A narrower one would lose its steps.
+        spelled = _SPELLED[kept if exact else PRECISIONS[dtype]]
         result.append(Item(parameter.name, Entry(name(parameter), spelled, parameter.shape)))
     return result
 

@@ -59,10 +59,11 @@ def fullest(
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
-    dense = [p for p in parameters(job.model) if p.kind != "expert"]
+    dense = [p for p in parameters(job.model) if p.is_dense]
     counts: list[Counts] = []
     if job.model.experts:
-        counts = [expert_counts(job, plan, load) for load in loads or [None]]
+        by_layer: Sequence[ArrayLike | None] = [None] if loads is None else loads
+        counts = [expert_counts(job, plan, load) for load in by_layer]
     groups = {rank: group for group in plan.expert_groups() for rank in group}
     owned = [sum(rank_size(p, plan.shard, rank) for p in dense) for rank in range(plan.shard)]
     kinds: dict[tuple[object, ...], int] = {}

@@ -91,7 +91,8 @@ def drops(steps: Steps, setting: Settings) -> Finding | None:
     total = float(np.nansum(steps.dropped))
     if total <= 0:
         return None
-    visits = (setting("model.top_k") or 1) * (setting("model.layers") or 1)
+    layers = (setting("model.layers") or 1) - (setting("model.dense_layers") or 0)
+    visits = (setting("model.top_k") or 1) * layers
     recent = slice(len(steps) - -(-len(steps) // 4), None)
     share, now = (
         float(np.nansum(steps.dropped[part]) / max(np.nansum(steps.tokens[part]) * visits, 1.0))
@@ -149,9 +150,11 @@ def _by_layer(found: list[Extreme]) -> str:
 
 
 def _balance(setting: Settings) -> str:
-    weight = setting("routing.balance_loss")
-    now = f" (now {weight:g})" if isinstance(weight, (int, float)) else ""
-    return f"raise routing.balance_loss{now} by a factor of 2 to 10."
+    by_bias = setting("model.family") == "deepseek_v3"
+    key = "routing.bias_step" if by_bias else "routing.balance_loss"
+    value = setting(key)
+    now = f" (now {value:g})" if isinstance(value, (int, float)) else ""
+    return f"raise {key}{now} by a factor of 2 to 10."
 
 
 def _home(expert: int, setting: Settings, homes: object) -> str:

@@ -25,6 +25,13 @@ QWEN3 = {
     "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
 }  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 3, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 1.5, "kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-wide": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 16},
@@ -55,6 +62,14 @@ CASES: dict[str, dict[str, Any]] = {
             "high_freq_factor": 3.0, "original_max_position_embeddings": 16,
         },
     },
+    "deepseek": DEEPSEEK,
+    "deepseek-yarn": {
+        **DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+        "n_shared_experts": 1, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "beta_fast": 4.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+        },
+    },
     "qwen3-yarn": {
         **QWEN3, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "beta_fast": 4.0,
@@ -80,6 +95,9 @@ def randomise(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=draws)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=draws))
 
 
 def build(case: str, **changes: Any) -> transformers.PreTrainedModel:

@@ -1,0 +1,213 @@
+"""Routers by sigmoids and shared experts: against slow loops, and against transformers' own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
+
+from moesaic.nn.attention import FeedForward
+from moesaic.nn.bank import Bank
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.moe import MoE
+from moesaic.nn.router import SigmoidRouter
+
+HIDDEN, FFN = 12, 10
+
+
+def make(experts: int, top_k: int, shared: int = 0, **router: Any) -> MoE:
+    layer = MoE(
+        SigmoidRouter(0, HIDDEN, experts, top_k, **router),
+        Bank(range(experts), HIDDEN, FFN),
+        Dispatcher(experts, Ranks()),
+        FeedForward(HIDDEN, shared * FFN) if shared else None,
+    ).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    torch.nn.init.normal_(layer.router.bias, std=0.3)
+    return layer
+
+
+def context() -> Context:
+    result = Context(Rotary(torch.empty(0), torch.empty(0)))
+    result.training = True
+    return result
+
+
+def slow_route(router: SigmoidRouter, token: Tensor) -> tuple[list[int], Tensor]:
+    """One token's experts, best first, and their weights: by sorting, one group after another."""
+    scores = torch.sigmoid(router.weight @ token)
+    biased = (scores.detach() + router.bias).tolist()
+    size = router.experts // router.groups
+    groups = [range(first, first + size) for first in range(0, router.experts, size)]
+    best = sorted(groups, key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+    offered = [e for group in best[: router.top_groups] for e in group]
+    chosen = sorted(offered, key=lambda e: -biased[e])[: router.top_k]
+    weights = torch.stack([scores[e] for e in chosen])
+    if router.renormalise:
+        weights = weights / (weights.sum() + 1e-20)
+    return chosen, weights * router.scale
+
+
+def slow(layer: MoE, x: Tensor) -> Tensor:
+    views = {(e, part): view for e, part, view in layer.bank.matrices(layer.bank.arena)}
+    rows = []
+    for token in x.reshape(-1, HIDDEN):
+        total = torch.zeros(HIDDEN, dtype=x.dtype)
+        for expert, weight in zip(*slow_route(layer.router, token), strict=True):
+            gate, up, down = (views[expert, part] for part in ("gate", "up", "down"))
+            total = total + weight * (down @ (F.silu(gate @ token) * (up @ token)))
+        if layer.shared is not None:
+            gate, up, down = (getattr(layer.shared, p).weight for p in ("gate", "up", "down"))
+            total = total + down @ (F.silu(gate @ token) * (up @ token))
+        rows.append(total)
+    return torch.stack(rows).view(x.shape)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 9), groups=st.integers(1, 4), size=st.integers(2, 5),
+    top_groups=st.integers(1, 4), top_k=st.integers(1, 6), shared=st.integers(0, 2),
+    renormalise=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_layer_equals_the_dense_loop(
+    tokens: int, groups: int, size: int, top_groups: int, top_k: int, shared: int,
+    renormalise: bool, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    top_groups = min(top_groups, groups)
+    layer = make(
+        groups * size, min(top_k, top_groups * size), shared, groups=(groups, top_groups),
+        renormalise=renormalise, scale=2.5,
+    )  # fmt: skip
+    x = torch.randn(1, tokens, HIDDEN).double().requires_grad_()
+    fast, expected = layer(x, context()), slow(layer, x)
+    torch.testing.assert_close(fast, expected, rtol=1e-12, atol=1e-12)
+    cotangent, inputs = torch.randn_like(x), [x, *layer.parameters()]
+    ours, theirs = (torch.autograd.grad(y, inputs, cotangent) for y in (fast, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def config(**changes: Any) -> DeepseekV3Config:
+    return DeepseekV3Config(
+        hidden_size=HIDDEN, moe_intermediate_size=FFN, n_routed_experts=16, n_shared_experts=2,
+        num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        experts_implementation="eager", **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("groups", "top_groups"), [(4, 2), (1, 1), (8, 3)])
+def test_routers_of_transformers_choose_and_weigh_alike(
+    groups: int, top_groups: int, renormalise: bool
+) -> None:
+    torch.manual_seed(groups)
+    peer = config(norm_topk_prob=renormalise)
+    peer.n_group, peer.topk_group = groups, top_groups
+    theirs = DeepseekV3TopkRouter(peer)
+    ours = SigmoidRouter(
+        0, HIDDEN, 16, 3, renormalise=renormalise, groups=(groups, top_groups), scale=2.5
+    )
+    torch.nn.init.normal_(theirs.weight)
+    torch.nn.init.normal_(theirs.e_score_correction_bias, std=0.3)
+    ours.load_state_dict(
+        {"weight": theirs.weight, "bias": theirs.e_score_correction_bias}, strict=True
+    )
+    tokens = torch.randn(200, HIDDEN)
+    mine = ours(tokens, context())
+    logits, weights, experts = theirs(tokens)
+    torch.testing.assert_close(mine.scores_TE, logits)
+    theirs_TE = torch.zeros(200, 16).scatter(1, experts, weights)
+    ours_TE = torch.zeros(200, 16).scatter(1, mine.experts_TK, mine.weights_TK)
+    torch.testing.assert_close(ours_TE, theirs_TE)
+    cotangent = torch.randn(200, 16)
+    (a,) = torch.autograd.grad(ours_TE, ours.weight, cotangent)
+    (b,) = torch.autograd.grad(theirs_TE, theirs.weight, cotangent)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_of_transformers_says_the_same() -> None:
+    torch.manual_seed(0)
+    theirs = DeepseekV3MoE(config())
+    ours = make(16, 3, shared=2, groups=(4, 2), scale=2.5, renormalise=True).float()
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
+        for expert, part, view in ours.bank.matrices(ours.bank.arena):
+            fused = theirs.experts.down_proj if part == "down" else theirs.experts.gate_up_proj
+            first = FFN if part == "up" else 0
+            (fused[expert] if part == "down" else fused[expert, first : first + FFN]).copy_(view)
+        for part in ("gate", "up", "down"):
+            mine = getattr(ours.shared, part).weight
+            getattr(theirs.shared_experts, f"{part}_proj").weight.copy_(mine)
+    x = torch.randn(2, 30, HIDDEN, requires_grad=True)
+    one, other = ours(x, context()), theirs(x)
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    cotangent = torch.randn_like(x)
+    pairs = [(x, x), (ours.router.weight, theirs.gate.weight)]
+    pairs += [(ours.shared.down.weight, theirs.shared_experts.down_proj.weight)]
+    for mine, peer in pairs:
+        (a,) = torch.autograd.grad(one, mine, cotangent, retain_graph=True)
+        (b,) = torch.autograd.grad(other, peer, cotangent, retain_graph=True)
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@given(st.lists(st.lists(st.integers(0, 10**6), min_size=5, max_size=5), min_size=1, max_size=9))
+def test_a_bias_moves_by_steps_towards_an_even_load(loads: list[list[int]]) -> None:
+    router = SigmoidRouter(0, HIDDEN, 5, 2)
+    expected = torch.zeros(5)
+    for load in loads:
+        router.rebalance(torch.tensor(load), 0.001)
+        mean = math.fsum(load) / 5
+        for expert, count in enumerate(load):
+            expected[expert] += 0.001 if count < mean else -0.001 if count > mean else 0.0
+    assert torch.equal(router.bias, expected)
+
+
+def test_a_bias_evens_out_what_tokens_ask_for() -> None:
+    torch.manual_seed(3)
+    layer = make(16, 4, groups=(4, 2))
+    torch.nn.init.zeros_(layer.router.bias)
+    x = torch.randn(1, 500, HIDDEN).double() + 0.5
+    spread = []
+    for _ in range(300):
+        ctx = context()
+        layer(x, ctx)
+        asked = ctx.layers[0].asked
+        spread.append(float(asked.max() / asked.double().mean()))
+        layer.router.rebalance(asked, 0.005)
+    assert spread[0] > 1.8
+    assert max(spread[-20:]) < 1.2
+
+
+def test_balance_and_z_loss_by_their_definitions() -> None:
+    layer = make(8, 2, groups=(4, 2))
+    x = torch.randn(1, 30, HIDDEN).double()
+    ctx = context()
+    layer(x, ctx)
+    scores = x[0] @ layer.router.weight.T
+    odds = scores.sigmoid() / scores.sigmoid().sum(dim=1, keepdim=True)
+    share = ctx.layers[0].asked.double() / 60
+    torch.testing.assert_close(ctx.layers[0].balance, 8 * (share * odds.mean(0)).sum())
+    torch.testing.assert_close(ctx.layers[0].z, scores.logsumexp(-1).square().mean())
+
+
+def test_the_bias_stays_in_fp32_and_is_no_parameter() -> None:
+    layer = make(8, 2)
+    before = layer.router.bias.clone()
+    for dtype in (torch.float64, torch.bfloat16):
+        layer.to(dtype)
+        assert layer.router.weight.dtype == dtype
+        assert layer.router.bias.dtype == torch.float32
+    assert torch.equal(layer.router.bias, before)
+    assert all(name != "router.bias" for name, _ in layer.named_parameters())
