@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from layouts import SIGMOID
 from torch import Tensor
 
 from moesaic.dist.world import World
@@ -35,6 +36,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"family": "llama", "experts": 0, "top_k": 0}},
     "dense, recomputed": {
         "model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True},
+        "train": {"recompute": True, "micro_batches": 2},
+    },
+    "layers that differ": SIGMOID,
+    "layers that differ, recomputed": {
+        **SIGMOID,
         "train": {"recompute": True, "micro_batches": 2},
     },
     "large": {"model": {"hidden": 256, "ffn": 512, "vocab": 2000, "experts": 16}},

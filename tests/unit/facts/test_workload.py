@@ -21,6 +21,7 @@ def model(name: str, **changes: object) -> ModelConfig:
         ("olmoe-1b-7b", 6_919_161_856, 1_282_017_280),
         ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek-v3", 671_026_419_200, 37_552_297_472),
     ],
 )
 def test_published_models_have_their_published_sizes(name: str, total: int, active: int) -> None:
