@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from layouts import plain, put_together, worst_element
+from layouts import SIGMOID, plain, put_together, worst_element
 
 from moesaic.dist.state import Piece
 from moesaic.dist.transfer import PeerSource
@@ -21,13 +21,15 @@ GENERATIONS = [(1, 1), (4, 1), (2, 2), (4, 4)]
 """ep and shard of each generation, all on the same four ranks."""
 
 
-def train_through_layouts(world: World, generations: list[tuple[int, int]]) -> Any:
+def train_through_layouts(
+    world: World, generations: list[tuple[int, int]], tables: dict[str, Any]
+) -> Any:
     samples = RandomSamples(61, 12)
     pieces: list[Piece] = []
     counters = None
     losses = []
     for ep, shard in generations:
-        job = tiny_job(layout={"ep": ep, "shard": shard}, train={"micro_batches": 2})
+        job = tiny_job(layout={"ep": ep, "shard": shard}, train={"micro_batches": 2}, **tables)
         plan = lay_out(job.layout, job.model, world.size)
         source = PeerSource(world, pieces) if pieces else InitialSource(job.seed, 0.2)
         run = assemble(job, plan, world, source, counters)
@@ -38,9 +40,10 @@ def train_through_layouts(world: World, generations: list[tuple[int, int]]) -> A
     return losses, [plain(piece) for piece in pieces]
 
 
-def test_another_layout_in_the_same_process(ranks: Ranks) -> None:
-    moving = ranks.run(4, train_through_layouts, GENERATIONS)
-    still = ranks.run(1, train_through_layouts, [(1, 1)] * len(GENERATIONS))
+@pytest.mark.parametrize("tables", [{}, SIGMOID], ids=["plain", "layers that differ"])
+def test_another_layout_in_the_same_process(ranks: Ranks, tables: dict[str, Any]) -> None:
+    moving = ranks.run(4, train_through_layouts, GENERATIONS, tables)
+    still = ranks.run(1, train_through_layouts, [(1, 1)] * len(GENERATIONS), tables)
     losses, pieces = still[0]
     for rank_losses, _ in moving:
         assert rank_losses == pytest.approx(losses, rel=1e-9)

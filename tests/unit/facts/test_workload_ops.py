@@ -342,20 +342,23 @@ def test_a_tied_weight_is_held_and_updated_once() -> None:
         assert sizes[False] - sizes[True] == 7 * 4 * SMALL["vocab"] * SMALL["hidden"]
 
 
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
 @pytest.mark.parametrize(("ranks", "ep", "shard"), [(4, 2, 2), (4, 4, 1), (6, 2, 3), (4, 1, 4)])
 def test_ranks_hold_and_update_each_parameter_as_often_as_there_are_copies(
-    ranks: int, ep: int, shard: int
+    name: str, ranks: int, ep: int, shard: int
 ) -> None:
-    job = make_job("tiny-mixtral", layout__ep=ep, layout__shard=shard, train__batch=12, hidden=36)
+    job = make_job(name, layout__ep=ep, layout__shard=shard, train__batch=12, hidden=36)
     plan = lay_out(job.layout, job.model, ranks)
     everything = list(parameters(job.model))
     experts = sum(p.size for p in everything if p.kind == "expert")
-    dense = sum(p.size for p in everything if p.kind != "expert")
+    dense = sum(p.size for p in everything if p.is_dense)
+    biases = sum(p.size for p in everything if p.kind == "bias")
+    assert dense + experts + biases == count(job.model).total
     held = [memory(job, plan, rank) for rank in range(ranks)]
     assert sum(m.moments_bytes for m in held) == 8 * (
         dense * ranks // shard + experts * ranks // ep
     )
-    assert sum(m.staging_bytes for m in held) == 12 * (dense + experts)
+    assert sum(m.staging_bytes for m in held) == 12 * (dense + experts) + 4 * biases
     normed = sum(
         op.moved_bytes for rank in range(ranks) for block in workload(job, plan, rank)
         for op in block.update.ops if op.name == "norm"
