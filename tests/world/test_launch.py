@@ -132,8 +132,8 @@ def test_ranks_end_with_their_parent(
     assert process.returncode == status
     if words is not None:
         assert err == f"{words}{GO_ON}"
-    else:
-        assert err == ""
+    elif err:  # One of the ranks, in the moment before it ends too, of the other one's socket.
+        assert "recvValue failed" in err
     end = time.monotonic() + 20
     while not all(gone(pid) for pid in ranks):
         assert time.monotonic() < end, "a rank outlived its parent"

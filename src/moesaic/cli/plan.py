@@ -17,7 +17,7 @@ from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, Predictions, RankPlace, planned, short
+from moesaic.facts.plan import Plan, Predictions, RankPlace, basis, planned, short
 from moesaic.facts.workload import count
 from moesaic.train.jobfile import load_job
 
@@ -104,7 +104,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     chosen = planned(job_, nproc or _most_ranks(where))
     facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
-        flags.write("--out", out, promise(chosen, where, facts, timeline).to_json())
+        flags.write("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
     if trace is not None and not dry_run:
         flags.write("--trace", trace, _trace(timeline))
     if as_json:
@@ -210,7 +210,9 @@ def predict(
     }, timeline  # fmt: skip
 
 
-def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timeline) -> Plan:
+def promise(
+    job: Job, plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timeline
+) -> Plan:
     """`plan` with places for its ranks on `cluster`, and what `predict` found of it."""
     from moesaic.sim.outline import outline
 
@@ -218,8 +220,10 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
     for one in place(cluster, plan.ranks):
         device = device_at(cluster, one)
         places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
+    placed = plan.model_copy(update={"places": places})
     predictions = Predictions(
         cluster=cluster.name,
+        basis=basis(job, placed),
         loads=facts["loads"],
         calibration=cluster.calibration,
         step_s=short(facts["step_s"]),
@@ -232,7 +236,7 @@ def promise(plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timel
         },
         timeline=outline(timeline),
     )
-    return plan.model_copy(update={"places": places, "predictions": predictions})
+    return placed.model_copy(update={"predictions": predictions})
 
 
 def _binds(held: Held, phases: dict[str, float], job: Job, layout: Plan) -> str:

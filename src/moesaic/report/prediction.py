@@ -52,7 +52,8 @@ def read_prediction(
         if not isinstance(plan.get("predictions"), dict) or not log.parts:
             return None
         predicted = parse(Predictions, plan["predictions"], "plan.json")
-    except (ConfigError, KeyError, TypeError):  # A hand was at it: the rest of the run still shows.
+    except (ConfigError, KeyError, TypeError, ValueError):
+        # A hand was at it: the rest of the run still shows.
         return None
     tokens = log.parts[-1].tokens_per_step
     if not np.isfinite(tokens):

@@ -19,7 +19,7 @@ from moesaic.base.config import apply_sets, covers, parse, parse_toml, read_text
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
-from moesaic.facts.plan import Plan, check, load_plan, ruled
+from moesaic.facts.plan import Plan, basis, check, load_plan, ruled
 from moesaic.models.hf.config import CONFIG_NAME, read_config, to_huggingface
 
 INERT = frozenset({"max_positions", "init_std"})
@@ -64,7 +64,15 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     """
     plan, origin = load_plan(path), f"--plan '{path}'"
     check(plan, loaded.job, origin)
-    job = ruled(loaded.job, plan)
+    job, warnings = ruled(loaded.job, plan), loaded.warnings
+    said_of = None if plan.predictions is None else plan.predictions.basis
+    if said_of not in (None, basis(job, plan)):
+        warnings = [
+            *warnings,
+            f"{origin}: its predictions are of another job, or of the plan as it was before it was "
+            "edited, and are left out: plan anew to have some",
+        ]
+        plan = plan.model_copy(update={"predictions": None})
     said = apply_sets({}, sets)
     for table, name in (("layout", "ep"), ("layout", "shard"), ("train", "recompute")):
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
@@ -76,7 +84,7 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
             )
     space = "\n" if sets else "\n\n"
     text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
-    return replace(loaded, job=job, text=text, plan=plan, plan_origin=origin)
+    return replace(loaded, job=job, text=text, warnings=warnings, plan=plan, plan_origin=origin)
 
 
 def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:

@@ -290,6 +290,15 @@ def test_predictions_that_no_one_can_read_are_left_out(predicted: Any, tmp_path:
     assert "Predicted and measured" not in page.render(run)
 
 
+@pytest.mark.parametrize("said", [3, "x", ["x"], {"step_s": 1}])
+def test_a_prediction_event_that_no_one_can_read_is_left_out(said: Any, tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=5, finished=False)
+    event = {"event": "prediction", "step": 5, "predicted": said, "measured": said}
+    with (directory / "events" / "rank-0.jsonl").open("a") as log:
+        log.write(json.dumps({"time": 2e9, **event}) + "\n")
+    assert predict(directory).prediction is None
+
+
 def test_comparison_overlays_runs(tmp_path: Path) -> None:
     runs = [
         fabricate(tmp_path / parent / "run", steps=steps)

@@ -66,7 +66,7 @@ class Assembly:
         """The cluster in which rank i measured `found[i]`."""
         hosts = hosts_of(self.places)
         return Cluster(
-            name=self.config.name,
+            name=self.config.name or self.places[0].host,
             hosts=[self._host(ranks, found) for ranks in hosts],
             links=list(self._links(hosts, found)) if self.config.links else [],
         )

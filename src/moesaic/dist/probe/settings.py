@@ -14,8 +14,8 @@ Number = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 class ProbeConfig(Section):
     """What to measure, for how long, and what it costs to use."""
 
-    name: str = "cluster"
-    """What the cluster is called."""
+    name: str | None = None
+    """What the cluster is called; unset: as its first host."""
     seconds: float = Field(default=20.0, gt=0, le=3600)
     """About how long it takes, starting aside; slow devices take longer, as nothing is timed once."""
     repeats: int = Field(default=2, ge=2, le=100)

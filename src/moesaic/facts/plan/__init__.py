@@ -3,7 +3,7 @@
 One JSON file that `moesaic plan` writes, people edit, training obeys and every run keeps.
 """
 
-from moesaic.facts.plan.checks import check, check_places, load_plan, ruled
+from moesaic.facts.plan.checks import basis, check, check_places, load_plan, ruled
 from moesaic.facts.plan.layout import block_names, lay_out, planned
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
@@ -29,6 +29,7 @@ __all__ = [
     "RankSpan",
     "RankTimeline",
     "Tiers",
+    "basis",
     "block_names",
     "check",
     "check_places",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -12,8 +14,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan.layout import block_names
 from moesaic.facts.plan.plan import Plan, RankPlace
 
-_ROUNDED = 1e-3
-"""What two rounded figures are off by at most, times ten."""
+_DIGITS = 16
 
 
 def load_plan(path: Path) -> Plan:
@@ -39,23 +40,8 @@ def check(plan: Plan, job: Job, origin: str) -> None:
             "and the numbers of a run depend on it, so that no plan may change it: "
             f"make them equal, or {again}"
         )
-    _check_predictions(plan, job, origin)
     if plan.stages is not None:
         _check_blocks(plan.stages[0], block_names(job.model), origin)
-
-
-def _check_predictions(plan: Plan, job: Job, origin: str) -> None:
-    """Raise if what is predicted is of a job with other batches: a run would be held against it."""
-    if plan.predictions is None:
-        return
-    said = plan.predictions.step_s * plan.predictions.tokens_per_s
-    tokens = job.train.batch * job.data.sequence
-    if abs(said / tokens - 1) > _ROUNDED:
-        raise ConfigError(
-            f"{origin}: predictions are of {said:.5g} tokens a step (step_s x tokens_per_s), but "
-            f"train.batch = {job.train.batch} and data.sequence = {job.data.sequence} make "
-            f"{tokens}: plan this job anew (moesaic plan), or remove predictions"
-        )
 
 
 def _check_blocks(listed: Sequence[str], blocks: Sequence[str], origin: str) -> None:
@@ -88,6 +74,23 @@ def ruled(job: Job, plan: Plan) -> Job:
     if plan.recompute is not None and plan.recompute != train.recompute:
         train = train.model_copy(update={"recompute": plan.recompute})
     return job.model_copy(update={"layout": layout, "train": train})
+
+
+def basis(job: Job, plan: Plan) -> str:
+    """A digest of what predictions of a step rest on, clusters aside: the job's work, the plan's
+    decisions."""
+    job = ruled(job, plan)
+    work = {
+        "model": job.model.model_dump(exclude={"extras", "init_std", "max_positions"}),
+        "routing": job.routing.router,
+        "data": job.data.model_dump(include={"sequence", "packing"}),
+        "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
+        "clips": job.train.clip > 0,
+        "asynchronous": job.checkpoint.asynchronous,
+        "plan": plan.model_dump(include={"ranks", "ep", "shard", "homes", "stages"}),
+        "devices": [(one.kind, one.device) for one in plan.places],
+    }
+    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
 
 def check_places(plan: Plan, found: Sequence[RankPlace], origin: str) -> None:

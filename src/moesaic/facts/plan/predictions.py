@@ -67,6 +67,9 @@ class Predictions(Section):
 
     cluster: str
     """Name of the cluster that it was worked out for."""
+    basis: str | None = None
+    """Digest of the job's work and the plan's decisions that it was worked out for; unset: whatever
+    it stands beside."""
     loads: str | None = None
     """The run that recorded the loads of experts that it rests on; unset: even ones."""
     calibration: Calibration | None = None
