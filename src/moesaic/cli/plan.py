@@ -186,11 +186,10 @@ def predict(
     places, learnt = place(cluster, layout.ranks), cluster.calibration
     recorded = None if loads is None else _recorded(loads, job)
     timeline = run(Costs.of(job, layout, cluster, recorded).events(), layout.ranks)
-    slowest = timeline.slowest
-    tokens = job.train.batch * job.data.sequence
     price = price_per_hour(cluster, places)
-    device = device_at(cluster, places[slowest])
     outlook.check(cluster.name, timeline.step_s, price)
+    slowest, tokens = timeline.slowest, job.train.batch * job.data.sequence
+    device = device_at(cluster, places[slowest])
     held = tightest(job, layout, cluster, places, recorded)
     counts, phases = count(job.model), timeline.by_phase(slowest)
     return {
