@@ -77,7 +77,7 @@ def ruled(job: Job, plan: Plan) -> Job:
 
 
 def basis(job: Job, plan: Plan) -> str:
-    """A digest of what predictions of a step rest on, clusters aside: the job's work, the plan's
+    """A digest of what predictions of a step rest on, machines aside: the job's work, the plan's
     decisions."""
     job = ruled(job, plan)
     work = {
@@ -87,8 +87,7 @@ def basis(job: Job, plan: Plan) -> str:
         "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
         "clips": job.train.clip > 0,
         "asynchronous": job.checkpoint.asynchronous,
-        "plan": plan.model_dump(include={"ranks", "ep", "shard", "homes", "stages"}),
-        "devices": [(one.kind, one.device) for one in plan.places],
+        "plan": plan.model_dump(include={"ranks", "ep", "shard", "homes_by_rank", "stages"}),
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
