@@ -61,7 +61,7 @@ def test_work_of_several_ranks_is_done_as_often_as_they_agree_and_counts_on_aver
         heard.append(count)
         return 3
 
-    assert together(machine.work, machine.clock, agree, 10.0).call_s == 4.0
+    assert together(machine.work, machine.clock, agree, 10.0).calls_s == [1.0, 9.0, 2.0]
     assert (heard, machine.calls) == ([10], 5)
 
 
@@ -72,7 +72,7 @@ def test_work_of_a_rank_s_own_does_not_count_as_work_together() -> None:
         machine.now += 100.0
 
     met = together(machine.work, machine.clock, lambda count: 5, 10.0, own)
-    assert (met.own_s, met.call_s) == ([100.0] * 5, 3.0)
+    assert (met.own_s, met.calls_s) == ([100.0] * 5, [3.0] * 5)
 
 
 def test_a_line_is_found_through_exact_points() -> None:

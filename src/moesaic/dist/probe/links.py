@@ -101,7 +101,7 @@ def _pair(world: World, first: int, second: int, sizes: list[int], share_s: floa
             work.wait()
 
     def time(work: Callable[[], object]) -> float:
-        return together(work, lambda: devices.now(world.device), agree, share_s).call_s
+        return fmean(together(work, lambda: devices.now(world.device), agree, share_s).calls_s)
 
     times = []
     for size in sizes:
@@ -128,14 +128,18 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
         for num_bytes in collective_bytes(ranks, most):
             work = collective(name, num_bytes, ranks, world.device, group)
             met = together(work, clock, agree, share_s, compute)
-            own = torch.tensor(met.own_s, dtype=torch.float64, device=world.device)
-            all_s = gather(own, group)
-            last_s = all_s.amax(dim=0)
-            between_s += last_s.tolist()
-            times.append(met.call_s - float((last_s - own).mean()))
+            # Whoever comes last waits for nobody.
+            times.append(float(_by_rank(met.calls_s, world, group).amin(dim=0).mean()))
+            between_s += _by_rank(met.own_s, world, group).amax(dim=0).tolist()
     alone_s.append(_alone_s(compute, world.device, group, share_s))
     found[f"drag {where}"] = [max(fmean(between_s) / fmean(alone_s) - 1, _LEAST_DRAG)]
     return found
+
+
+def _by_rank(measured: list[float], world: World, group: Group) -> Tensor:
+    """What every rank measured, [ranks, calls]."""
+    own = torch.tensor(measured, dtype=torch.float64, device=world.device)
+    return gather(own, group)
 
 
 def _alone_s(

@@ -37,8 +37,8 @@ class Meetings:
 
     own_s: list[float]
     """What its own work before each call took."""
-    call_s: float
-    """What a call takes on average, waiting for who comes later included."""
+    calls_s: list[float]
+    """What each call took, waiting for who comes later included."""
 
 
 def together(
@@ -48,7 +48,7 @@ def together(
     """What a call takes of several ranks that meet in it, after work of their `own`.
 
     Of such calls some are fast and others wait for a thread to be woken, or for a rank that comes
-    late, so that their median is one or the other by chance, and a step pays for all: means it is.
+    late, so that their median is one or the other by chance, and a step pays for all: mean them.
 
     Args:
         work: what ranks do together.
@@ -59,15 +59,15 @@ def together(
     """
 
     def meet(times: int) -> Meetings:
-        own_s, calls_s = [], 0.0
+        own_s, calls_s = [], []
         for _ in range(times):
             start = clock()
             own()
             came = clock()
             work()
             own_s.append(came - start)
-            calls_s += clock() - came
-        return Meetings(own_s, calls_s / times)
+            calls_s.append(clock() - came)
+        return Meetings(own_s, calls_s)
 
     work()
     start = clock()
