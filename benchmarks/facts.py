@@ -314,11 +314,11 @@ def _ratios(
 
 
 def _error(of: str, bar: str, against: str, rounds: Sequence[Sequence[float]]) -> measure.Row:
-    """How far predicted over measured, its mean over `rounds`, is from one."""
-    errors = [abs(statistics.mean(ratios) - 1.0) for ratios in zip(*rounds, strict=True)]
+    """How far predicted over measured is from one; every probe counts by itself."""
+    errors = [abs(ratio - 1.0) for ratios in rounds for ratio in ratios]
     return measure.row(
         f"error of {of}", statistics.median(errors), "share", bar=bar,
-        against=f"{against}; the mean of {len(rounds)} probes, each between two takes",
+        against=f"{against}; {len(rounds)} probes, each between two takes",
         interval=measure.bootstrap(errors), repeats=len(rounds),
     )  # fmt: skip
 

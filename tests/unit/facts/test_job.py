@@ -25,6 +25,7 @@ sequence = 64
 steps = 10
 batch = 8
 """
+DEEPSEEK = "model.preset=tiny-deepseek"
 DENSE = 'model.preset="tiny-dense"'
 
 
@@ -62,6 +63,35 @@ WRONG = [
      'give model.experts and model.top_k, or set family to "llama"'),
     (['model.family="mixtral"', "model.clip_qkv=8"],
      'job.toml: model.clip_qkv = 8.0 belongs to family "olmoe", not "mixtral": remove it'),
+    (["model.rope_theta=1.0", "model.rope_scaling={kind='yarn', factor=2.0}"],
+     "job.toml: model.rope_theta = 1.0 is not above 1, so that no channel turns more slowly than "
+     'another, as model.rope_scaling.kind = "yarn" needs: raise it'),
+    (["model.rope_scaling={kind='llama3', factor=2.0, low=4.0}"],
+     "--set model.rope_scaling={kind='llama3', factor=2.0, low=4.0}: "
+     "model.rope_scaling.low = 4.0 is not below model.rope_scaling.high = 4.0: lower it"),
+    (["model.window=8"],
+     'job.toml: model.window = 8 belongs to family "mixtral" or "qwen3_moe", not "olmoe": '
+     "remove it"),
+    (['model.family="deepseek_v3"'],
+     'job.toml: model.family = "deepseek_v3" has latent attention, but there is no model.latent: '
+     "give model.latent.width, .rotary and .value"),
+    ([DEEPSEEK, "model.latent={width=8, rotary=32, value=8}"],
+     "job.toml: model.latent.rotary = 32 leaves nothing of model.head_dim = 32, the width of a "
+     "head's turned and other channels: lower it"),
+    ([DEEPSEEK, "model.kv_heads=2"],
+     "job.toml: model.kv_heads = 2 with latent attention, in which every head has keys of its "
+     "own: set it to model.heads = 4"),
+    ([DEEPSEEK, "model.dense_layers=4"],
+     "job.toml: model.dense_layers = 4 leaves none of model.layers = 4 with experts: lower it"),
+    ([DEEPSEEK, "model.groups=3"],
+     "job.toml: model.groups = 3 does not divide model.experts = 16: "
+     "choose a divisor of the number of experts"),
+    ([DEEPSEEK, "model.top_groups=1", "model.top_k=5"],
+     "job.toml: model.top_k = 5 is more than the 4 experts of model.top_groups = 1 groups: "
+     "raise top_groups, or lower top_k"),
+    ([DEEPSEEK, "model.groups=16", "model.top_groups=4"],
+     "job.toml: model.groups = 16 leaves one of model.experts = 16 in a group, which is chosen by "
+     "its best 2: lower model.groups"),
     (["layout.ep=3"],
      "job.toml: layout.ep = 3 does not divide model.experts = 16: "
      "choose a divisor of the number of experts"),

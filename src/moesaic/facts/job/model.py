@@ -175,6 +175,11 @@ class ModelConfig(Section):
                 f"model.head_dim = {self.head_dim} is odd: the rotary embedding pairs channels, "
                 "give an even number"
             )
+        if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"model.rope_theta = {self.rope_theta} is not above 1, so that no channel turns "
+                'more slowly than another, as model.rope_scaling.kind = "yarn" needs: raise it'
+            )
         if self.family == "deepseek_v3" and self.latent is None:
             raise ValueError(
                 'model.family = "deepseek_v3" has latent attention, but there is no model.latent: '
