@@ -59,11 +59,12 @@ def assemble(
 
 def _groups(plan: Plan, world: World) -> tuple[Ranks, Group | None]:
     """The ranks that dispatch, and the group that holds copies of this rank's experts."""
+    everyone = world.partition(plan.part_groups())
     expert_groups = plan.expert_groups()
     mine = next(tuple(group) for group in expert_groups if world.rank in group)
     exchange = world.partition(expert_groups)
     replicas = world.partition(plan.replica_groups())
-    return Ranks(world.rank, world.everyone, exchange, mine), replicas
+    return Ranks(world.rank, everyone, exchange, mine), replicas
 
 
 def _shard(model: LanguageModel, plan: Plan, world: World) -> None:

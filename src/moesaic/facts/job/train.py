@@ -15,7 +15,11 @@ class LayoutConfig(Section):
     ep: int = Field(default=1, ge=1)
     """Expert parallelism: consecutive ranks that share out a layer's experts."""
     shard: Annotated[int, Field(ge=1)] | Literal["all"] = 1
-    """Ranks that share out the dense parameters (FSDP2): 1: none do; "all": every rank."""
+    """Replicas that share out the dense parameters (FSDP2): 1: none do; "all": every one."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallelism: consecutive ranks that share out every dense matrix."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallelism: parts that the layers are cut into, each on ranks of its own."""
 
 
 class TrainConfig(Section):

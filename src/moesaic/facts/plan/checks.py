@@ -67,9 +67,10 @@ def _check_blocks(listed: Sequence[str], blocks: Sequence[str], origin: str) -> 
 def ruled(job: Job, plan: Plan) -> Job:
     """`job` with what the plan decides in the place of what it said itself."""
     layout = job.layout
-    shard = plan.ranks if layout.shard == "all" else layout.shard
-    if (layout.ep, shard) != (plan.ep, plan.shard):
-        layout = layout.model_copy(update={"ep": plan.ep, "shard": plan.shard})
+    shard = plan.replicas if layout.shard == "all" else layout.shard
+    if (layout.ep, shard, layout.tp, layout.pp) != (plan.ep, plan.shard, plan.tp, plan.pp):
+        decided = plan.model_dump(include={"ep", "shard", "tp", "pp"})
+        layout = layout.model_copy(update=decided)
     train = job.train
     if plan.recompute is not None and plan.recompute != train.recompute:
         train = train.model_copy(update={"recompute": plan.recompute})
@@ -87,7 +88,7 @@ def basis(job: Job, plan: Plan) -> str:
         "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
         "clips": job.train.clip > 0,
         "asynchronous": job.checkpoint.asynchronous,
-        "plan": plan.model_dump(include={"ranks", "ep", "shard", "homes_by_rank", "stages"}),
+        "plan": plan.model_dump(include={"ranks", "ep", "shard", "tp", "pp", "homes_by_rank", "stages"}),
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 

@@ -9,23 +9,33 @@ from moesaic.facts.plan.plan import MOST_RANKS, Plan
 
 def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     """The plan that `layout` means on `ranks` ranks; anything else is as the job says."""
-    shard = ranks if layout.shard == "all" else layout.shard
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"a plan has {MOST_RANKS} ranks at most, not {ranks}: ask for fewer (--nproc)"
         )
-    for key, value in (("layout.ep", layout.ep), ("layout.shard", shard)):
-        if ranks % value:
+    part = ranks // layout.pp
+    replicas = part // layout.tp
+    shard = max(replicas, 1) if layout.shard == "all" else layout.shard
+    for key, value, what, many in (
+        ("layout.pp", layout.pp, "the number of ranks", ranks),
+        ("layout.tp", layout.tp, "the ranks of a part of the pipeline", part),
+        ("layout.ep", layout.ep, "the ranks of a part of the pipeline", part),
+        ("layout.shard", shard, "the replicas", replicas),
+    ):
+        if many % value:
+            of = "the number of ranks" if many == ranks else what
             raise ConfigError(
-                f"{key} = {value} does not divide the number of ranks ({ranks}): "
-                f"choose a divisor of {ranks}, or start another number of ranks (--nproc)"
+                f"{key} = {value} does not divide {of} ({many}): "
+                f"choose a divisor of {many}, or start another number of ranks (--nproc)"
             )
     if layout.ep > 1 and model.experts % layout.ep:
         raise ConfigError(
             f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}: "
             "choose a divisor of the number of experts"
         )
-    return Plan(ranks=ranks, ep=layout.ep, shard=shard, experts=model.experts)
+    return Plan(
+        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, pp=layout.pp, experts=model.experts
+    )
 
 
 def planned(job: Job, ranks: int) -> Plan:

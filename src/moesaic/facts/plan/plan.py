@@ -39,9 +39,12 @@ class RankPlace(Section):
 class Plan(Section):
     """A layout resolved for a number of ranks.
 
-    Every rank holds its own part of each global micro-batch. Ranks `[i * ep, (i + 1) * ep)` share
-    out the experts; ranks with equal `rank % ep` hold copies of the same experts. Ranks
-    `[i * shard, (i + 1) * shard)` share out the dense parameters.
+    A pipeline of `pp` parts, each a run of `span` ranks; in a part, runs of `tp` ranks that share
+    out every matrix and hold the same samples, so that rank `(part * replicas + replica) * tp +
+    slice` has its name. Every replica holds its own samples of each global micro-batch, and each of
+    its slices an equal run of their tokens wherever a matrix is not cut. In a part, ranks
+    `[i * ep, (i + 1) * ep)` share out the experts; ranks that are `ep` apart hold copies of the
+    same ones. `shard` replicas in a row share out what dense parameters each slice has.
     """
 
     ranks: int = Field(ge=1, le=MOST_RANKS)
@@ -49,7 +52,11 @@ class Plan(Section):
     ep: int = Field(ge=1)
     """Ranks that share out the experts."""
     shard: int = Field(ge=1)
-    """Ranks that share out the dense parameters."""
+    """Replicas that share out the dense parameters."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks that share out every dense matrix."""
+    pp: int = Field(default=1, ge=1)
+    """Parts of the pipeline."""
     experts: int = Field(ge=0, lt=MOST_EXPERTS)
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
@@ -85,10 +92,19 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
-        for name, value in (("ep", self.ep), ("shard", self.shard)):
-            if self.ranks % value:
+        if self.ranks % (self.tp * self.pp):
+            raise ValueError(
+                f"tp * pp = {self.tp} * {self.pp} does not divide ranks = {self.ranks}: "
+                "choose divisors"
+            )
+        for name, value, of, many in (
+            ("ep", self.ep, "ranks of a part", self.span),
+            ("shard", self.shard, "replicas", self.replicas),
+        ):
+            if many % value:
+                whole = "ranks" if many == self.ranks else of
                 raise ValueError(
-                    f"{name} = {value} does not divide ranks = {self.ranks}: choose a divisor"
+                    f"{name} = {value} does not divide {whole} = {many}: choose a divisor"
                 )
         if self.experts % self.ep:
             raise ValueError(
@@ -175,25 +191,71 @@ class Plan(Section):
         """The plan as plain data, without what it expects."""
         return self.model_dump(mode="json", by_alias=True, exclude={"predictions"})
 
+    @property
+    def span(self) -> int:
+        """Ranks of one part of the pipeline."""
+        return self.ranks // self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Sets of ranks that hold samples of their own."""
+        return self.span // self.tp
+
+    def part(self, rank: int) -> int:
+        """The part of the pipeline that `rank` is in."""
+        return rank // self.span
+
+    def replica(self, rank: int) -> int:
+        """Which replica `rank` belongs to."""
+        return rank % self.span // self.tp
+
+    def part_groups(self) -> list[list[int]]:
+        """Groups of ranks that hold the same blocks."""
+        return _runs(self.ranks, self.span)
+
+    def chain_groups(self) -> list[list[int]]:
+        """Groups of ranks that pass the same tokens on, from the first part to the last."""
+        return [list(range(i, self.ranks, self.span)) for i in range(self.span)]
+
+    def slice_groups(self) -> list[list[int]]:
+        """Groups of ranks that share out matrices."""
+        return _runs(self.ranks, self.tp)
+
     def expert_groups(self) -> list[list[int]]:
         """Groups of ranks that exchange tokens."""
-        return [list(range(i, i + self.ep)) for i in range(0, self.ranks, self.ep)]
+        return _runs(self.ranks, self.ep)
 
     def replica_groups(self) -> list[list[int]]:
         """Groups of ranks that hold the same experts."""
-        return [list(range(i, self.ranks, self.ep)) for i in range(self.ep)]
+        return [part[i :: self.ep] for part in self.part_groups() for i in range(self.ep)]
+
+    def same_slice_groups(self) -> list[list[int]]:
+        """Groups of ranks that hold the same slices of the same blocks, shared out or not."""
+        return [part[i :: self.tp] for part in self.part_groups() for i in range(self.tp)]
 
     def shard_groups(self) -> list[list[int]]:
         """Groups of ranks that share out the dense parameters."""
-        return [list(range(i, i + self.shard)) for i in range(0, self.ranks, self.shard)]
+        size = self.shard
+        return [
+            alike[i : i + size]
+            for alike in self.same_slice_groups()
+            for i in range(0, len(alike), size)
+        ]
 
     def shard_replica_groups(self) -> list[list[int]]:
         """Groups of ranks that hold the same share of the dense parameters."""
-        return [list(range(i, self.ranks, self.shard)) for i in range(self.shard)]
+        return [
+            alike[i :: self.shard] for alike in self.same_slice_groups() for i in range(self.shard)
+        ]
 
     def rows(self, rank: int, batch: int) -> range:
         """Which of the `batch` samples of a global micro-batch `rank` holds: a run of them."""
-        return range(rank * batch // self.ranks, (rank + 1) * batch // self.ranks)
+        replica, replicas = self.replica(rank), self.replicas
+        return range(replica * batch // replicas, (replica + 1) * batch // replicas)
+
+
+def _runs(ranks: int, size: int) -> list[list[int]]:
+    return [list(range(i, i + size)) for i in range(0, ranks, size)]
 
 
 def _json(value: Any, margin: str, *, top: bool = False) -> str:
