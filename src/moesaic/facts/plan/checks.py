@@ -33,6 +33,9 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.ep > 1 and not plan.experts:
         raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
+    uncut = job.uncut(plan.tp)
+    if uncut is not None:
+        raise ConfigError(f"{origin}: {uncut}")
     wanted = job.train.micro_batches
     if plan.micro_batches not in (None, wanted):
         raise ConfigError(
