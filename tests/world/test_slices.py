@@ -179,7 +179,8 @@ def test_messages_of_a_step(ranks: Ranks, name: str) -> None:
     if job.model.experts:
         gathers += layers  # Counts of tokens by expert.
         sums = 4 * layers  # Mean squares of queries and keys.
-    once = 4  # Targets, gradients of what is whole, their norm, the log.
+    # Targets, gradients of what is whole and of experts, their norm, the log.
+    once = 4 + bool(job.model.experts)
     for sent, *found in ranks.run(2, count_collectives, job):
         assert sent == {
             "all_gather": parts * gathers, "reduce_scatter": parts * reduces,

@@ -272,16 +272,17 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     counts = count(loaded.job.model)
     needs = fullest(loaded.job, plan)[1] if plan.priced else None
     if as_json:
+        held = needs and {
+            **needs.by_kind(),
+            "total_bytes": needs.total_bytes,
+            "peak_bytes": needs.peak_bytes,
+        }
         screen.as_json(
             {
                 "job": loaded.job.model_dump(mode="json", by_alias=True),
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
-                "memory_per_rank": needs and {
-                    **needs.by_kind(),
-                    "total_bytes": needs.total_bytes,
-                    "peak_bytes": needs.peak_bytes,
-                },
+                "memory_per_rank": held,
                 "warnings": loaded.warnings,
             }
         )

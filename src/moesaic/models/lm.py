@@ -101,9 +101,7 @@ class Head(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             targets = context.targets.flatten()
             weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
-            loss: Tensor = HeadLoss.apply(
-                rows, weight, targets, context.loss_scale, self.slices
-            )
+            loss: Tensor = HeadLoss.apply(rows, weight, targets, context.loss_scale, self.slices)
         return loss
 
 

@@ -41,8 +41,9 @@ class Slices:
         if self.group is None:
             return parts
         joined = self.join(torch.cat(parts, dim=-1))
-        by_sample = joined.view(-1, context.rotary.cosine.shape[2], joined.shape[-1])
-        return by_sample.split([part.shape[-1] for part in parts], dim=-1)
+        by_sample: Tensor = joined.view(-1, context.rotary.cosine.shape[2], joined.shape[-1])
+        split: tuple[Tensor, ...] = by_sample.split([part.shape[-1] for part in parts], dim=-1)
+        return split
 
     def sum_runs(self, x: Tensor) -> Tensor:
         """The sum of all slices' `x`, [..., channels] over all tokens, of this slice's tokens."""

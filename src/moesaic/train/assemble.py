@@ -71,7 +71,7 @@ def _groups(plan: Plan, world: World) -> tuple[Ranks, Group | None]:
 
 
 def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
-    """Shard dense parameters over `plan.shard` replicas, replicate over the rest (FSDP2), materialise.
+    """Shard dense parameters over `plan.shard` replicas, copy to the rest (FSDP2), materialise.
 
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
     embedding and head, so that a tied weight is one parameter.

@@ -91,7 +91,9 @@ def basis(job: Job, plan: Plan) -> str:
         "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
         "clips": job.train.clip > 0,
         "asynchronous": job.checkpoint.asynchronous,
-        "plan": plan.model_dump(include={"ranks", "ep", "shard", "tp", "pp", "homes_by_rank", "stages"}),
+        "plan": plan.model_dump(
+            include={"ranks", "ep", "shard", "tp", "pp", "homes_by_rank", "stages"}
+        ),
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
