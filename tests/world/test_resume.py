@@ -31,6 +31,7 @@ LAYOUTS = {
     "ep4": (4, {"ep": 4}),
     "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
     "sharded": (2, {"shard": 2}),
+    "sliced": (4, {"tp": 2, "ep": 2, "shard": 2}),
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload import parameters
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
 
@@ -28,8 +29,15 @@ class Held:
     parameter: nn.Parameter
     bank: Bank | None
     """The bank, if this is an arena."""
+    shape: tuple[int, ...]
+    """Its whole shape; the parameter is narrower in the dimension that slices have cut, if any."""
     owners: tuple[int, ...]
     """Ranks that hold the same values, in order."""
+
+    @property
+    def sliced(self) -> bool:
+        """Whether this rank has a slice of it alone."""
+        return self.bank is None and self.shape != tuple(self.parameter.shape)
 
     @property
     def local(self) -> Tensor:
@@ -57,16 +65,18 @@ class Held:
                 shape = tuple(view.shape)
                 yield Piece(kind, name, shape, (0,) * len(shape), view, self.owners)
             return
-        shape = tuple(self.parameter.shape)
-        offset = (self._first_row(rank),) + (0,) * (len(shape) - 1)
-        yield Piece(kind, self.name, shape, offset, values, self.owners)
+        here = zip(self.shape, self.parameter.shape, strict=True)
+        first, *rest = (rank % (whole // part) * part for whole, part in here)
+        offset = (first + self._first_row(), *rest)
+        yield Piece(kind, self.name, self.shape, offset, values, self.owners)
 
-    def _first_row(self, rank: int) -> int:
+    def _first_row(self) -> int:
+        """Of this rank's shard of its slice."""
         if not _is_sharded(self.parameter):
             return 0
         mesh = self.parameter.device_mesh
         rows, parts = self.parameter.shape[0], mesh.size(mesh.ndim - 1)
-        return min(rows, rank % parts * -(-rows // parts))
+        return min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // parts))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -83,8 +93,11 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     """Every parameter of `model` as `rank` holds it under `plan`, in the order of the blocks."""
     everyone = tuple(range(plan.ranks))
-    dense = tuple(r for r in everyone if r % plan.shard == rank % plan.shard)
+    shard = plan.replica(rank) % plan.shard
+    dense = tuple(r for r in everyone if plan.replica(r) % plan.shard == shard)
+    alike = tuple(r for r in dense if r % plan.tp == rank % plan.tp)
     copies = tuple(r for r in everyone if r % plan.ep == rank % plan.ep)
+    shapes = {p.name: p.shape for p in parameters(model.config) if p.expert is None}
     result: list[Held] = []
     seen: set[int] = set()
     for block, module in model.blocks():
@@ -94,8 +107,11 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
                 continue
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
-            owners = copies if bank is not None else dense
-            result.append(Held(block, f"{block}.{name}", parameter, bank, owners))
+            full, here = f"{block}.{name}", tuple(parameter.shape)
+            shape = here if bank is not None else shapes[full]
+            owners = dense if shape == here else alike
+            owners = owners if bank is None else copies
+            result.append(Held(block, full, parameter, bank, shape, owners))
     return result
 
 

@@ -17,6 +17,7 @@ from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
 from moesaic.nn.dispatch import Ranks
+from moesaic.nn.slices import Slices
 from moesaic.train.optim import AdamW
 from moesaic.train.run import Run
 
@@ -37,8 +38,10 @@ def assemble(
         counters: position in the run; absent: its start.
     """
     groups = _groups(plan, world)
+    slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
+    alike = world.partition(plan.same_slice_groups())
     with torch.device("meta"):
-        model = LanguageModel(job.model, job.routing, plan, groups[0])
+        model = LanguageModel(job.model, job.routing, plan, groups[0], slices)
     model.to(DTYPES[job.train.precision])
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
@@ -51,7 +54,7 @@ def assemble(
     for item in holdings:
         optimizer.attach(item.name, item.local)
     devices.activate(world.device)
-    run = Run(job, plan, world, model, holdings, optimizer, replicas=groups[1])
+    run = Run(job, plan, world, model, holdings, optimizer, groups[1], alike)
     run.counters.update(counters or {})
     source.fill(run.state().pieces)
     return run
@@ -68,19 +71,21 @@ def _groups(plan: Plan, world: World) -> tuple[Ranks, Group | None]:
 
 
 def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
-    """Shard dense parameters over `plan.shard` ranks, replicate over the rest (FSDP2), materialise.
+    """Shard dense parameters over `plan.shard` replicas, copy to the rest (FSDP2), materialise.
 
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
     embedding and head, so that a tied weight is one parameter.
     """
     from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
 
-    grid = torch.arange(plan.ranks).view(-1, plan.shard)
-    shard, replicate = world.partition(grid.tolist()), world.partition(grid.T.tolist())
+    shard = world.partition(plan.shard_groups())
+    replicate = world.partition(plan.shard_replica_groups())
     assert shard is not None
     if replicate is None:
         mesh = DeviceMesh.from_group(shard, world.device.type, mesh_dim_names=("shard",))
     else:
+        alike = next(group for group in plan.same_slice_groups() if world.rank in group)
+        grid = torch.tensor(alike).view(-1, plan.shard)
         mesh = DeviceMesh.from_group(
             [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )

@@ -2,7 +2,8 @@
 
 One step is named phases: data, forward, backward (a pair for every micro-batch), reduce, clip,
 optimizer. A global batch is a list of global sample indices; this rank takes its rows of each
-micro-batch. Losses are divided by counts over all ranks, so gradients are plain sums.
+micro-batch. Losses are divided by counts over all ranks, so gradients are plain sums. Slices hold
+the same samples, and shares of their losses: what counts samples counts those of the first slice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.base.errors import DivergedError
-from moesaic.dist.collectives import sum_, sum_buckets_
+from moesaic.dist.collectives import gather, sum_, sum_buckets_
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
@@ -65,6 +66,8 @@ class Run:
     optimizer: AdamW
     replicas: Group | None
     """Ranks that hold copies of this rank's experts."""
+    alike: Group | None
+    """Ranks that hold the same slices of matrices, or shards of them."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
     hook: Callable[[str], None] | None = None
     """Called as each phase begins."""
@@ -124,9 +127,12 @@ class Run:
         return [samples.batch(range(f + rows.start, f + rows.stop)) for f in firsts]
 
     def _count(self, micro: Sequence[Batch]) -> int:
-        local = sum(lm.num_targets(batch) for batch in micro)
+        local = sum(self._targets(batch) for batch in micro)
         total = torch.tensor([local], device=self.world.device)
         return int(sum_(total, self.world.everyone))
+
+    def _targets(self, batch: Batch) -> int:
+        return lm.num_targets(batch) if self.plan.counts(self.world.rank) else 0
 
     def _gradients(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
         self.model.train()
@@ -142,16 +148,25 @@ class Run:
                 context.keep_choices = self.recorder is not None
                 if self.replay is not None:
                     choices = self.replay.choices(self.counters["step"], batch.samples)
-                    context.replay = {n: c.to(self.world.device) for n, c in choices.items()}
+                    context.replay = {
+                        layer: chosen[context.run].to(self.world.device)
+                        for layer, chosen in choices.items()
+                    }
                 result = lm.compute(self.model, batch, context, self.job, targets)
             with phases("backward"):
                 result.total.backward()
                 result.context.mask = None  # The largest part of what the losses hold on to.
             if self.recorder is not None:
-                step, choices = self.counters["step"], result.context.choices
-                self.recorder.record(step, batch.samples, choices)
+                self._record(self.recorder, batch, result.context.choices)
             losses.append(result)
         return losses
+
+    def _record(self, recorder: RouteRecorder, batch: Batch, own: dict[int, Tensor]) -> None:
+        """Of choices, all slices' together: a slice's own need not be of whole samples."""
+        group = self.model.slices.group
+        choices = {layer: gather(chosen, group).flatten(0, 1) for layer, chosen in own.items()}
+        if self.plan.counts(self.world.rank):
+            recorder.record(self.counters["step"], batch.samples, choices)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.job.train.precision != "bf16":
@@ -161,11 +176,18 @@ class Run:
         return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
 
     def _reduce(self) -> None:
-        """Sum gradients: dense ones over all ranks (FSDP has done its own), experts over copies."""
-        dense = [item.grad for item in self.holdings if item.bank is None]
+        """Sum gradients over all ranks that learn the same: experts' over copies, slices' too.
+
+        FSDP has done its own, over ranks that are alike; what is not cut is left to the slices.
+        """
+        dense = [item for item in self.holdings if item.bank is None]
+        whole = [item.grad for item in dense if not item.sliced]
         experts = [item.grad for item in self.holdings if item.bank is not None]
         if self.plan.shard == 1:
-            sum_buckets_(dense, self.world.everyone)
+            sum_buckets_(whole, self.world.everyone)
+            sum_buckets_([item.grad for item in dense if item.sliced], self.alike)
+        else:
+            sum_buckets_(whole, self.model.slices.group)
         sum_buckets_(experts, self.replicas)
 
     def gradient_norm(self) -> float:
@@ -232,7 +254,7 @@ class Run:
             with self._precision():
                 context = lm.make_context(self.model, batch, self.job, 0)
                 losses = lm.compute(self.model, batch, context, self.job, 1)
-            total += torch.stack((losses.loss.double(), total.new_tensor(lm.num_targets(batch))))
+            total += torch.stack((losses.loss.double(), total.new_tensor(self._targets(batch))))
         loss, targets = sum_(total, self.world.everyone).tolist()
         return loss / max(targets, 1.0), int(targets)
 

@@ -177,6 +177,7 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
         ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
+        ("plan job.toml --cluster cluster.toml --layout tp=2", "is not worked out yet: plan with"),
         ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
         (
             "plan job.toml --cluster cluster.toml --out no/where.json",

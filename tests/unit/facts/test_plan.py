@@ -248,6 +248,10 @@ def test_homes_are_where_the_plan_says() -> None:
             {"stages": [["embed", "layers.1", "layers.0", "head"]]},
             "stages[0] has block 'layers.1' in another place than the model: keep the order",
         ),
+        (
+            {"tp": 2},
+            "tp = 2 does not divide model.vocab = 61, which the slices share out: choose a",
+        ),
     ],
 )
 def test_it_is_held_against_the_job(change: dict[str, Any], sentence: str | None) -> None:

@@ -33,6 +33,9 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.ep > 1 and not plan.experts:
         raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
+    uncut = job.uncut(plan.tp)
+    if uncut is not None:
+        raise ConfigError(f"{origin}: {uncut}")
     wanted = job.train.micro_batches
     if plan.micro_batches not in (None, wanted):
         raise ConfigError(
@@ -88,7 +91,9 @@ def basis(job: Job, plan: Plan) -> str:
         "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
         "clips": job.train.clip > 0,
         "asynchronous": job.checkpoint.asynchronous,
-        "plan": plan.model_dump(include={"ranks", "ep", "shard", "tp", "pp", "homes_by_rank", "stages"}),
+        "plan": plan.model_dump(
+            include={"ranks", "ep", "shard", "tp", "pp", "homes_by_rank", "stages"}
+        ),
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 

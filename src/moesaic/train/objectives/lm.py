@@ -36,6 +36,7 @@ def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Con
     context.seed, context.step = job.seed, step
     context.samples = batch.samples.to(device)
     context.positions = torch.arange(batch.inputs.shape[1], device=device)
+    context.run = model.slices.run(batch.inputs.numel())
     return context
 
 
