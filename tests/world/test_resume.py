@@ -30,6 +30,7 @@ LAYOUTS = {
     "ep4": (4, {"ep": 4}),
     "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
     "sharded": (2, {"shard": 2}),
+    "two parts, sharded": (4, {"pp": 2, "shard": 2}),
 }
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+EMBED = "embed.weight"
+"""What a tied head multiplies by too, on a part of its own if there is a pipeline."""
+
+
 @dataclass(frozen=True)
 class Held:
     """One parameter as this rank holds it: what the optimizer updates in one go."""
@@ -82,9 +86,9 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     """Every parameter of `model` as `rank` holds it under `plan`, in the order of the blocks."""
-    everyone = tuple(range(plan.ranks))
-    dense = tuple(r for r in everyone if r % plan.shard == rank % plan.shard)
-    copies = tuple(r for r in everyone if r % plan.ep == rank % plan.ep)
+    part = plan.part_groups()[plan.part(rank)]
+    dense = tuple(r for r in part if r % plan.shard == rank % plan.shard)
+    copies = tuple(r for r in part if r % plan.ep == rank % plan.ep)
     result: list[Held] = []
     seen: set[int] = set()
     for block, module in model.blocks():
@@ -95,15 +99,25 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
             owners = copies if bank is not None else dense
-            result.append(Held(block, f"{block}.{name}", parameter, bank, owners))
+            full = f"{block}.{name}"
+            if model.config.tied and plan.pp > 1 and full in (EMBED, "head.weight"):
+                full, owners = EMBED, _on_both_ends(dense, plan)
+            result.append(Held(block, full, parameter, bank, owners))
     return result
 
 
-def biases(model: LanguageModel, plan: Plan) -> Iterator[Piece]:
-    """Biases of routers, which every rank has whole and no gradient reaches."""
+def _on_both_ends(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Ranks of the first part and of the last with the places of `ranks` in theirs."""
+    places = [rank % plan.span for rank in ranks]
+    return tuple(first + at for first in (0, plan.ranks - plan.span) for at in places)
+
+
+def biases(model: LanguageModel, plan: Plan, rank: int) -> Iterator[Piece]:
+    """Biases of routers, which every rank of a part has whole and no gradient reaches."""
+    owners = tuple(plan.part_groups()[plan.part(rank)])
     for layer, router in model.sigmoid_routers():
         name, shape = f"layers.{layer}.moe.router.bias", tuple(router.bias.shape)
-        yield Piece(PARAMETER, name, shape, (0,), router.bias, tuple(range(plan.ranks)))
+        yield Piece(PARAMETER, name, shape, (0,), router.bias, owners)
 
 
 def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> list[Piece]:
@@ -114,4 +128,4 @@ def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> lis
         for item in held(model, plan, rank)
         for piece in item.pieces(PARAMETER, item.local, rank)
     ]
-    return [*learnt, *biases(model, plan)]
+    return [*learnt, *biases(model, plan, rank)]

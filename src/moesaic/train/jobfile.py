@@ -74,7 +74,10 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
         ]
         plan = plan.model_copy(update={"predictions": None})
     said = apply_sets({}, sets)
-    for table, name in (("layout", "ep"), ("layout", "shard"), ("train", "recompute")):
+    for table, name in (
+        ("layout", "ep"), ("layout", "shard"), ("layout", "pp"), ("layout", "schedule"),
+        ("train", "recompute"),
+    ):  # fmt: skip
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
         if before != now and name in said.get(table, {}):
             named = [item for item in sets if covers(item, f"{table}.{name}")]

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from moesaic.base.errors import ConfigError
 from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -182,6 +183,11 @@ class Costs(Lanes):
         cls, job: Job, plan: Plan, cluster: Cluster, loads: Sequence[ArrayLike] | None = None
     ) -> Costs:
         """Ranks in the order of the cluster's places."""
+        if plan.pp > 1:
+            raise ConfigError(
+                f"layout.pp = {plan.pp}: what a pipeline takes is not worked out yet; set "
+                "layout.pp = 1 here, or train without predictions"
+            )
         return cls(plan, cluster, place(cluster, plan.ranks), job=job, loads=loads)
 
     def events(self) -> list[Event]:
