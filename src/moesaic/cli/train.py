@@ -294,7 +294,10 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
     screen.say(f"plan             {describe(plan, model.experts)}")
     if needs is None:
-        screen.say("memory per rank  not worked out where slices share out matrices (layout.tp)")
+        screen.say(
+            "memory per rank  not worked out for slices of matrices (layout.tp) or a pipeline "
+            "(layout.pp)"
+        )
         return
     peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
     screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
@@ -309,6 +312,8 @@ def describe(plan: Plan, experts: int) -> str:
     if plan.ranks == 1:
         return "1 rank holds everything"
     parts = [f"{plan.ranks} ranks"]
+    if plan.pp > 1:
+        parts.append(f"layers over {plan.pp} parts, {plan.schedule}")
     if experts:
         parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
     if plan.tp > 1:

@@ -6,7 +6,7 @@ embed, layers.0 ... layers.N-1, head. The names of its parameters are the logica
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.plan import Plan
+from moesaic.facts.plan import Plan, block_names
 from moesaic.nn.attention import Attention, FeedForward, RMSNorm, SlicedNorm
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary, compute_dtype
@@ -106,7 +106,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder of any family."""
+    """A decoder of any family, or the blocks of one that a part of a pipeline has."""
 
     def __init__(
         self,
@@ -115,20 +115,25 @@ class LanguageModel(nn.Module):
         plan: Plan | None = None,
         ranks: Ranks | None = None,
         slices: Slices = WHOLE,
+        names: Sequence[str] | None = None,
     ) -> None:
+        """With the blocks of such `names`, in the order of the model; absent: all of them."""
         super().__init__()
         self.config, self.slices = config, slices
+        self.names = block_names(config) if names is None else list(names)
         routing = routing or RoutingConfig()
         plan = plan or Plan(ranks=1, ep=1, shard=1, experts=config.experts)
         ranks = ranks or Ranks()
-        self.embed = Embedding(config.vocab, config.hidden, slices)
+        if "embed" in self.names:
+            self.embed = Embedding(config.vocab, config.hidden, slices)
+        self.indices = [i for i in range(config.layers) if f"layers.{i}" in self.names]
         self.layers = nn.ModuleList(
-            self._layer(index, routing, plan, ranks) for index in range(config.layers)
+            self._layer(index, routing, plan, ranks) for index in self.indices
         )
-        weight = self.embed.weight
-        if not config.tied:
-            weight = nn.Parameter(torch.empty_like(weight))
-        self.head = Head(weight, config.hidden, config.norm_epsilon, slices)
+        if "head" in self.names:
+            weight = nn.Parameter(torch.empty(config.vocab // slices.count, config.hidden))
+            self.head = Head(weight, config.hidden, config.norm_epsilon, slices)
+        self.tie()
 
     def _attention(self, index: int) -> Attention | LatentAttention:
         config = self.config
@@ -167,8 +172,8 @@ class LanguageModel(nn.Module):
         )  # fmt: skip
 
     def tie(self) -> None:
-        """Make the head use the embedding's weight, if the model is tied."""
-        if self.config.tied:
+        """Make the head use the embedding's weight, if the model is tied and both are here."""
+        if self.config.tied and {"embed", "head"} <= set(self.names):
             self.head.weight = self.embed.weight
 
     def materialise(self, device: torch.device) -> None:
@@ -188,14 +193,13 @@ class LanguageModel(nn.Module):
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The named blocks, in order."""
-        yield "embed", self.embed
-        for index, layer in enumerate(self.layers):
-            yield f"layers.{index}", layer
-        yield "head", self.head
+        layers = iter(self.layers)
+        for name in self.names:
+            yield name, next(layers) if name.startswith("layers.") else getattr(self, name)
 
     def expert_layers(self) -> Iterator[tuple[int, MoE]]:
         """The networks of experts by layer."""
-        for index, layer in enumerate(self.decoder_layers()):
+        for index, layer in zip(self.indices, self.decoder_layers(), strict=True):
             if layer.moe is not None:
                 yield index, layer.moe
 
@@ -218,7 +222,7 @@ class LanguageModel(nn.Module):
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
-        config, dtype = self.config, self.embed.weight.dtype
+        config, dtype = self.config, next(self.parameters()).dtype
         return Rotary.at(positions, config.turned, config.rope_theta, dtype, config.rope_scaling)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+EMBED = "embed.weight"
+"""What a tied head multiplies by too, on a part of its own if there is a pipeline."""
+
+
 @dataclass(frozen=True)
 class Held:
     """One parameter as this rank holds it: what the optimizer updates in one go."""
@@ -92,11 +96,11 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     """Every parameter of `model` as `rank` holds it under `plan`, in the order of the blocks."""
-    everyone = tuple(range(plan.ranks))
+    part = plan.part_groups()[plan.part(rank)]
     shard = plan.replica(rank) % plan.shard
-    dense = tuple(r for r in everyone if plan.replica(r) % plan.shard == shard)
+    dense = tuple(r for r in part if plan.replica(r) % plan.shard == shard)
     alike = tuple(r for r in dense if r % plan.tp == rank % plan.tp)
-    copies = tuple(r for r in everyone if r % plan.ep == rank % plan.ep)
+    copies = tuple(r for r in part if r % plan.ep == rank % plan.ep)
     shapes = {p.name: p.shape for p in parameters(model.config) if p.expert is None}
     result: list[Held] = []
     seen: set[int] = set()
@@ -108,18 +112,29 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
             full, here = f"{block}.{name}", tuple(parameter.shape)
+            if model.config.tied and full == "head.weight":
+                full = EMBED  # In a pipeline; elsewhere it has been seen.
             shape = here if bank is not None else shapes[full]
             owners = dense if shape == here else alike
             owners = owners if bank is None else copies
+            if model.config.tied and plan.pp > 1 and full == EMBED:
+                owners = _on_both_ends(owners, plan)
             result.append(Held(block, full, parameter, bank, shape, owners))
     return result
 
 
-def biases(model: LanguageModel, plan: Plan) -> Iterator[Piece]:
-    """Biases of routers, which every rank has whole and no gradient reaches."""
+def _on_both_ends(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Ranks of the first part and of the last with the places of `ranks` in theirs."""
+    places = [rank % plan.span for rank in ranks]
+    return tuple(first + at for first in (0, plan.ranks - plan.span) for at in places)
+
+
+def biases(model: LanguageModel, plan: Plan, rank: int) -> Iterator[Piece]:
+    """Biases of routers, which every rank of a part has whole and no gradient reaches."""
+    owners = tuple(plan.part_groups()[plan.part(rank)])
     for layer, router in model.sigmoid_routers():
         name, shape = f"layers.{layer}.moe.router.bias", tuple(router.bias.shape)
-        yield Piece(PARAMETER, name, shape, (0,), router.bias, tuple(range(plan.ranks)))
+        yield Piece(PARAMETER, name, shape, (0,), router.bias, owners)
 
 
 def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> list[Piece]:
@@ -130,4 +145,4 @@ def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> lis
         for item in held(model, plan, rank)
         for piece in item.pieces(PARAMETER, item.local, rank)
     ]
-    return [*learnt, *biases(model, plan)]
+    return [*learnt, *biases(model, plan, rank)]

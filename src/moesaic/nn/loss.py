@@ -64,17 +64,22 @@ class HeadLoss(torch.autograd.Function):
                 _add_outer(grad_weight, grad, rows)
             del log_p, grad  # Or they would be there while the next ones are made.
         ctx.save_for_backward(grad_x, grad_weight)
+        ctx.factor = 1.0
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """Hand on what forward formed."""
+        """Hand on what forward formed, scaled in place.
+
+        A backward pass in two halves, inputs first and weights later, comes twice: what the first
+        one scaled is there still, and autograd must not take its writing for a mistake.
+        """
         grad_x, grad_weight = ctx.saved_tensors
         (grad,) = grads
-        if grad_x is not None:
-            grad_x = grad_x.mul_(grad.to(grad_x.dtype))
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad.to(grad_weight.dtype))
+        factor, ctx.factor = grad / ctx.factor, grad
+        for formed in (grad_x, grad_weight):
+            if formed is not None:
+                formed.data.mul_(factor.to(formed.dtype))
         return grad_x, grad_weight, None, None, None
 
 

@@ -74,8 +74,8 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
         ]
         plan = plan.model_copy(update={"predictions": None})
     said = apply_sets({}, sets)
-    named = (("layout", "ep"), ("layout", "shard"), ("layout", "tp"), ("train", "recompute"))
-    for table, name in named:
+    decided = [("layout", name) for name in ("ep", "shard", "tp", "pp", "schedule")]
+    for table, name in (*decided, ("train", "recompute")):
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
         if before != now and name in said.get(table, {}):
             said_so = [item for item in sets if covers(item, f"{table}.{name}")]

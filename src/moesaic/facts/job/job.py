@@ -133,6 +133,8 @@ class Job(Section):
                 f'routing.bias_step has no effect: the routers of family "{self.model.family}" '
                 "have no bias"
             )
+        if self.layout.pp == 1 and "schedule" in self.layout.model_fields_set:
+            found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         if self.schedule.kind == "constant" and "final" in self.schedule.model_fields_set:
             found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
         if not (self.data.validation_path or self.data.validation_share):

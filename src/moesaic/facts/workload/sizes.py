@@ -49,8 +49,9 @@ class Sizes:
         """Those of `rank`."""
         if not plan.priced:
             raise ConfigError(
-                f"tp = {plan.tp}: what slices of matrices need and take is not worked out yet: "
-                "plan with layout.tp = 1, or train with slices and without predictions"
+                f"tp = {plan.tp}, pp = {plan.pp}: what slices of matrices and pipelines need and "
+                "take is not worked out yet: plan with layout.tp = 1 and layout.pp = 1, or train "
+                "with them and without predictions"
             )
         rows = len(plan.rows(rank, job.train.batch // job.train.micro_batches))
         length, window = job.data.sequence, job.model.window
