@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
@@ -102,6 +103,17 @@ def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outco
     return Outcome(
         results[0][0], put_together([r[1] for r in results]), put_together([r[2] for r in results])
     )
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    """In fp64: element by element at 1e-9, and the same routing."""
+    for a, b in zip(one.steps, other.steps, strict=True):
+        assert a["counts"] == b["counts"]
+        assert (a["tokens"], a["dropped"]) == (b["tokens"], b["dropped"])
+        for figure in ("loss", "balance", "z", "norm"):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
+    assert worst_element(one.gradients, other.gradients) < 1e-9
+    assert worst_element(one.state, other.state) < 1e-9
 
 
 def put_together(by_rank: list[list[Any]]) -> dict[str, Array]:

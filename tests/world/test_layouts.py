@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import SIGMOID, Outcome, outcome, weights, worst_element, worst_tensor
+from layouts import SIGMOID, Outcome, assert_same, outcome, weights, worst_tensor
 
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
@@ -35,17 +35,6 @@ def reference(ranks: Ranks, key: str, **tables: Any) -> Outcome:
     if key not in _references:
         _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
     return _references[key]
-
-
-def assert_same(one: Outcome, other: Outcome) -> None:
-    """In fp64: element by element at 1e-9, and the same routing."""
-    for a, b in zip(one.steps, other.steps, strict=True):
-        assert a["counts"] == b["counts"]
-        assert (a["tokens"], a["dropped"]) == (b["tokens"], b["dropped"])
-        for figure in ("loss", "balance", "z", "norm"):
-            assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
-    assert worst_element(one.gradients, other.gradients) < 1e-9
-    assert worst_element(one.state, other.state) < 1e-9
 
 
 # Micro-batches of 8 samples and of 2, of which half of four ranks hold no token at all.

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layouts import SIGMOID, Outcome, outcome, worst_tensor
-from test_layouts import assert_same
+from layouts import SIGMOID, Outcome, assert_same, outcome, worst_tensor
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job

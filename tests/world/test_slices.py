@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Outcome, outcome, worst_tensor
-from test_layouts import assert_same
+from layouts import Outcome, assert_same, outcome, worst_tensor
 from test_workload_messages import Wire
 from torch import Tensor
 

@@ -1,0 +1,116 @@
+"""Layouts and families, and a choice of rows in which every two of their values meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+from moesaic.facts.job import Job
+from moesaic.facts.job.model import PRESETS
+from moesaic.testing.jobs import tiny_job
+
+RANKS = (1, 2, 4, 8)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
+SMALL: dict[str, Any] = {
+    "vocab": 60, "hidden": 32, "layers": 4, "heads": 4, "head_dim": 8, "ffn": 24, "init_std": 0.2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "tiny-dense": {"model": {"tied": True, "experts": 0, "top_k": 0, "kv_heads": 4}},
+    "tiny-mixtral": {
+        "model": {"window": 5, "kv_heads": 2, "experts": 8},
+        "routing": {"router": "gshard", "capacity": 1.0, "balance_loss": 1.0},
+    },
+    "tiny-olmoe": {
+        "model": {"top_k": 1, "clip_qkv": 1.5, "kv_heads": 4, "experts": 8},
+        "routing": {"router": "switch", "noise": 0.1, "capacity": 1.0},
+    },
+    "tiny-qwen3": {
+        "model": {"tied": True, "kv_heads": 2, "experts": 8},
+        "routing": {"router": "balanced"},
+    },
+    "tiny-deepseek": {
+        "model": {"dense_ffn": 40, "kv_heads": 4, "latent": LATENT, "experts": 8},
+        "routing": {"bias_step": 0.02},
+    },
+}  # fmt: skip
+"""Between them every family and every router, drops, noise, tied heads."""
+
+
+class Row(NamedTuple):
+    """One family under one layout."""
+
+    family: str
+    ranks: int
+    pp: int
+    tp: int
+    ep: int
+    shard: int
+    schedule: str | None
+    recompute: bool
+
+    @property
+    def job(self) -> Job:
+        """Micro-batches of two samples, of which half of the ranks have none if there are eight."""
+        given = FAMILIES[self.family]
+        layout = {"pp": self.pp, "tp": self.tp, "ep": self.ep, "shard": self.shard}
+        if self.schedule is not None:
+            layout |= {"schedule": self.schedule}
+        return tiny_job(
+            model={**PRESETS[self.family], **SMALL, **given["model"]},
+            routing=given.get("routing", {}),
+            train={"micro_batches": 4, "recompute": self.recompute},
+            layout=layout,
+        )
+
+    def __str__(self) -> str:
+        axes = (f"{name} {value}" for name, value in self._asdict().items() if name in AXES)
+        words = [self.family, f"{self.ranks} ranks", *axes, self.schedule or ""]
+        return ", ".join([*filter(None, words), *["recompute"] * self.recompute])
+
+
+AXES = ("pp", "tp", "ep", "shard")
+
+
+def reference(family: str) -> Row:
+    """The row that all others of a family are held against."""
+    return Row(family, 1, 1, 1, 1, 1, None, False)
+
+
+def rows() -> list[Row]:
+    """Every family under every layout that there is for it."""
+    found = []
+    for ranks, pp, tp, ep, shard in product(RANKS, repeat=5):
+        if ranks % (pp * tp) or (ranks // pp) % ep or (ranks // pp // tp) % shard:
+            continue
+        schedules: Sequence[str | None] = SCHEDULES if pp > 1 else (None,)
+        for family, schedule, recompute in product(FAMILIES, schedules, (False, True)):
+            row = Row(family, ranks, pp, tp, ep, shard, schedule, recompute)
+            if _possible(row):
+                found.append(row)
+    return found
+
+
+def _possible(row: Row) -> bool:
+    """Whether the job can be trained like that; what cannot is refused, and tested elsewhere."""
+    model = FAMILIES[row.family]["model"]
+    stages = row.pp * (2 if row.schedule == "interleaved" else 1)
+    return (
+        stages <= SMALL["layers"]
+        and model["kv_heads"] % row.tp == 0
+        and (row.ep == 1 or bool(model["experts"]))
+        and not (row.schedule == "zero-bubble" and row.recompute)
+    )
+
+
+def covering(whole: Sequence[Row]) -> list[Row]:
+    """Rows of `whole` in which any two values of it that meet at all do so; few ranks first."""
+    left = {row: set(combinations(enumerate(row), 2)) for row in whole}
+    chosen: list[Row] = []
+    while left:
+        best = max(left, key=lambda row: len(left[row]) / (4 + row.ranks))
+        met = left.pop(best)
+        chosen.append(best)
+        left = {row: pairs - met for row, pairs in left.items() if pairs - met}
+    return chosen

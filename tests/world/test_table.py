@@ -1,0 +1,39 @@
+"""The table of equal numbers: every family under every axis, and any two of them together."""
+
+from __future__ import annotations
+
+import pytest
+from layouts import Outcome, assert_same, outcome
+from table import FAMILIES, RANKS, Row, covering, reference, rows
+
+from moesaic.testing.ranks import Ranks
+
+STEPS = 3
+ROWS = rows()
+FEW = [row for row in ROWS if max(row.ep, row.shard, row.tp) <= 4]
+_references: dict[str, Outcome] = {}
+
+
+def hold(ranks: Ranks, row: Row) -> None:
+    """Hold a row against one rank that does everything by itself."""
+    if row.family not in _references:
+        _references[row.family] = outcome(ranks, 1, reference(row.family).job, STEPS)
+    one = _references[row.family]
+    assert_same(outcome(ranks, row.ranks, row.job, STEPS), one)
+    if row.job.routing.capacity:
+        assert sum(step["dropped"] for step in one.steps) > 0
+
+
+@pytest.mark.parametrize("row", covering(FEW), ids=str)
+def test_any_two_values_together(ranks: Ranks, row: Row) -> None:
+    hold(ranks, row)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_of_it(ranks: Ranks, family: str, size: int) -> None:
+    for row in ROWS:
+        if (row.family, row.ranks) == (family, size):
+            hold(ranks, row)
