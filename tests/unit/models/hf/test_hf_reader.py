@@ -135,6 +135,10 @@ def test_a_piece_takes_its_box_only(fuse: bool, tmp_path: Path) -> None:
         offset = (2,) + (0,) * (whole.dim() - 1)
         pieces.append(Piece(PARAMETER, name, tuple(whole.shape), offset, strided, (0,)))
         wanted.append(whole[2:5])
+    output, name = expected["layers.0.attention.o.weight"], "layers.0.attention.o.weight"
+    columns = torch.empty(len(output), 3)
+    pieces.append(Piece(PARAMETER, name, tuple(output.shape), (0, 2), columns, (0,)))
+    wanted.append(output[:, 2:5])
     empty = torch.empty(0, 8)
     pieces.append(Piece(PARAMETER, "embed.weight", (20, 8), (20, 0), empty, (0,)))
     HFSource(tmp_path, OLMOE).fill(pieces)
