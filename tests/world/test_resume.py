@@ -30,7 +30,6 @@ LAYOUTS = {
     "ep4": (4, {"ep": 4}),
     "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
     "sharded": (2, {"shard": 2}),
-    "two parts, sharded": (4, {"pp": 2, "shard": 2}),
 }
 
 
@@ -150,6 +149,29 @@ def test_any_other_layout_goes_on_with_the_same_numbers(
             rest = ranks.run(size, run_job, str(text), str(out), layout, middle(first), {})
             assert rest[0] == pytest.approx(losses[3:], rel=1e-9)
             assert worst_element(read_state(end(out)), expected) < 1e-9
+
+
+def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"model": {"tied": True}}
+    parts, halves = {"pp": 2, "schedule": "zero-bubble"}, {"pp": 2, "shard": 2}
+    reference, piped = tmp_path / "one", tmp_path / "piped"
+    (losses,) = ranks.run(1, run_job, str(text), str(reference), {}, None, sizes)
+    expected = read_state(end(reference), sizes=sizes["model"])
+    whole = ranks.run(2, run_job, str(text), str(piped), parts, None, sizes)
+    for size, layout, start in (
+        (2, parts, piped), (1, {}, piped), (4, halves, piped), (4, halves, reference),
+    ):  # fmt: skip
+        out = tmp_path / f"{size} from {start.name}"
+        rest = ranks.run(size, run_job, str(text), str(out), layout, middle(start), sizes)
+        assert rest[0] == pytest.approx(losses[3:], rel=1e-9)
+        state = read_state(end(out), sizes=sizes["model"])
+        assert worst_element(state, expected) < 1e-9
+        if layout is parts:
+            assert rest[0] == whole[0][3:]
+            same = read_state(end(piped), sizes=sizes["model"])
+            assert all(np.array_equal(state[key], same[key]) for key in state)
 
 
 def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:
