@@ -58,10 +58,14 @@ def test_every_family_under_every_schedule(ranks: Ranks, name: str, schedule: st
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("beside", [{"ep": 2}, {"shard": 2}, {}])
+@pytest.mark.parametrize("beside", [{"ep": 2}, {"shard": 2}])
 def test_parts_of_several_ranks(ranks: Ranks, beside: dict[str, int], schedule: str) -> None:
     layout = {"pp": 2, "schedule": schedule, **beside}
     check(ranks, 4, "deepseek_v3" if "ep" in beside else "qwen3_moe, tied", layout=layout)
+
+
+def test_parts_of_copies(ranks: Ranks) -> None:
+    check(ranks, 4, "qwen3_moe, tied", layout={"pp": 2})
 
 
 @pytest.mark.parametrize(

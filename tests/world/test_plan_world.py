@@ -124,7 +124,8 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
     planned, facts = written("plan.json"), written("facts.json")
     assert (facts["ranks"], facts["step"]) == (2, 6)
     assert written("run/plan.json") == planned
-    assert written("run/job.json")["layout"] == {"ep": 2, "shard": 2}
+    layout = written("run/job.json")["layout"]
+    assert layout == {"ep": 2, "shard": 2, "tp": 1, "pp": 1, "schedule": "1f1b"}
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
     events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]
     (told,) = events

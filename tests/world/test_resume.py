@@ -164,6 +164,27 @@ def test_any_other_layout_goes_on_with_the_same_numbers(
     check_pairs(ranks, text, tmp_path, list(permutations(LAYOUTS, 2)))
 
 
+def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"model": {"tied": True}}
+    parts = {"pp": 2, "schedule": "zero-bubble"}
+    reference, piped = tmp_path / "one", tmp_path / "piped"
+    (losses,) = ranks.run(1, run_job, str(text), str(reference), {}, None, sizes)
+    expected = read_state(end(reference), sizes=sizes["model"])
+    whole = ranks.run(2, run_job, str(text), str(piped), parts, None, sizes)
+    for size, layout, start in ((2, parts, piped), (1, {}, piped)):
+        out = tmp_path / f"{size} from {start.name}"
+        rest = ranks.run(size, run_job, str(text), str(out), layout, middle(start), sizes)
+        assert rest[0] == pytest.approx(losses[3:], rel=1e-9)
+        state = read_state(end(out), sizes=sizes["model"])
+        assert worst_element(state, expected) < 1e-9
+        if layout is parts:
+            assert rest[0] == whole[0][3:]
+            same = read_state(end(piped), sizes=sizes["model"])
+            assert all(np.array_equal(state[key], same[key]) for key in state)
+
+
 def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:
     """Expert parallelism 1, then 2, then 4, each from the last one's checkpoint."""
     every = {"checkpoint": {"every": 2}}

@@ -82,11 +82,12 @@ def _check_blocks(stages: list[list[str]], blocks: Sequence[str], origin: str) -
 
 def ruled(job: Job, plan: Plan) -> Job:
     """`job` with what the plan decides in the place of what it said itself."""
-    layout = job.layout
-    shard = plan.replicas if layout.shard == "all" else layout.shard
-    decided = plan.model_dump(include={"ep", "shard", "tp", "pp", "schedule"})
-    if decided != {**layout.model_dump(include=set(decided)), "shard": shard}:
-        layout = layout.model_copy(update=decided)
+    said = job.layout.model_dump()
+    if said["shard"] == "all":
+        said["shard"] = plan.replicas
+    decided = plan.model_dump(include=set(said))
+    changes = {key: value for key, value in decided.items() if value != said[key]}
+    layout = job.layout.model_copy(update=changes)
     train = job.train
     if plan.recompute is not None and plan.recompute != train.recompute:
         train = train.model_copy(update={"recompute": plan.recompute})
