@@ -156,12 +156,14 @@ def _sweep(cache: Path) -> None:
 
 
 def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    for texts in _batches(documents, len):
+    for texts in _batches(documents, len, _BATCH_CHARACTERS):
         yield Encoded(*tokenizer.encode_documents(texts), None)
 
 
 def _encode_chat(source: TextSource, chat: Chat, forms: Counter[str]) -> Iterator[Encoded]:
-    for talks in _batches(chat.read(source), lambda talk: len(talk.text)):
+    # Where each token stands takes far more memory than its id.
+    limit = _BATCH_CHARACTERS >> 4
+    for talks in _batches(chat.read(source), lambda talk: len(talk.text), limit):
         forms.update(talk.form for talk in talks)
         yield chat.encode(talks)
 
@@ -197,13 +199,13 @@ def _append(file: BinaryIO, digest: Any, values: NDArray[Any]) -> None:
     digest.update(data)
 
 
-def _batches(documents: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+def _batches(documents: Iterable[T], length: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     batch: list[T] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += length(document)
-        if size >= _BATCH_CHARACTERS:
+        if size >= limit:
             yield batch
             batch, size = [], 0
     if batch:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import processors
+from tokenizers import models, pre_tokenizers, processors, trainers
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError, StoreError
@@ -103,6 +103,27 @@ def test_tokens_whose_places_leave_out_blanks(template: str, tmp_path: Path) -> 
     (tmp_path / "tok" / "chat_template.jinja").write_text(template)
     path = write(tmp_path, *({"messages": talk} for talk in TALKS))
     assert encode_by(tmp_path, path) == expected
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_a_token_that_holds_some_of_an_answer_counts(metaspace: bool, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}"
+        "{{ m.content + '</s>' }}{% endgeneration %}{% endfor %}"
+    )
+    write_tokenizer(tmp_path / "tok", template)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel()
+    )
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["user: Hello assistant: Hello"] * 9, trainer)
+    tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
+    talk = say("Hello", "Hello")
+    ((ids, counted),) = encode_by(tmp_path, write(tmp_path, {"messages": talk}))
+    assert [(ids, counted)] == theirs(tmp_path / "tok", [talk])
+    assert sum(counted) == 4  # " Hello" and the end, twice
+    assert len(ids) > 4
 
 
 def test_without_an_end_of_turn_the_line_s_end_is_one(tmp_path: Path) -> None:
