@@ -54,3 +54,33 @@ def test_the_example(
     assert main(["train", JOB, "--out", "run", *sets]) == 0
     ask = ["generate", "run", "--chat", "--prompt", "Hello!", "--set", "max_tokens=2"]
     assert main(ask) == 0, capfd.readouterr().err
+
+
+def test_samples_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.jsonl").write_text('{"text": "ab\\u001b[2J"}\n{"text": "cdefgh"}\n')
+    Path("job.toml").write_text(
+        '[model]\npreset = "tiny-olmoe"\n[train]\nsteps = 30\nbatch = 1\n'
+        "[schedule]\nwarmup = 1\n"
+        '[data]\npath = "text.jsonl"\nsequence = 13\ncache = "cache"\n'
+    )
+    assert main(["inspect", "job.toml", "--set", "samples=1", "--json"]) == 0
+    (sample,) = json.loads(capfd.readouterr().out)["samples"]
+    assert sample == {
+        "targets": 12,
+        "documents": [
+            [
+                {"counts": False, "text": "a"},
+                {"counts": True, "text": "b\x1b[2J<|endoftext|>"},
+            ],
+            [{"counts": False, "text": "c"}, {"counts": True, "text": "defgh<|endoftext|>"}],
+        ],
+    }
+    assert main(["inspect", "job.toml", "--set", "samples=1"]) == 0
+    text = capfd.readouterr().out
+    assert "a\u27e6b\N{REPLACEMENT CHARACTER}[2J<|endoftext|>\u27e7" in text
+    assert "\x1b" not in text
+    assert main(["inspect", "nothing.toml"]) == 2
+    assert "nothing.toml" in capfd.readouterr().err

@@ -244,6 +244,15 @@ def test_what_no_conversation_can_do_without(tmp_path: Path) -> None:
         check_text(configure(tmp_path, path=str(tmp_path / "tok")))
 
 
+def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path / "tok", CHATML)
+    write(tmp_path, *({"messages": talk} for talk in TALKS * 9))
+    whole = TextData.open(configure(tmp_path, sequence=200), 0, World.solo())
+    monkeypatch.setattr("moesaic.train.data.corpus._BATCH_CHARACTERS", 16 * 100)
+    changes = {"sequence": 200, "cache": str(tmp_path / "other")}
+    assert TextData.open(configure(tmp_path, **changes), 0, World.solo()).digest == whole.digest
+
+
 def test_a_cache_knows_its_template(tmp_path: Path) -> None:
     write(tmp_path, *({"messages": talk} for talk in TALKS))
     digests = set()
