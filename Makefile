@@ -30,7 +30,7 @@ WRITE := --prompt "The with statement" --prompt "A list is" --prompt "If the ope
 LOOK := --set seconds=6 --set 'disks=[]' --set 'dtypes=["fp32"]'
 # One thread a process, as ranks of the tests are processes too; two files of tests at a time.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-BOTH := -n 2 --dist loadfile
+BOTH := -n 2 --dist loadfile --no-loadscope-reorder
 CODE := src tests benchmarks examples docs
 
 .DEFAULT_GOAL := help

@@ -201,7 +201,7 @@ def steps_around_a_probe(case: Case, steps: int) -> tuple[Cluster, list[Taken], 
     """
     found: list[tuple[Cluster, list[Taken], float]] = []
     while len(found) < ATTEMPTS and not (found and found[-1][2] <= STEADY):
-        pool = Ranks(case.ranks)
+        pool = Ranks()
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "cluster.toml"
             measure.wait_for_quiet()
@@ -267,7 +267,7 @@ def take_steps(world: World, job: Job, steps: int, path: Path) -> tuple[list[Tak
 
 def predicted_parts() -> Iterator[measure.Row]:
     """Median errors of single products and collectives, at sizes between those of the probe."""
-    draw, pool = random.Random(SEED), Ranks(RANKS)
+    draw, pool = random.Random(SEED), Ranks()
     shapes = [(draw.randrange(16, 1025), *_widths(draw)) for _ in range(PRODUCTS)]
     asked = [
         (COLLECTIVES[i % len(COLLECTIVES)], 4 * RANKS * round(2 ** draw.uniform(9, 20)))
@@ -374,7 +374,7 @@ def predicted_memory(chosen: Sequence[Case]) -> Iterator[measure.Row]:
     """Predicted over measured peak of what torch allocates, by case; then the largest error."""
     errors = []
     for case in chosen:
-        pool = Ranks(case.ranks)
+        pool = Ranks()
         try:
             allocated, resident = pool.run(case.ranks, peak_bytes, case.job, timeout_s=600.0)[-1]
         finally:

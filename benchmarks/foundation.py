@@ -69,7 +69,7 @@ def training(batch: int, sequence: int, rounds: int) -> Iterator[measure.Row]:
 
 def expert_parallel(rounds: int) -> measure.Row:
     """Tokens/s of two ranks with expert parallelism against one rank, one thread each."""
-    pool = Ranks(2)
+    pool = Ranks()
     try:
         times, _ = pool.run(2, take_turns, rounds, os.getpid(), timeout_s=3600.0)
     finally:

@@ -1,8 +1,9 @@
-"""Shared by every test: one pool of four ranks for a whole session."""
+"""Shared by every test: one pool of ranks for a whole session."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,10 +14,23 @@ from moesaic.testing.ranks import Ranks
 hypothesis.settings.register_profile("brief", max_examples=40, deadline=None)
 hypothesis.settings.load_profile("brief")
 
+LONGEST = ("world", "fault", "cli", "report", "hf")
+"""Directories of tests that take long, in their order."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long, so that no process has it to itself at the end."""
+
+    def place(item: pytest.Item) -> int:
+        directory = Path(item.path).parent.name
+        return LONGEST.index(directory) if directory in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    pool = Ranks(4)
+    pool = Ranks()
     yield pool
     pool.close()
 

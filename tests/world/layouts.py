@@ -49,11 +49,14 @@ def run_layout(
     record: str | None = None,
     replay: str | None = None,
     homes: list[list[int]] | None = None,
+    stages: list[list[str]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Train on one rank; pieces are returned as (key, shape, offset, values)."""
     plan = lay_out(job.layout, job.model, world.size)
     if homes is not None:
         plan = plan.model_copy(update={"homes_by_rank": homes})
+    if stages is not None:
+        plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
@@ -92,7 +95,7 @@ def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
 
 def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:
     """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
-    wishes = (more.get(name) for name in ("record", "replay", "homes"))
+    wishes = (more.get(name) for name in ("record", "replay", "homes", "stages"))
     results = ranks.run(size, run_layout, job, steps, *wishes)
     for facts, _, _ in results[1:]:
         assert facts == results[0][0], "ranks disagree about what happened"

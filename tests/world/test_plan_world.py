@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,12 +65,34 @@ matmul = [{{ dtype = "fp32", flops = 5e10 }}]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def furnish(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
     Path("text.txt").write_text("words and more words " * 40)
     Path("job.toml").write_text(JOB)
     model = json.dumps(device.model(torch.device("cpu")))
     Path("cluster.toml").write_text(CLUSTER.format(model=model))
-    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run as it was planned, for tests to have a copy of."""
+    place = tmp_path_factory.mktemp("original")
+    with pytest.MonkeyPatch.context() as patch:
+        furnish(place, patch)
+        plan("--layout", "ep=2,shard=2")
+        Path("facts.json").write_text(json.dumps(train()))
+    return place
+
+
+@pytest.fixture
+def trained(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copied = shutil.copytree(finished, tmp_path / "copy")
+    monkeypatch.chdir(copied)
+    return copied
 
 
 def plan(*flags: str) -> dict[str, Any]:
@@ -96,10 +119,9 @@ def train(*flags: str) -> dict[str, Any]:
 
 
 def test_a_run_obeys_its_plan_and_tells_how_it_went(
-    place: Path, capfd: pytest.CaptureFixture[str]
+    trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    planned = plan("--layout", "ep=2,shard=2")
-    facts = train()
+    planned, facts = written("plan.json"), written("facts.json")
     assert (facts["ranks"], facts["step"]) == (2, 6)
     assert written("run/plan.json") == planned
     assert written("run/job.json")["layout"] == {"ep": 2, "shard": 2}
@@ -149,10 +171,10 @@ ffn = 16
     before, _, after = JOB.partition("[data]")
     assert before.startswith("\n[model]")
     Path("job.toml").write_text(f"[model]\n{sizes}\n[data]{after}")
-    plan("--layout", "ep=2,shard=2")
+    plan("--layout", "ep=2")
     assert train()["step"] == 6
     assert "layer 0" not in Path("run/report.html").read_text().lower()
-    assert plan("--layout", "ep=2,shard=2", "--loads", "run")["predictions"]["loads"] == "run"
+    assert plan("--layout", "ep=2", "--loads", "run")["predictions"]["loads"] == "run"
     more = ["--loads", "run", "--set", "model.layers=4"]
     capfd.readouterr()
     assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
@@ -171,10 +193,8 @@ def measured(step_s: float) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_a_cluster_learns_from_its_runs(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_learns_from_its_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What was learnt once is not learnt again; and a run that cannot teach says why."""
-    plan("--layout", "ep=2,shard=2")
-    train()
     loads = ("--loads", "run", "--layout", "ep=2,shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
     original = Path("cluster.toml").read_text()
@@ -196,7 +216,7 @@ def test_a_cluster_learns_from_its_runs(place: Path, capfd: pytest.CaptureFixtur
     assert again["predictions"]["step_s"] == pytest.approx(1.5 * first_s, rel=0.05)
 
     # The run could have been of the calibrated plan: as long a step teaches the same.
-    (place / "run" / "plan.json").write_text(json.dumps(again))
+    Path("run/plan.json").write_text(json.dumps(again))
     assert main(line) == 0
     assert Path("cluster.toml").read_text() == learnt
     assert main([*line, "--out", "copy.toml", "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ LAYOUTS = {
     "ep4": (4, {"ep": 4}),
     "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
     "sharded": (2, {"shard": 2}),
+    "sliced": (4, {"tp": 2, "ep": 2, "shard": 2}),
+    "two parts, sharded": (4, {"pp": 2, "shard": 2}),
 }
 
 
@@ -130,25 +133,35 @@ def test_biases_of_routers_go_on_where_they_were(
         assert origin.tensors.dtype(name) == torch.float32
 
 
+def check_pairs(ranks: Ranks, text: Path, place: Path, pairs: list[tuple[str, str]]) -> None:
+    """Each second layout goes on from the first one's checkpoint with the numbers of one rank."""
+    (losses,) = ranks.run(1, run_job, str(text), str(place / "one"), {}, None, {})
+    expected = read_state(end(place / "one"))
+    for before, after in pairs:
+        first, out = place / before.replace(" ", "-"), place / f"{before} to {after}"
+        if not first.exists():
+            size, layout = LAYOUTS[before]
+            ranks.run(size, run_job, str(text), str(first), layout, None, {})
+        size, layout = LAYOUTS[after]
+        rest = ranks.run(size, run_job, str(text), str(out), layout, middle(first), {})
+        assert rest[0] == pytest.approx(losses[3:], rel=1e-9), f"{before} to {after}"
+        assert worst_element(read_state(end(out)), expected) < 1e-9, f"{before} to {after}"
+
+
+def test_another_layout_goes_on_with_the_same_numbers(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    """Every layout goes on from one and is gone on from by one: round in a ring."""
+    names = list(LAYOUTS)
+    check_pairs(ranks, text, tmp_path, list(zip(names, names[1:] + names[:1], strict=True)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_any_other_layout_goes_on_with_the_same_numbers(
     ranks: Ranks, text: Path, tmp_path: Path
 ) -> None:
-    reference = tmp_path / "one"
-    (losses,) = ranks.run(1, run_job, str(text), str(reference), {}, None, {})
-    expected = read_state(end(reference))
-    for before in LAYOUTS:
-        size, layout = LAYOUTS[before]
-        first = tmp_path / before.replace(" ", "-")
-        if before != "one":
-            ranks.run(size, run_job, str(text), str(first), layout, None, {})
-        for after in LAYOUTS:
-            if before == after:
-                continue
-            size, layout = LAYOUTS[after]
-            out = tmp_path / f"{before} to {after}"
-            rest = ranks.run(size, run_job, str(text), str(out), layout, middle(first), {})
-            assert rest[0] == pytest.approx(losses[3:], rel=1e-9)
-            assert worst_element(read_state(end(out)), expected) < 1e-9
+    check_pairs(ranks, text, tmp_path, list(permutations(LAYOUTS, 2)))
 
 
 def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from moesaic.facts.workload import STEP
 
 SLOWEST = 3
 """Blocks that are named."""
+_LONG_S = 2 * 3600.0
 
 
 def tell(
@@ -64,5 +65,7 @@ def check(cluster: str, step_s: float, *others: float) -> None:
 
 
 def time(seconds: float) -> str:
-    """Seconds for people: 12.30 ms."""
+    """Seconds for people: 12.30 ms, 3.5 hours."""
+    if seconds >= _LONG_S:
+        return f"{seconds / 3600:,.1f} hours"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

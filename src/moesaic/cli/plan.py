@@ -100,8 +100,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         }  # fmt: skip
         return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
     _check_places(out, trace)
-    job_ = load_job(path, [*(sets or ()), *_layout_sets(layout)]).job
-    chosen = planned(job_, nproc or _most_ranks(where))
+    job_ = load_job(path, [*(sets or ()), *_layout_sets(layout, sets or ())]).job
+    chosen = _placed(planned(job_, nproc or _most_ranks(where)), where)
     facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
         flags.write("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
@@ -111,6 +111,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         screen.as_json(facts)
         return 0
     _print(facts)
+    if trace is not None and not dry_run:
+        screen.say(f"{'timeline':<18} {trace}, for ui.perfetto.dev")
     if out is not None and not dry_run and facts["fits"]:
         screen.say(f"{'next':<18} {shlex.join(_train_words(path, out, sets or ()))}")
     return 0
@@ -126,7 +128,16 @@ def _check_places(out: Path | None, trace: Path | None) -> None:
         raise ConfigError(f"--out and --trace are both '{out}': name two files")
 
 
-def _layout_sets(layout: str | None) -> list[str]:
+def _placed(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` with places for its ranks on `cluster`."""
+    places = []
+    for one in place(cluster, plan.ranks):
+        device = device_at(cluster, one)
+        places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
+    return plan.model_copy(update={"places": places})
+
+
+def _layout_sets(layout: str | None, sets: Sequence[str]) -> list[str]:
     """The items of `--set` that `--layout` is short for."""
     items = [] if layout is None else layout.split(",")
     for item in items:
@@ -135,6 +146,11 @@ def _layout_sets(layout: str | None) -> list[str]:
             raise ConfigError(
                 f"--layout '{layout}' is not of the form key=value,..., as in ep=2,shard=2"
             )
+        for other in sets:
+            if other.partition("=")[0].strip() == f"layout.{name}":
+                raise ConfigError(
+                    f"--layout {item.strip()} and --set {other} say the same key: leave one out"
+                )
     return [f"layout.{item.strip()}" for item in items]
 
 
@@ -201,7 +217,8 @@ def predict(
         "memory_bytes": held.device.memory_bytes,
         "memory_rank": held.rank,
         "fits": held.share <= 1,
-        "step_s": timeline.step_s, "phases_s": phases, "blocks_s": timeline.by_block(slowest),
+        "step_s": timeline.step_s, "steps": job.train.steps,
+        "phases_s": phases, "blocks_s": timeline.by_block(slowest),
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
@@ -212,17 +229,12 @@ def predict(
 def promise(
     job: Job, plan: Plan, cluster: Cluster, facts: dict[str, Any], timeline: Timeline
 ) -> Plan:
-    """`plan` with places for its ranks on `cluster`, and what `predict` found of it."""
+    """`plan`, whose ranks have places on `cluster`, with what `predict` found of it."""
     from moesaic.sim.outline import outline
 
-    places = []
-    for one in place(cluster, plan.ranks):
-        device = device_at(cluster, one)
-        places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
-    placed = plan.model_copy(update={"places": places})
     predictions = Predictions(
         cluster=cluster.name,
-        basis=basis(job, placed),
+        basis=basis(job, plan),
         loads=facts["loads"],
         calibration=cluster.calibration,
         step_s=short(facts["step_s"]),
@@ -235,7 +247,7 @@ def promise(
         },
         timeline=outline(timeline),
     )
-    return placed.model_copy(update={"predictions": predictions})
+    return plan.model_copy(update={"predictions": predictions})
 
 
 def _binds(held: Held, phases: dict[str, float], job: Job, layout: Plan) -> str:
@@ -272,6 +284,8 @@ def _trace(timeline: Timeline) -> str:
 
 def _print(facts: dict[str, Any]) -> None:
     layout, price = facts["plan"], facts["price_per_billion_tokens"]
+    total, active = facts["parameters"]["total"], facts["parameters"]["active"]
+    run_s = facts["steps"] * facts["step_s"]
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
@@ -279,6 +293,8 @@ def _print(facts: dict[str, Any]) -> None:
         f"{layout['shard']}",
         facts,
         {
+            "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
+            "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
             **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },

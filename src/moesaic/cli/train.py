@@ -269,18 +269,20 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     """What a run of the job would be."""
     from moesaic.policy.cost.room import fullest
 
-    counts, (_, needs) = count(loaded.job.model), fullest(loaded.job, plan)
+    counts = count(loaded.job.model)
+    needs = fullest(loaded.job, plan)[1] if plan.priced else None
     if as_json:
+        held = needs and {
+            **needs.by_kind(),
+            "total_bytes": needs.total_bytes,
+            "peak_bytes": needs.peak_bytes,
+        }
         screen.as_json(
             {
                 "job": loaded.job.model_dump(mode="json", by_alias=True),
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
-                "memory_per_rank": {
-                    **needs.by_kind(),
-                    "total_bytes": needs.total_bytes,
-                    "peak_bytes": needs.peak_bytes,
-                },
+                "memory_per_rank": held,
                 "warnings": loaded.warnings,
             }
         )
@@ -291,6 +293,12 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     share = f"{counts.active / counts.total:.0%}"
     screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
     screen.say(f"plan             {describe(plan, model.experts)}")
+    if needs is None:
+        screen.say(
+            "memory per rank  not worked out for slices of matrices (layout.tp) or a pipeline "
+            "(layout.pp)"
+        )
+        return
     peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
     screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
     for kind, num_bytes in needs.by_kind().items():
@@ -304,7 +312,11 @@ def describe(plan: Plan, experts: int) -> str:
     if plan.ranks == 1:
         return "1 rank holds everything"
     parts = [f"{plan.ranks} ranks"]
+    if plan.pp > 1:
+        parts.append(f"layers over {plan.pp} parts, {plan.schedule}")
     if experts:
         parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
+    if plan.tp > 1:
+        parts.append(f"matrices in {plan.tp} slices")
     parts.append(f"dense over {plan.shard}" if plan.shard > 1 else "dense parameters on every rank")
     return ", ".join(parts)

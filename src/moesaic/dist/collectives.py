@@ -58,6 +58,59 @@ def _sum_bucket_(bucket: list[Tensor], group: Group) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
+class JoinRuns(torch.autograd.Function):
+    """The ranks' runs of rows, one after another; backward sums what each has to say of a run."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Tensor, group: Group) -> Tensor:
+        """All runs."""
+        ctx.group = group
+        return gather(run, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of this rank's run."""
+        return _sum_runs(grads[0], ctx.group), None
+
+
+class SumRuns(torch.autograd.Function):
+    """This rank's run of the sum of all ranks' rows: what `JoinRuns` does backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
+        """One run."""
+        ctx.group = group
+        return _sum_runs(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of a sum is that of each of its terms: all runs of it."""
+        return gather(grads[0], ctx.group).flatten(0, 1), None
+
+
+def _sum_runs(rows: Tensor, group: Group) -> Tensor:
+    run = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    # Older versions of torch have it by another name, which newer ones warn of.
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(run, rows.contiguous(), group=group)
+    return run
+
+
+class SumShares(torch.autograd.Function):
+    """The sum of the ranks' shares on each of them; each goes on to a share of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: Group) -> Tensor:
+        """The sum."""
+        ctx.group = group
+        return sum_(share.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Every rank's share of the loss hangs on every rank's share of the sum."""
+        return sum_(grads[0].clone(), ctx.group), None
+
+
 class Exchange(torch.autograd.Function):
     """Rows to ranks: `send[i]` consecutive rows go to rank i of the group; zero is allowed.
 

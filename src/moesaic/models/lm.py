@@ -6,7 +6,7 @@ embed, layers.0 ... layers.N-1, head. The names of its parameters are the logica
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,28 +14,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.plan import Plan
-from moesaic.nn.attention import Attention, FeedForward, RMSNorm
+from moesaic.facts.plan import Plan, block_names
+from moesaic.nn.attention import Attention, FeedForward, RMSNorm, SlicedNorm
 from moesaic.nn.bank import Bank
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.context import Context, Rotary, compute_dtype
 from moesaic.nn.dispatch import Dispatcher, Ranks
 from moesaic.nn.latent import LatentAttention
 from moesaic.nn.loss import HeadLoss
-from moesaic.nn.moe import MoE, compute_dtype
+from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, SigmoidRouter
+from moesaic.nn.slices import WHOLE, Slices
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors."""
+    """Token ids to vectors; of several slices each has words of its own."""
 
-    def __init__(self, vocab: int, hidden: int) -> None:
+    def __init__(self, vocab: int, hidden: int, slices: Slices = WHOLE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.slices = slices
+        self.weight = nn.Parameter(torch.empty(vocab // slices.count, hidden))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Look up."""
         del context
-        return F.embedding(x, self.weight)
+        if self.slices.group is None:
+            return F.embedding(x, self.weight)
+        words = self.weight.shape[0]
+        x = x - self.slices.index * words
+        absent = (x < 0) | (x >= words)
+        found = F.embedding(x.masked_fill(absent, 0), self.weight)
+        return self.slices.sum_runs(found.masked_fill(absent[..., None], 0.0))
 
 
 class Layer(nn.Module):
@@ -77,26 +85,28 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """The last norm and the projection onto the vocabulary; with targets, the loss instead."""
 
-    def __init__(self, weight: nn.Parameter, width: int, epsilon: float) -> None:
+    def __init__(
+        self, weight: nn.Parameter, width: int, epsilon: float, slices: Slices = WHOLE
+    ) -> None:
         super().__init__()
         self.norm = RMSNorm(width, epsilon)
-        self.weight = weight
+        self.weight, self.slices = weight, slices
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
-        x = self.norm(x)
+        x = self.slices.join(self.norm(x))
         if context.targets is None:
             return F.linear(x, self.weight)
         rows = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             targets = context.targets.flatten()
             weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
-            loss: Tensor = HeadLoss.apply(rows, weight, targets, context.loss_scale)
+            loss: Tensor = HeadLoss.apply(rows, weight, targets, context.loss_scale, self.slices)
         return loss
 
 
 class LanguageModel(nn.Module):
-    """A decoder of any family."""
+    """A decoder of any family, or the blocks of one that a part of a pipeline has."""
 
     def __init__(
         self,
@@ -104,31 +114,37 @@ class LanguageModel(nn.Module):
         routing: RoutingConfig | None = None,
         plan: Plan | None = None,
         ranks: Ranks | None = None,
+        slices: Slices = WHOLE,
+        names: Sequence[str] | None = None,
     ) -> None:
+        """With the blocks of such `names`, in the order of the model; absent: all of them."""
         super().__init__()
-        self.config = config
+        self.config, self.slices = config, slices
+        self.names = block_names(config) if names is None else list(names)
         routing = routing or RoutingConfig()
         plan = plan or Plan(ranks=1, ep=1, shard=1, experts=config.experts)
         ranks = ranks or Ranks()
-        self.embed = Embedding(config.vocab, config.hidden)
+        if "embed" in self.names:
+            self.embed = Embedding(config.vocab, config.hidden, slices)
+        self.indices = [i for i in range(config.layers) if f"layers.{i}" in self.names]
         self.layers = nn.ModuleList(
-            self._layer(index, routing, plan, ranks) for index in range(config.layers)
+            self._layer(index, routing, plan, ranks) for index in self.indices
         )
-        weight = self.embed.weight
-        if not config.tied:
-            weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
-        self.head = Head(weight, config.hidden, config.norm_epsilon)
+        if "head" in self.names:
+            weight = nn.Parameter(torch.empty(config.vocab // slices.count, config.hidden))
+            self.head = Head(weight, config.hidden, config.norm_epsilon, slices)
+        self.tie()
 
     def _attention(self, index: int) -> Attention | LatentAttention:
         config = self.config
         if config.latent is not None:
             return LatentAttention(
                 index, config.hidden, config.heads, config.head_dim, config.latent,
-                config.rope_scaling,
+                config.rope_scaling, self.slices,
             )  # fmt: skip
         return Attention(
             index, config.hidden, config.heads, config.kv_heads, config.head_dim,
-            norms=_head_norms(config), clip=config.clip_qkv,
+            norms=_head_norms(config, self.slices), clip=config.clip_qkv, slices=self.slices,
         )  # fmt: skip
 
     def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
@@ -138,10 +154,10 @@ class LanguageModel(nn.Module):
             bank = Bank(plan.homes(ranks.rank), config.hidden, config.ffn)
             dispatcher = Dispatcher(config.experts, ranks, routing.capacity, plan.slots())
             beside = config.shared * config.ffn
-            shared = FeedForward(config.hidden, beside) if beside else None
+            shared = FeedForward(config.hidden, beside, self.slices) if beside else None
             ffn = MoE(self._router(index, routing), bank, dispatcher, shared)
         else:
-            ffn = FeedForward(config.hidden, config.inner(index))
+            ffn = FeedForward(config.hidden, config.inner(index), self.slices)
         return Layer(self._attention(index), ffn, config.hidden, config.norm_epsilon)
 
     def _router(self, index: int, routing: RoutingConfig) -> Router:
@@ -156,8 +172,8 @@ class LanguageModel(nn.Module):
         )  # fmt: skip
 
     def tie(self) -> None:
-        """Make the head use the embedding's weight, if the model is tied."""
-        if self.config.tied:
+        """Make the head use the embedding's weight, if the model is tied and both are here."""
+        if self.config.tied and {"embed", "head"} <= set(self.names):
             self.head.weight = self.embed.weight
 
     def materialise(self, device: torch.device) -> None:
@@ -177,14 +193,13 @@ class LanguageModel(nn.Module):
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The named blocks, in order."""
-        yield "embed", self.embed
-        for index, layer in enumerate(self.layers):
-            yield f"layers.{index}", layer
-        yield "head", self.head
+        layers = iter(self.layers)
+        for name in self.names:
+            yield name, next(layers) if name.startswith("layers.") else getattr(self, name)
 
     def expert_layers(self) -> Iterator[tuple[int, MoE]]:
         """The networks of experts by layer."""
-        for index, layer in enumerate(self.decoder_layers()):
+        for index, layer in zip(self.indices, self.decoder_layers(), strict=True):
             if layer.moe is not None:
                 yield index, layer.moe
 
@@ -207,7 +222,7 @@ class LanguageModel(nn.Module):
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
-        config, dtype = self.config, self.embed.weight.dtype
+        config, dtype = self.config, next(self.parameters()).dtype
         return Rotary.at(positions, config.turned, config.rope_theta, dtype, config.rope_scaling)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
@@ -218,9 +233,13 @@ class LanguageModel(nn.Module):
         return x
 
 
-def _head_norms(config: ModelConfig) -> tuple[RMSNorm, RMSNorm] | None:
+def _head_norms(config: ModelConfig, slices: Slices) -> tuple[RMSNorm, RMSNorm] | None:
     if config.normed is None:
         return None
-    heads = (1, 1) if config.normed == "heads" else (config.heads, config.kv_heads)
-    query, key = (RMSNorm(count * config.head_dim, config.norm_epsilon) for count in heads)
-    return query, key
+    width, epsilon = config.head_dim, config.norm_epsilon
+    if config.normed == "heads":
+        return RMSNorm(width, epsilon), RMSNorm(width, epsilon)
+    query, key = (heads // slices.count * width for heads in (config.heads, config.kv_heads))
+    if slices.count == 1:
+        return RMSNorm(query, epsilon), RMSNorm(key, epsilon)
+    return SlicedNorm(query, epsilon, slices), SlicedNorm(key, epsilon, slices)

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload import parameters
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+EMBED = "embed.weight"
+"""What a tied head multiplies by too, on a part of its own if there is a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,15 @@ class Held:
     parameter: nn.Parameter
     bank: Bank | None
     """The bank, if this is an arena."""
+    shape: tuple[int, ...]
+    """Its whole shape; the parameter is narrower in the dimension that slices have cut, if any."""
     owners: tuple[int, ...]
     """Ranks that hold the same values, in order."""
+
+    @property
+    def sliced(self) -> bool:
+        """Whether this rank has a slice of it alone."""
+        return self.bank is None and self.shape != tuple(self.parameter.shape)
 
     @property
     def local(self) -> Tensor:
@@ -57,16 +69,18 @@ class Held:
                 shape = tuple(view.shape)
                 yield Piece(kind, name, shape, (0,) * len(shape), view, self.owners)
             return
-        shape = tuple(self.parameter.shape)
-        offset = (self._first_row(rank),) + (0,) * (len(shape) - 1)
-        yield Piece(kind, self.name, shape, offset, values, self.owners)
+        here = zip(self.shape, self.parameter.shape, strict=True)
+        first, *rest = (rank % (whole // part) * part for whole, part in here)
+        offset = (first + self._first_row(), *rest)
+        yield Piece(kind, self.name, self.shape, offset, values, self.owners)
 
-    def _first_row(self, rank: int) -> int:
+    def _first_row(self) -> int:
+        """Of this rank's shard of its slice."""
         if not _is_sharded(self.parameter):
             return 0
         mesh = self.parameter.device_mesh
         rows, parts = self.parameter.shape[0], mesh.size(mesh.ndim - 1)
-        return min(rows, rank % parts * -(-rows // parts))
+        return min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // parts))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -82,9 +96,12 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     """Every parameter of `model` as `rank` holds it under `plan`, in the order of the blocks."""
-    everyone = tuple(range(plan.ranks))
-    dense = tuple(r for r in everyone if r % plan.shard == rank % plan.shard)
-    copies = tuple(r for r in everyone if r % plan.ep == rank % plan.ep)
+    part = plan.part_groups()[plan.part(rank)]
+    shard = plan.replica(rank) % plan.shard
+    dense = tuple(r for r in part if plan.replica(r) % plan.shard == shard)
+    alike = tuple(r for r in dense if r % plan.tp == rank % plan.tp)
+    copies = tuple(r for r in part if r % plan.ep == rank % plan.ep)
+    shapes = {p.name: p.shape for p in parameters(model.config) if p.expert is None}
     result: list[Held] = []
     seen: set[int] = set()
     for block, module in model.blocks():
@@ -94,16 +111,30 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
                 continue
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
-            owners = copies if bank is not None else dense
-            result.append(Held(block, f"{block}.{name}", parameter, bank, owners))
+            full, here = f"{block}.{name}", tuple(parameter.shape)
+            if model.config.tied and full == "head.weight":
+                full = EMBED  # In a pipeline; elsewhere it has been seen.
+            shape = here if bank is not None else shapes[full]
+            owners = dense if shape == here else alike
+            owners = owners if bank is None else copies
+            if model.config.tied and plan.pp > 1 and full == EMBED:
+                owners = _on_both_ends(owners, plan)
+            result.append(Held(block, full, parameter, bank, shape, owners))
     return result
 
 
-def biases(model: LanguageModel, plan: Plan) -> Iterator[Piece]:
-    """Biases of routers, which every rank has whole and no gradient reaches."""
+def _on_both_ends(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Ranks of the first part and of the last with the places of `ranks` in theirs."""
+    places = [rank % plan.span for rank in ranks]
+    return tuple(first + at for first in (0, plan.ranks - plan.span) for at in places)
+
+
+def biases(model: LanguageModel, plan: Plan, rank: int) -> Iterator[Piece]:
+    """Biases of routers, which every rank of a part has whole and no gradient reaches."""
+    owners = tuple(plan.part_groups()[plan.part(rank)])
     for layer, router in model.sigmoid_routers():
         name, shape = f"layers.{layer}.moe.router.bias", tuple(router.bias.shape)
-        yield Piece(PARAMETER, name, shape, (0,), router.bias, tuple(range(plan.ranks)))
+        yield Piece(PARAMETER, name, shape, (0,), router.bias, owners)
 
 
 def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> list[Piece]:
@@ -114,4 +145,4 @@ def pieces(model: LanguageModel, plan: Plan | None = None, rank: int = 0) -> lis
         for item in held(model, plan, rank)
         for piece in item.pieces(PARAMETER, item.local, rank)
     ]
-    return [*learnt, *biases(model, plan)]
+    return [*learnt, *biases(model, plan, rank)]

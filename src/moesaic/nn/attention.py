@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.nn.context import Context, Rotary
+from moesaic.nn.slices import WHOLE, Slices
 
 
 class Linear(nn.Module):
@@ -35,8 +36,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, (x.shape[-1],), self.weight, self.epsilon)
 
 
+class SlicedNorm(RMSNorm):
+    """The same over channels that lie on several slices, of which `width` are this one's."""
+
+    def __init__(self, width: int, epsilon: float, slices: Slices) -> None:
+        super().__init__(width, epsilon)
+        self.slices = slices
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        wide = x.to(self.weight.dtype)
+        squares = self.slices.sum(wide.square().sum(dim=-1, keepdim=True))
+        mean = squares / (x.shape[-1] * self.slices.count)
+        return wide * torch.rsqrt(mean + self.epsilon) * self.weight
+
+
 class Attention(nn.Module):
-    """Attention of one layer."""
+    """Attention of one layer; of several slices each has heads of its own."""
 
     def __init__(
         self,
@@ -48,9 +64,12 @@ class Attention(nn.Module):
         *,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         clip: float | None = None,
+        slices: Slices = WHOLE,
     ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.groups, self.clip = layer, head_dim, heads // kv_heads, clip
+        self.slices = slices
+        heads, kv_heads = heads // slices.count, kv_heads // slices.count
         self.q = Linear(hidden, heads * head_dim)
         self.k = Linear(hidden, kv_heads * head_dim)
         self.v = Linear(hidden, kv_heads * head_dim)
@@ -62,6 +81,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Attend."""
+        (x,) = self.slices.samples(context, x)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
@@ -74,8 +94,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         attended = attend(q, self._repeat(k), self._repeat(v), context.mask)
-        result: Tensor = self.o(attended.transpose(1, 2).flatten(2))
-        return result
+        return self.slices.sum_runs(self.o(attended.transpose(1, 2).flatten(2)))
 
     def _split(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(2, (-1, self.head_dim))
@@ -111,15 +130,17 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); of several slices each has inner channels of its own."""
 
-    def __init__(self, hidden: int, ffn: int) -> None:
+    def __init__(self, hidden: int, ffn: int, slices: Slices = WHOLE) -> None:
         super().__init__()
+        self.slices = slices
+        ffn //= slices.count
         self.gate, self.up = Linear(hidden, ffn), Linear(hidden, ffn)
         self.down = Linear(ffn, hidden)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Compute; the context is the same as an expert layer's and not used."""
         del context
-        down: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return down
+        x = self.slices.join(x)
+        return self.slices.sum_runs(self.down(F.silu(self.gate(x)) * self.up(x)))

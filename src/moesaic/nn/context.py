@@ -68,6 +68,12 @@ class LayerFacts:
     """This rank's assignments in which a replayed choice differs from the router's own."""
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products take here: autocast's where it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class Context:
     """One micro-batch on its way through the blocks.
 
@@ -77,6 +83,8 @@ class Context:
 
     def __init__(self, rotary: Rotary) -> None:
         self.rotary = rotary
+        self.run = slice(None)
+        """Which of the micro-batch's tokens, sample after sample, the stream has on this rank."""
         self.mask: Tensor | None = None
         """Which keys each query sees, bool, broadcastable to [batch, heads, queries, keys]; None:
         causal."""

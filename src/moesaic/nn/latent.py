@@ -15,13 +15,18 @@ from moesaic.facts.job.model import Latent, RopeScaling
 from moesaic.nn.attention import Linear, RMSNorm, attend
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.rope import mscale
+from moesaic.nn.slices import WHOLE, Slices
 
 NORM_EPSILON = 1e-6
 """Of the narrow vectors' norms: the family's own, whatever the norms of the stream add."""
 
 
 class LatentAttention(nn.Module):
-    """Attention of one layer. Tensors are [batch, sequence, heads, channels] on the way."""
+    """Attention of one layer. Tensors are [batch, sequence, heads, channels] on the way.
+
+    Of several slices each has heads of its own; the ways down to narrow vectors all have whole, and
+    go them with their own tokens, so that only narrow vectors travel.
+    """
 
     def __init__(
         self,
@@ -31,8 +36,11 @@ class LatentAttention(nn.Module):
         head_dim: int,
         latent: Latent,
         scaling: RopeScaling | None = None,
+        slices: Slices = WHOLE,
     ) -> None:
         super().__init__()
+        self.slices = slices
+        heads //= slices.count
         self.layer, self.heads = layer, heads
         self.width, self.rotary, self.value = latent.width, latent.rotary, latent.value
         self.straight = head_dim - latent.rotary
@@ -51,11 +59,13 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Attend."""
-        q, q_turning = self._queries(x).split((self.straight, self.rotary), dim=-1)
         narrow, k_turning = self.kv_down(x).split((self.width, self.rotary), dim=-1)
+        asking, narrow, k_turning = self.slices.samples(
+            context, self._asking(x), self.kv_norm(narrow), k_turning
+        )
+        q, q_turning = self._queries(asking).split((self.straight, self.rotary), dim=-1)
         q_turned = turn(q_turning, context.rotary)
         k_turned = turn(k_turning[:, :, None], context.rotary)
-        narrow = self.kv_norm(narrow)
         if context.cache is not None:
             new = torch.cat((narrow[:, :, None], *k_turned), dim=-1)
             (seen,) = context.cache.extend(self.layer, new.transpose(1, 2))
@@ -67,18 +77,20 @@ class LatentAttention(nn.Module):
         attended = self._attend(
             torch.cat((q, *q_turned), -1), torch.cat((k, *k_shared), -1), v, context.mask
         )
-        result: Tensor = self.o(attended.flatten(2))
-        return result
+        return self.slices.sum_runs(self.o(attended.flatten(2)))
 
-    def _queries(self, x: Tensor) -> Tensor:
-        if self.q is not None:
-            q = self.q(x)
-        else:
-            assert self.q_down is not None
-            assert self.q_norm is not None
-            assert self.q_up is not None
-            q = self.q_up(self.q_norm(self.q_down(x)))
-        heads: Tensor = q.unflatten(2, (self.heads, -1))
+    def _asking(self, x: Tensor) -> Tensor:
+        """What queries are made from: the stream itself, or a narrow vector a token."""
+        if self.q_down is None:
+            return x
+        assert self.q_norm is not None
+        narrow: Tensor = self.q_norm(self.q_down(x))
+        return narrow
+
+    def _queries(self, asking: Tensor) -> Tensor:
+        way_up = self.q if self.q_up is None else self.q_up
+        assert way_up is not None
+        heads: Tensor = way_up(asking).unflatten(2, (self.heads, -1))
         return heads
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,6 +3,10 @@
 The gradient of a sum of cross-entropies is known as soon as its logits are, so it is formed while
 they are there; backward only hands it on. A vocabulary of 50,000 over 8,000 tokens would otherwise
 hold 1.6 GB of logits and as much again for their gradient.
+
+Where slices share out the vocabulary, each has the logits of its own words for all tokens. Then one
+number a token goes around, the logarithm of its sum of exponentials; a target counts where its word
+is, so that losses are shares, and so are gradients of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.dist.collectives import gather
 from moesaic.facts.workload.sizes import HEAD_ROWS
+from moesaic.nn.slices import WHOLE, Slices
 
 IGNORED = -100
 
@@ -23,7 +29,12 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, scale: float
+        ctx: Any,
+        x_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        scale: float,
+        slices: Slices = WHOLE,
     ) -> Tensor:
         """Loss, and at once its gradients where they are wanted."""
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -32,17 +43,19 @@ class HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH) if wants_weight else None
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
+        first = slices.index * weight_VH.shape[0]
         for start in range(0, x_TH.shape[0], HEAD_ROWS):
             rows, targets = x_TH[start : start + HEAD_ROWS], targets_T[start : start + HEAD_ROWS]
             present = targets != IGNORED
-            target = targets.clamp(min=0)[:, None]
-            log_p = F.log_softmax((rows @ operand.T).to(wide), dim=-1)
+            target = (targets - first).clamp(0, weight_VH.shape[0] - 1)[:, None]
+            here = targets == target.squeeze(1) + first
+            log_p = _log_softmax((rows @ operand.T).to(wide), slices)
             picked = log_p.gather(1, target).squeeze(1)
-            total -= torch.where(present, picked, 0.0).sum()
+            total -= torch.where(here, picked, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
             grad = log_p.exp_()
-            grad.scatter_add_(1, target, torch.full_like(picked, -1.0)[:, None])
+            grad.scatter_add_(1, target, -here.to(wide)[:, None])
             grad *= present.to(wide)[:, None] * scale
             grad = grad.to(x_TH.dtype)
             if grad_x is not None:
@@ -51,18 +64,31 @@ class HeadLoss(torch.autograd.Function):
                 _add_outer(grad_weight, grad, rows)
             del log_p, grad  # Or they would be there while the next ones are made.
         ctx.save_for_backward(grad_x, grad_weight)
+        ctx.factor = 1.0
         return total * scale
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Hand on what forward formed."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Hand on what forward formed, scaled in place.
+
+        A backward pass in two halves, inputs first and weights later, comes twice: what the first
+        one scaled is there still, and autograd must not take its writing for a mistake.
+        """
         grad_x, grad_weight = ctx.saved_tensors
         (grad,) = grads
-        if grad_x is not None:
-            grad_x = grad_x.mul_(grad.to(grad_x.dtype))
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad.to(grad_weight.dtype))
-        return grad_x, grad_weight, None, None
+        factor, ctx.factor = grad / ctx.factor, grad
+        for formed in (grad_x, grad_weight):
+            if formed is not None:
+                formed.data.mul_(factor.to(formed.dtype))
+        return grad_x, grad_weight, None, None, None
+
+
+def _log_softmax(logits: Tensor, slices: Slices) -> Tensor:
+    """Over the words of all slices, of which each has logits of its own."""
+    if slices.group is None:
+        return F.log_softmax(logits, dim=-1)
+    whole = gather(logits.logsumexp(dim=-1), slices.group).logsumexp(dim=0)
+    return logits.sub_(whole[:, None])
 
 
 def _add_outer(total: Tensor, left: Tensor, right: Tensor) -> None:

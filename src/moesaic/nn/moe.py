@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
-from moesaic.nn.context import Context, LayerFacts
+from moesaic.nn.context import Context, LayerFacts, compute_dtype
 from moesaic.nn.dispatch import Counted, Dispatcher
 from moesaic.nn.grouped import GatedExperts
 from moesaic.nn.router import Router, Routing, balance_share, z_share
@@ -55,9 +54,3 @@ class MoE(nn.Module):
             dropped=counted.dropped,
             flips=routing.flips,
         )
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that matrix products take here: autocast's where it is on, else that of `x`."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -191,7 +191,8 @@ def _places(tokens: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         flat = torch.arange(tokens.shape[0], device=tokens.device)
         return torch.zeros_like(flat), flat
     sample = context.samples[:, None].expand(-1, context.positions.shape[0])
-    return sample.reshape(-1), context.positions.expand(sample.shape).reshape(-1)
+    position = context.positions.expand(sample.shape)
+    return sample.reshape(-1)[context.run], position.reshape(-1)[context.run]
 
 
 def balance_share(routing: Routing, asked_E: Tensor, num_tokens: int) -> Tensor:

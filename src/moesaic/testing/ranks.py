@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -28,22 +29,23 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """A pool of rank processes on this machine."""
+    """A pool of rank processes on this machine, as large as the largest world so far."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._generation = 0
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = self._store.port
         self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(self._size):
+        self._processes: list[SpawnProcess] = []
+
+    def _grow(self, size: int) -> None:
+        """Have as many processes as are asked for; those that are there stay."""
+        context = mp.get_context("spawn")
+        while len(self._processes) < size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -53,6 +55,7 @@ class Ranks:
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 100.0
     ) -> list[Any]:
         """The results of `function(world, *arguments)` on ranks 0 to `size - 1`."""
+        self._grow(size)
         self._generation += 1
         for rank, pipe in enumerate(self._pipes[:size]):
             pipe.send((rank, size, self._generation, timeout_s, function, arguments))

@@ -6,19 +6,27 @@ same state, go on with the same numbers. Everything that training goes on from i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist import device as devices
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan
+from moesaic.facts.plan import Plan, stages
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
 from moesaic.nn.dispatch import Ranks
+from moesaic.nn.slices import Slices
 from moesaic.train.optim import AdamW
 from moesaic.train.run import Run
+
+if TYPE_CHECKING:
+    from moesaic.train.pipeline import Pipeline
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """What weights are stored in, by `train.precision`."""
@@ -37,13 +45,19 @@ def assemble(
         counters: position in the run; absent: its start.
     """
     groups = _groups(plan, world)
+    slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
+    alike = world.partition(plan.same_slice_groups())
+    mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
+    names = [name for stage in mine for name in stage]
     with torch.device("meta"):
-        model = LanguageModel(job.model, job.routing, plan, groups[0])
+        model = LanguageModel(job.model, job.routing, plan, groups[0], slices, names)
     model.to(DTYPES[job.train.precision])
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
+    pipeline = _pipeline(job, plan, world, model)
     if plan.shard > 1:
-        _shard(model, plan, world)
+        roots = [model] if pipeline is None else list(pipeline.stages.values())
+        _shard(model, roots, plan, world)
     else:
         model.materialise(world.device)
     optimizer = AdamW(job.optimizer)
@@ -51,42 +65,67 @@ def assemble(
     for item in holdings:
         optimizer.attach(item.name, item.local)
     devices.activate(world.device)
-    run = Run(job, plan, world, model, holdings, optimizer, replicas=groups[1])
+    run = Run(
+        job, plan, world, model, holdings, optimizer,
+        part=groups[0].everyone, replicas=groups[1], alike=alike, ends=_ends(job, plan, world),
+        pipeline=pipeline,
+    )  # fmt: skip
     run.counters.update(counters or {})
     source.fill(run.state().pieces)
     return run
 
 
 def _groups(plan: Plan, world: World) -> tuple[Ranks, Group | None]:
-    """The ranks that dispatch, and the group that holds copies of this rank's experts."""
+    """The ranks that dispatch, by place in their part of the pipeline, and the group that holds
+    copies of this rank's experts."""
     everyone = world.partition(plan.part_groups())
     expert_groups = plan.expert_groups()
-    mine = next(tuple(group) for group in expert_groups if world.rank in group)
+    mine = next(group for group in expert_groups if world.rank in group)
     exchange = world.partition(expert_groups)
     replicas = world.partition(plan.replica_groups())
-    return Ranks(world.rank, everyone, exchange, mine), replicas
+    places = tuple(rank % plan.span for rank in mine)
+    return Ranks(world.rank % plan.span, everyone, exchange, places), replicas
 
 
-def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
-    """Shard dense parameters over `plan.shard` ranks, replicate over the rest (FSDP2), materialise.
+def _ends(job: Job, plan: Plan, world: World) -> Group | None:
+    """The group that holds a tied weight on both ends of a pipeline."""
+    if plan.pp == 1 or not job.model.tied:
+        return None
+    return world.partition([[chain[0], chain[-1]] for chain in plan.chain_groups()])
+
+
+def _pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipeline | None:
+    if plan.pp == 1:
+        return None
+    from moesaic.train.pipeline import Pipeline  # Slow to import, and rarely used.
+
+    return Pipeline(job, plan, world, model)
+
+
+def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: World) -> None:
+    """Shard dense parameters over `plan.shard` replicas, copy to the rest (FSDP2), materialise.
 
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
-    embedding and head, so that a tied weight is one parameter.
+    embedding and head, so that a tied weight is one parameter; each stage of a pipeline is a root.
+    A stage stays whole until its last backward: others of its micro-batches are on their way.
     """
     from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
 
-    grid = torch.arange(plan.ranks).view(-1, plan.shard)
-    shard, replicate = world.partition(grid.tolist()), world.partition(grid.T.tolist())
+    shard = world.partition(plan.shard_groups())
+    replicate = world.partition(plan.shard_replica_groups())
     assert shard is not None
     if replicate is None:
         mesh = DeviceMesh.from_group(shard, world.device.type, mesh_dim_names=("shard",))
     else:
+        alike = next(group for group in plan.same_slice_groups() if world.rank in group)
+        grid = torch.tensor(alike).view(-1, plan.shard)
         mesh = DeviceMesh.from_group(
             [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
     arenas = {bank.arena for _, bank in model.banks()}
-    for module in (*model.layers, model):
-        sharded = fully_shard(module, mesh=mesh, ignored_params=arenas)
+    again = None if plan.pp == 1 else False
+    for module in (*model.layers, *roots):
+        sharded = fully_shard(module, mesh=mesh, ignored_params=arenas, reshard_after_forward=again)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=world.device)

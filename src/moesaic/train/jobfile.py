@@ -74,12 +74,13 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
         ]
         plan = plan.model_copy(update={"predictions": None})
     said = apply_sets({}, sets)
-    for table, name in (("layout", "ep"), ("layout", "shard"), ("train", "recompute")):
+    decided = [("layout", name) for name in ("ep", "shard", "tp", "pp", "schedule")]
+    for table, name in (*decided, ("train", "recompute")):
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
         if before != now and name in said.get(table, {}):
-            named = [item for item in sets if covers(item, f"{table}.{name}")]
+            said_so = [item for item in sets if covers(item, f"{table}.{name}")]
             raise ConfigError(
-                f"--set {named[-1]} beside {origin}, which has "
+                f"--set {said_so[-1]} beside {origin}, which has "
                 f"{table}.{name} = {keys.show(now)}: leave one of them out"
             )
     space = "\n" if sets else "\n\n"

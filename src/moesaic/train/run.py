@@ -1,8 +1,10 @@
 """A run: a model on ranks that takes steps.
 
-One step is named phases: data, forward, backward (a pair for every micro-batch), reduce, clip,
-optimizer. A global batch is a list of global sample indices; this rank takes its rows of each
-micro-batch. Losses are divided by counts over all ranks, so gradients are plain sums.
+One step is named phases: data, forward, backward (a pair for every micro-batch; with a pipeline
+they mingle, and all of them are one phase of that name), reduce, clip, optimizer. A global batch is
+a list of global sample indices; this rank takes its rows of each micro-batch. Losses are divided by
+counts over all ranks, so gradients are plain sums. Slices hold the same samples, and shares of
+their losses: what counts samples counts those of the first slice.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import torch
 from torch import Tensor
 
 from moesaic.base.errors import DivergedError
-from moesaic.dist.collectives import sum_, sum_buckets_
+from moesaic.dist.collectives import gather, sum_, sum_buckets_
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import Held, biases
+from moesaic.models.pieces import EMBED, Held, biases
+from moesaic.nn.context import Context
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
@@ -32,6 +35,8 @@ from moesaic.train.routes import RouteRecorder, RouteReplay
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from moesaic.train.pipeline import Flow, Pipeline
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,15 @@ class Run:
     model: LanguageModel
     holdings: list[Held]
     optimizer: AdamW
+    part: Group | None
+    """Ranks that hold the same blocks; all of them but for a pipeline."""
     replicas: Group | None
     """Ranks that hold copies of this rank's experts."""
+    alike: Group | None
+    """Ranks that hold the same slices of matrices, or shards of them."""
+    ends: Group | None
+    """Ranks of the first and the last part of a pipeline that hold the same tied weight."""
+    pipeline: Pipeline | None
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
     hook: Callable[[str], None] | None = None
     """Called as each phase begins."""
@@ -79,7 +91,7 @@ class Run:
             values = ((PARAMETER, item.local), (FIRST_MOMENT, first), (SECOND_MOMENT, second))
             for kind, tensor in values:
                 pieces += item.pieces(kind, tensor, self.world.rank)
-        pieces += biases(self.model, self.plan)
+        pieces += biases(self.model, self.plan, self.world.rank)
         return State(pieces, dict(self.counters))
 
     def step(self, samples: Samples) -> StepFacts:
@@ -124,12 +136,53 @@ class Run:
         return [samples.batch(range(f + rows.start, f + rows.stop)) for f in firsts]
 
     def _count(self, micro: Sequence[Batch]) -> int:
-        local = sum(lm.num_targets(batch) for batch in micro)
+        local = sum(self._targets(batch) for batch in micro)
         total = torch.tensor([local], device=self.world.device)
-        return int(sum_(total, self.world.everyone))
+        return int(sum_(total, self.part))
+
+    def _context(self, batch: Batch) -> Context:
+        """The context of a micro-batch to learn from."""
+        context = lm.make_context(self.model, batch, self.job, self.counters["step"])
+        context.training = True
+        context.keep_choices = self.recorder is not None
+        if self.replay is not None:
+            choices = self.replay.choices(self.counters["step"], batch.samples)
+            context.replay = {
+                layer: chosen[context.run].to(self.world.device)
+                for layer, chosen in choices.items()
+            }
+        return context
+
+    def _targets(self, batch: Batch) -> int:
+        return lm.num_targets(batch) if self.plan.counts(self.world.rank) else 0
 
     def _gradients(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
         self.model.train()
+        if self.pipeline is None:
+            losses = self._in_turn(micro, targets, phases)
+        else:
+            with phases("pipeline"):
+                losses = self.pipeline.step(self._flow(micro, self._context, targets))
+        if self.recorder is not None:
+            for batch, result in zip(micro, losses, strict=True):
+                self._record(self.recorder, batch, result.context.choices)
+        return losses
+
+    def _flow(
+        self, micro: Sequence[Batch], begin: Callable[[Batch], Context], targets: int
+    ) -> Flow:
+        """Micro-batches for the pipeline."""
+        from moesaic.train.pipeline import Flow
+
+        def aimed(batch: Batch) -> Context:
+            context = begin(batch)
+            lm.aim(context, batch, targets, self.world.device)
+            return context
+
+        return Flow(micro, aimed, self._precision)
+
+    def _in_turn(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
+        """Forward and backward of one micro-batch after the other."""
         losses = []
         for index, batch in enumerate(micro):
             if self.plan.shard > 1:
@@ -137,21 +190,19 @@ class Run:
                 sharded = cast("FSDPModule", self.model)
                 sharded.set_requires_all_reduce(index == len(micro) - 1)
             with phases("forward"), self._precision():
-                context = lm.make_context(self.model, batch, self.job, self.counters["step"])
-                context.training = True
-                context.keep_choices = self.recorder is not None
-                if self.replay is not None:
-                    choices = self.replay.choices(self.counters["step"], batch.samples)
-                    context.replay = {n: c.to(self.world.device) for n, c in choices.items()}
-                result = lm.compute(self.model, batch, context, self.job, targets)
+                result = lm.compute(self.model, batch, self._context(batch), self.job, targets)
             with phases("backward"):
                 result.total.backward()
                 result.context.mask = None  # The largest part of what the losses hold on to.
-            if self.recorder is not None:
-                step, choices = self.counters["step"], result.context.choices
-                self.recorder.record(step, batch.samples, choices)
             losses.append(result)
         return losses
+
+    def _record(self, recorder: RouteRecorder, batch: Batch, own: dict[int, Tensor]) -> None:
+        """Of choices, all slices' together: a slice's own need not be of whole samples."""
+        group = self.model.slices.group
+        choices = {layer: gather(chosen, group).flatten(0, 1) for layer, chosen in own.items()}
+        if self.plan.counts(self.world.rank):
+            recorder.record(self.counters["step"], batch.samples, choices)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.job.train.precision != "bf16":
@@ -161,12 +212,22 @@ class Run:
         return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
 
     def _reduce(self) -> None:
-        """Sum gradients: dense ones over all ranks (FSDP has done its own), experts over copies."""
-        dense = [item.grad for item in self.holdings if item.bank is None]
+        """Sum gradients over all ranks of a part that learn the same: experts' over copies, slices'
+        too, and a tied weight's over both ends of a pipeline.
+
+        FSDP has done its own, over ranks that are alike; what is not cut is left to the slices.
+        """
+        dense = [item for item in self.holdings if item.bank is None]
+        whole = [item.grad for item in dense if not item.sliced]
         experts = [item.grad for item in self.holdings if item.bank is not None]
         if self.plan.shard == 1:
-            sum_buckets_(dense, self.world.everyone)
+            sum_buckets_(whole, self.part)
+            sum_buckets_([item.grad for item in dense if item.sliced], self.alike)
+        else:
+            sum_buckets_(whole, self.model.slices.group)
         sum_buckets_(experts, self.replicas)
+        if self.ends is not None:
+            sum_buckets_([item.grad for item in self.holdings if item.name == EMBED], self.ends)
 
     def gradient_norm(self) -> float:
         """The norm of the whole gradient; its first owner counts an element, and nobody else."""
@@ -211,6 +272,8 @@ class Run:
             for layer, facts in one.context.layers.items():
                 counts[layer] = facts.counts.sum(0) + counts.get(layer, 0)
                 dropped[layer] = facts.dropped + dropped.get(layer, 0)
+        if self.pipeline is not None:
+            counts, dropped = self.pipeline.all_layers(counts, dropped)
         routing = self.job.routing
         return StepFacts(
             step=self.counters["step"], loss=loss,
@@ -229,15 +292,27 @@ class Run:
         for start in range(0, count, size):
             rows = self.plan.rows(self.world.rank, min(size, count - start))
             batch = samples.batch(range(start + rows.start, start + rows.stop), shuffled=False)
-            with self._precision():
-                context = lm.make_context(self.model, batch, self.job, 0)
-                losses = lm.compute(self.model, batch, context, self.job, 1)
-            total += torch.stack((losses.loss.double(), total.new_tensor(lm.num_targets(batch))))
+            losses = self._judge(batch)
+            # In a pipeline those count who have the loss.
+            counted = self._targets(batch) if "head" in self.model.names else 0
+            total += torch.stack((losses.loss.double(), total.new_tensor(counted)))
         loss, targets = sum_(total, self.world.everyone).tolist()
         return loss / max(targets, 1.0), int(targets)
+
+    def _judge(self, batch: Batch) -> lm.Losses:
+        """The losses of a batch, of which a part of a pipeline has its own."""
+
+        def begin(batch: Batch) -> Context:
+            return lm.make_context(self.model, batch, self.job, 0)
+
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(self._flow([batch], begin, 1))
+        with self._precision():
+            return lm.compute(self.model, batch, begin(batch), self.job, 1)
 
     def close(self) -> None:
         """Let go of the model; the world stays."""
         self.holdings.clear()
         self.optimizer.moments.clear()
+        self.pipeline = None
         del self.model

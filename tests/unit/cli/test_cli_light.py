@@ -140,7 +140,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     facts = json.loads(run(f"{line} --json", capfd))
     assert parse(Job, facts["job"], "dry run") == job
     assert facts["plan"] == {
-        "ranks": 2, "ep": 2, "shard": 1, "experts": 16,
+        "ranks": 2, "ep": 2, "shard": 1, "tp": 1, "pp": 1, "experts": 16,
         "homes": [[*range(8)], [*range(8, 16)]],
         "stages": [["embed", *(f"layers.{layer}" for layer in range(4)), "head"]],
         "tiers": {"parameters": "device", "moments": "device"}, "mode": "synchronous",
@@ -151,6 +151,10 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     peak = memory.pop("peak_bytes")
     assert memory.pop("total_bytes") == sum(memory.values()) > peak
     assert [warning.split()[0] for warning in facts["warnings"]] == ["schedule.final"]
+    text = run(f"{line} --set layout.tp=2", capfd)
+    assert "2 ranks, experts over 2, matrices in 2 slices, dense parameters on every rank" in text
+    assert "memory per rank  not worked out for slices of matrices (layout.tp) or a pip" in text
+    assert json.loads(run(f"{line} --set layout.tp=2 --json", capfd))["memory_per_rank"] is None
     assert set(place.rglob("*")) == before
 
 

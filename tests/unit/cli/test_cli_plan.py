@@ -64,6 +64,9 @@ def test_it_says_what_binds_and_writes_a_timeline(
     assert said.startswith("32 ranks on two nodes (NVIDIA H100")
     assert "computed, not measured" in said
     assert "binds              backward: " in said
+    assert "parameters         6,919,161,856, 1,282,017,280 for a token\n" in said
+    assert "whole run          10 steps in " in said
+    assert said.endswith("timeline           step.json, for ui.perfetto.dev\n")
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
     assert main([*LINE, "--out", "never.json", "--trace", "never too.json", "--dry-run"]) == 0
@@ -121,6 +124,7 @@ def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--json", "--nproc", "8"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["plan"]["ranks"] == 8
+    assert [one["host"] for one in facts["plan"]["places"]] == ["node-0"] * 8
     assert facts["parameters"]["total"] == 6_919_161_856
     assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
     assert sum(facts["blocks_s"].values()) == pytest.approx(facts["step_s"])
@@ -173,6 +177,7 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
         ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
+        ("plan job.toml --cluster cluster.toml --layout tp=2", "is not worked out yet: plan with"),
         ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
         (
             "plan job.toml --cluster cluster.toml --out no/where.json",
@@ -191,6 +196,10 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster cluster.toml --nproc -8", "invalid value for '--nproc': Input"),
         ("plan job.toml --cluster cluster.toml --layout ep", "--layout 'ep' is not of the form"),
         ("plan job.toml --cluster cluster.toml --layout ep=3", "layout.ep = 3 does not divide"),
+        (
+            "plan job.toml --cluster cluster.toml --layout ep=2 --set layout.ep=4",
+            "--layout ep=2 and --set layout.ep=4 say the same key: leave one out",
+        ),
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
         ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (

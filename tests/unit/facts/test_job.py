@@ -95,6 +95,12 @@ WRONG = [
     (["layout.ep=3"],
      "job.toml: layout.ep = 3 does not divide model.experts = 16: "
      "choose a divisor of the number of experts"),
+    (["layout.tp=3", "layout.ep=2"],
+     "job.toml: layout.tp = 3 does not divide model.heads = 4, which the slices share out: "
+     "choose a divisor"),
+    (["layout.tp=2", "model.vocab=321"],
+     "job.toml: layout.tp = 2 does not divide model.vocab = 321, which the slices share out: "
+     "choose a divisor"),
     ([DENSE, "layout.ep=2"],
      "job.toml: layout.ep = 2 with a dense model (model.experts = 0): "
      "set layout.ep = 1, or choose a model with experts"),

@@ -27,6 +27,7 @@ from moesaic.facts.plan import (
     measure,
     planned,
     ruled,
+    stages,
 )
 from moesaic.facts.workload.loads import slots_of, traffic
 from moesaic.testing.jobs import tiny_job
@@ -94,6 +95,54 @@ def test_a_layout_that_does_not_fit(layout: LayoutConfig, ranks: int, sentence: 
     assert str(caught.value) == sentence
 
 
+def test_layers_are_cut_evenly() -> None:
+    model = MODEL.model_copy(update={"layers": 5})
+    layout = LayoutConfig(pp=2, schedule="interleaved")
+    assert stages(lay_out(layout, model, 2), model) == [
+        ["embed", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "layers.4", "head"]
+    ]  # fmt: skip
+    layout = LayoutConfig(pp=2)
+    assert [len(names) for names in stages(lay_out(layout, model, 2), model)] == [3, 4]
+    assert planned(tiny_job(), 1).stages == [["embed", "layers.0", "layers.1", "head"]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "train", "words"),
+    [
+        ({"pp": 2}, {"micro_batches": 2}, None),
+        ({"pp": 2, "schedule": "gpipe"}, {}, None),
+        ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 4}, None),
+        ({"pp": 3}, {}, "layout.pp = 3 does not divide the number of ranks (4): choose a div"),
+        ({"pp": 4}, {"micro_batches": 4}, "into 4 stages, and model.layers = 2: a stage has one"),
+        (
+            {"pp": 2, "schedule": "interleaved"}, {"micro_batches": 2},
+            'layout.schedule = "interleaved" cuts the model into 4 stages, and model.layers = 2',
+        ),
+        ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than layout.pp = 2, and the parts of"),
+        (
+            {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 5, "batch": 10},
+            'train.micro_batches = 5 with layout.schedule = "zero-bubble", which takes them in eq',
+        ),
+        (
+            {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 2, "recompute": True},
+            'train.recompute = true with layout.schedule = "zero-bubble", whose backward comes in',
+        ),
+    ],
+)  # fmt: skip
+def test_a_pipeline_that_a_job_cannot_have(
+    layout: dict[str, Any], train: dict[str, Any], words: str | None
+) -> None:
+    job = tiny_job(layout=layout, train=train)
+    if words is None:
+        plan = planned(job, 4)
+        check(plan, job, "plan")
+        assert ruled(tiny_job(train=train), plan).layout == job.layout
+        return
+    with pytest.raises(ConfigError) as caught:
+        planned(job, 4)
+    assert words in str(caught.value)
+
+
 def test_no_more_ranks_than_a_plan_can_be_for() -> None:
     with pytest.raises(ConfigError, match="a plan has 1048576 ranks at most, not 4294967296: ask"):
         lay_out(LayoutConfig(), MODEL, 1 << 32)
@@ -142,7 +191,8 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
             'predictions.phases_s."" = "" is empty: give a number',
         ),
         ({"homes": 3}, "homes = 3 is an integer: give a list of lists of integers"),
-        ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages, and there is no pipeline yet"),
+        ({"pp": 2, "stages": [["embed", "head"]]}, "stages lists 1 stages where pp = 2 and"),
+        ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
         ({"tiers": {"moments": "ssd"}}, 'tiers.moments = "ssd" is not known: give "device"'),
         ({"mode": "async"}, 'mode = "async" is not known: give "synchronous"'),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
@@ -242,10 +292,30 @@ def test_homes_are_where_the_plan_says() -> None:
         ({"stages": [["embed", "layers.9"]]}, "stages[0] lists block 'layers.9', which the model"),
         (
             {"stages": [["embed", "embed"]]},
-            "stages[0] lists block 'embed' twice: once is enough",
+            "stages lists block 'embed' twice: once is enough",
         ),
         (
             {"stages": [["embed", "layers.1", "layers.0", "head"]]},
+            "stages[0] has block 'layers.1' in another place than the model: keep the order",
+        ),
+        (
+            {"tp": 2},
+            "tp = 2 does not divide model.vocab = 61, which the slices share out: choose a",
+        ),
+        (
+            {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
+            "train.micro_batches = 1 is fewer than layout.pp = 2",
+        ),
+        (
+            {"pp": 2, "schedule": "gpipe", "stages": [["embed", "layers.0"], ["layers.1"]]},
+            "no stage lists block 'head': add it to stages[1]",
+        ),
+        (
+            {"pp": 2, "stages": [["embed", "layers.0", "layers.1", "head"], []]},
+            "stages[1] is empty: give it a block, or lower pp",
+        ),
+        (
+            {"pp": 2, "stages": [["embed", "layers.1"], ["layers.0", "head"]]},
             "stages[0] has block 'layers.1' in another place than the model: keep the order",
         ),
     ],

@@ -118,6 +118,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
         (change("batsch", 2), "unknown key 'batsch': did you mean 'batch'?"),
         (change("blocks.0.saved", 2), "unknown key 'blocks[0].saved'"),
         (change("blocks.0.saved_bytes", -1), "blocks[0].saved_bytes = -1 is out of range"),
+        (change("blocks.0.saved_bytes", 10**400), "is out of range: give an integer from 0"),
         (change("blocks.1.forward.calls", -1), "calls = -1 is out of range: give an integer from"),
         (change("blocks.0.forward.calls", 0), "moved_bytes = 100 with calls = 0, and no kernel"),
         (change("blocks.0.forward.products.0.type", "int8"), 'type = "int8" is not known'),

@@ -23,6 +23,18 @@ def test_equals_cross_entropy(rows: int) -> None:
     torch.testing.assert_close(fast_grads, slow_grads)
 
 
+def test_backward_may_come_in_halves() -> None:
+    """First for the inputs, then, from the same graph, for the weights."""
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (5,))
+    loss = 3.0 * HeadLoss.apply(x, weight, targets, 0.5)
+    slow = 1.5 * F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    (grad_x,) = torch.autograd.grad(loss, x, retain_graph=True)
+    grads = (grad_x.clone(), *torch.autograd.grad(loss, weight))
+    torch.testing.assert_close(grads, torch.autograd.grad(slow, (x, weight)))
+
+
 def test_without_gradients_only_the_loss_is_computed() -> None:
     x, weight = torch.randn(5, 6), torch.randn(11, 6)
     targets = torch.randint(11, (5,))

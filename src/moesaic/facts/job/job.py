@@ -53,6 +53,9 @@ class Job(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Job:
         self._check_experts()
+        uncut = self.uncut(self.layout.tp)
+        if uncut is not None:
+            raise ValueError(f"layout.{uncut}")
         if self.schedule.warmup > self.train.steps:
             raise ValueError(
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
@@ -100,6 +103,25 @@ class Job(Section):
             f"but model.top_k = {model.top_k}: set model.top_k = {needs}"
         )
 
+    def uncut(self, tp: int) -> str | None:
+        """Why `tp` slices cannot share this job's matrices and tokens equally; None: they can."""
+        model = self.model
+        widths = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
+        widths["model.vocab"] = model.vocab
+        for layer in range(model.layers - len(model.expert_layers)):
+            own = layer < model.dense_layers and model.dense_ffn is not None
+            widths["model.dense_ffn" if own else "model.ffn"] = model.inner(layer)
+        if model.shared:
+            widths["model.shared * model.ffn"] = model.shared * model.ffn
+        widths["data.sequence"] = self.data.sequence
+        for key, width in widths.items():
+            if width % tp:
+                return (
+                    f"tp = {tp} does not divide {key} = {width}, which the slices share out: "
+                    "choose a divisor"
+                )
+        return None
+
     def idle(self) -> list[str]:
         """A sentence for each setting that was given and has no effect in this job."""
         found = []
@@ -111,6 +133,8 @@ class Job(Section):
                 f'routing.bias_step has no effect: the routers of family "{self.model.family}" '
                 "have no bias"
             )
+        if self.layout.pp == 1 and "schedule" in self.layout.model_fields_set:
+            found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         if self.schedule.kind == "constant" and "final" in self.schedule.model_fields_set:
             found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
         if not (self.data.validation_path or self.data.validation_share):

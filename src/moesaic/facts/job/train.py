@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""Orders in which the parts of a pipeline go through micro-batches."""
+
 
 class LayoutConfig(Section):
     """How the ranks share the model; data parallelism takes whatever is left."""
@@ -20,6 +23,8 @@ class LayoutConfig(Section):
     """Tensor parallelism: consecutive ranks that share out every dense matrix."""
     pp: int = Field(default=1, ge=1)
     """Pipeline parallelism: parts that the layers are cut into, each on ranks of its own."""
+    schedule: Schedule = "1f1b"
+    """The order in which parts of a pipeline compute forward and backward of micro-batches."""
 
 
 class TrainConfig(Section):

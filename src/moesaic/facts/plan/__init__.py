@@ -4,7 +4,7 @@ One JSON file that `moesaic plan` writes, people edit, training obeys and every 
 """
 
 from moesaic.facts.plan.checks import basis, check, check_places, load_plan, ruled
-from moesaic.facts.plan.layout import block_names, lay_out, planned
+from moesaic.facts.plan.layout import block_names, lay_out, planned, stages
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
     ALL,
@@ -39,4 +39,5 @@ __all__ = [
     "planned",
     "ruled",
     "short",
+    "stages",
 ]

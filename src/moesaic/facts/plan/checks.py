@@ -11,10 +11,12 @@ from typing import NoReturn
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
-from moesaic.facts.plan.layout import block_names
+from moesaic.facts.plan.layout import block_names, pipeline_fault
 from moesaic.facts.plan.plan import Plan, RankPlace
 
 _DIGITS = 16
+_DECISIVE = {"ranks", "ep", "shard", "tp", "pp", "schedule", "homes_by_rank", "stages"}
+"""What of a plan a step's cost depends on, besides its places."""
 
 
 def load_plan(path: Path) -> Plan:
@@ -33,6 +35,9 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.ep > 1 and not plan.experts:
         raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
+    uncut = job.uncut(plan.tp)
+    if uncut is not None:
+        raise ConfigError(f"{origin}: {uncut}")
     wanted = job.train.micro_batches
     if plan.micro_batches not in (None, wanted):
         raise ConfigError(
@@ -41,26 +46,37 @@ def check(plan: Plan, job: Job, origin: str) -> None:
             f"make them equal, or {again}"
         )
     if plan.stages is not None:
-        _check_blocks(plan.stages[0], block_names(job.model), origin)
+        _check_blocks(plan.stages, block_names(job.model), origin)
+    fault = pipeline_fault(plan, job)
+    if fault:
+        raise ConfigError(f"{origin}: {fault}")
 
 
-def _check_blocks(listed: Sequence[str], blocks: Sequence[str], origin: str) -> None:
-    for name in listed:
+def _check_blocks(stages: list[list[str]], blocks: Sequence[str], origin: str) -> None:
+    listed = [name for stage in stages for name in stage]
+    at = [index for index, stage in enumerate(stages) for _ in stage]
+    for name, index in zip(listed, at, strict=True):
         if name not in blocks:
             raise ConfigError(
-                f"{origin}: stages[0] lists block '{name}', which the model has not: its blocks "
-                f"are {blocks[0]}, {blocks[1]} to {blocks[-2]} and {blocks[-1]}"
+                f"{origin}: stages[{index}] lists block '{name}', which the model has not: its "
+                f"blocks are {blocks[0]}, {blocks[1]} to {blocks[-2]} and {blocks[-1]}"
             )
         if listed.count(name) > 1:
-            raise ConfigError(f"{origin}: stages[0] lists block '{name}' twice: once is enough")
-    for name in blocks:
+            raise ConfigError(f"{origin}: stages lists block '{name}' twice: once is enough")
+    for place, name in enumerate(blocks):
         if name not in listed:
-            raise ConfigError(f"{origin}: no stage lists block '{name}': add it to stages[0]")
-    if list(listed) != list(blocks):
-        first = next(a for a, b in zip(listed, blocks, strict=True) if a != b)
+            # Where the block before it stands, it would be in order.
+            stage = at[listed.index(blocks[place - 1])] if place else 0
+            raise ConfigError(f"{origin}: no stage lists block '{name}': add it to stages[{stage}]")
+    for name, index, block in zip(listed, at, blocks, strict=True):
+        if name != block:
+            raise ConfigError(
+                f"{origin}: stages[{index}] has block '{name}' in another place than the model: "
+                "keep the order of the model"
+            )
+    if [] in stages:
         raise ConfigError(
-            f"{origin}: stages[0] has block '{first}' in another place than the model: "
-            "keep the order of the model"
+            f"{origin}: stages[{stages.index([])}] is empty: give it a block, or lower pp"
         )
 
 
@@ -68,8 +84,8 @@ def ruled(job: Job, plan: Plan) -> Job:
     """`job` with what the plan decides in the place of what it said itself."""
     layout = job.layout
     shard = plan.replicas if layout.shard == "all" else layout.shard
-    if (layout.ep, shard, layout.tp, layout.pp) != (plan.ep, plan.shard, plan.tp, plan.pp):
-        decided = plan.model_dump(include={"ep", "shard", "tp", "pp"})
+    decided = plan.model_dump(include={"ep", "shard", "tp", "pp", "schedule"})
+    if decided != {**layout.model_dump(include=set(decided)), "shard": shard}:
         layout = layout.model_copy(update=decided)
     train = job.train
     if plan.recompute is not None and plan.recompute != train.recompute:
@@ -88,7 +104,7 @@ def basis(job: Job, plan: Plan) -> str:
         "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
         "clips": job.train.clip > 0,
         "asynchronous": job.checkpoint.asynchronous,
-        "plan": plan.model_dump(include={"ranks", "ep", "shard", "tp", "pp", "homes_by_rank", "stages"}),
+        "plan": plan.model_dump(include=_DECISIVE),
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 

@@ -34,19 +34,63 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             "choose a divisor of the number of experts"
         )
     return Plan(
-        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, pp=layout.pp, experts=model.experts
-    )
+        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, pp=layout.pp,
+        schedule=layout.schedule, experts=model.experts,
+    )  # fmt: skip
 
 
 def planned(job: Job, ranks: int) -> Plan:
     """The plan that `job` itself means on `ranks` ranks, with nothing left to the job."""
     plan = lay_out(job.layout, job.model, ranks)
+    fault = pipeline_fault(plan, job)
+    if fault:
+        raise ConfigError(fault)
     return plan.model_copy(
         update={
-            "stages": [block_names(job.model)], "recompute": job.train.recompute,
+            "stages": stages(plan, job.model), "recompute": job.train.recompute,
             "micro_batches": job.train.micro_batches,
         }
     )  # fmt: skip
+
+
+def pipeline_fault(plan: Plan, job: Job) -> str | None:
+    """What keeps the pipeline of `plan` from training `job`, and the remedy."""
+    pp, schedule, micro = plan.pp, plan.schedule, job.train.micro_batches
+    if pp == 1:
+        return None
+    if plan.stages is None and plan.num_stages > job.model.layers:
+        return (
+            f'layout.pp = {pp} with layout.schedule = "{schedule}" cuts the model into '
+            f"{plan.num_stages} stages, and model.layers = {job.model.layers}: a stage has one "
+            "layer at least, lower layout.pp"
+        )
+    if schedule == "1f1b" and micro < pp:
+        return (
+            f"train.micro_batches = {micro} is fewer than layout.pp = {pp}, and the parts of "
+            f'schedule "1f1b" work on as many at a time: raise it to {pp} or more, or set '
+            'layout.schedule = "gpipe"'
+        )
+    if schedule in ("interleaved", "zero-bubble") and micro % max(1, micro // pp):
+        return (
+            f'train.micro_batches = {micro} with layout.schedule = "{schedule}", which takes them '
+            f"in equal rounds of about layout.pp = {pp}: choose a multiple of {pp}"
+        )
+    recompute = job.train.recompute if plan.recompute is None else plan.recompute
+    if schedule == "zero-bubble" and recompute:
+        return (
+            'train.recompute = true with layout.schedule = "zero-bubble", whose backward comes in '
+            "pieces that would each compute a layer again: set one of them otherwise"
+        )
+    return None
+
+
+def stages(plan: Plan, model: ModelConfig) -> list[list[str]]:
+    """Names of the blocks of each stage: those of `plan`, or as many layers in each as go."""
+    if plan.stages is not None:
+        return plan.stages
+    blocks, count = block_names(model), plan.num_stages
+    cuts = [1 + stage * model.layers // count for stage in range(1, count)]
+    return [blocks[start:end] for start, end in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
 
 
 def block_names(model: ModelConfig) -> list[str]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.model import MOST_EXPERTS
+from moesaic.facts.job.train import Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -57,12 +58,14 @@ class Plan(Section):
     """Ranks that share out every dense matrix."""
     pp: int = Field(default=1, ge=1)
     """Parts of the pipeline."""
+    schedule: Schedule = "1f1b"
+    """The order in which parts compute forward and backward of micro-batches."""
     experts: int = Field(ge=0, lt=MOST_EXPERTS)
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
     """The experts on each of the `ep` ranks, in the order of its slots; unset: in turn."""
     stages: list[list[str]] | None = None
-    """Names of the blocks of each pipeline stage, so far of one; unset: all of the model."""
+    """Names of the blocks of each stage, which parts take in turn; unset: an even cut."""
     tiers: Tiers = Tiers()
     """Where things lie while they are not computed with."""
     mode: Literal["synchronous"] = "synchronous"
@@ -111,10 +114,11 @@ class Plan(Section):
                 f"ep = {self.ep} does not divide experts = {self.experts}: choose a divisor"
             )
         self._check_homes()
-        if self.stages is not None and len(self.stages) != 1:
+        if self.stages is not None and len(self.stages) != self.num_stages:
+            of = f" and schedule = '{self.schedule}'" if self.pp > 1 else ""
             raise ValueError(
-                f"stages lists {len(self.stages)} stages, and there is no pipeline yet: "
-                "put the names of all blocks into one"
+                f"stages lists {len(self.stages)} stages where pp = {self.pp}{of}: "
+                f"spread the names of all blocks over {self.num_stages}"
             )
         if self.places and len(self.places) != self.ranks:
             raise ValueError(
@@ -201,6 +205,11 @@ class Plan(Section):
         """Sets of ranks that hold samples of their own."""
         return self.span // self.tp
 
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into; stage i is on part i % pp."""
+        return self.pp * (2 if self.pp > 1 and self.schedule == "interleaved" else 1)
+
     def part(self, rank: int) -> int:
         """The part of the pipeline that `rank` is in."""
         return rank // self.span
@@ -208,6 +217,15 @@ class Plan(Section):
     def replica(self, rank: int) -> int:
         """Which replica `rank` belongs to."""
         return rank % self.span // self.tp
+
+    @property
+    def priced(self) -> bool:
+        """Whether it is worked out what ranks under such a plan need and take."""
+        return self.tp == self.pp == 1
+
+    def counts(self, rank: int) -> bool:
+        """Whether `rank` counts its samples: other slices hold the same."""
+        return rank % self.tp == 0
 
     def part_groups(self) -> list[list[int]]:
         """Groups of ranks that hold the same blocks."""

@@ -26,16 +26,20 @@ VERSION = 1
 """Of the form of a file; another one is refused."""
 
 
+MOST = 1 << 63
+"""Beyond every size that there is."""
+
+
 class TracedProduct(Section):
     """Equal matrix products of [rows, inner] and [inner, columns]."""
 
-    rows: int = Field(ge=0)
+    rows: int = Field(ge=0, lt=MOST)
     """Rows of the result."""
-    columns: int = Field(ge=0)
+    columns: int = Field(ge=0, lt=MOST)
     """Columns of the result."""
-    inner: int = Field(ge=0)
+    inner: int = Field(ge=0, lt=MOST)
     """What is added up for each element of the result."""
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, lt=MOST)
     """How many there are."""
     type: Type
     """Of the factors."""
@@ -49,15 +53,15 @@ class TracedProduct(Section):
 class TracedAttention(Section):
     """Equal heads of attention, each of one sequence."""
 
-    queries: int = Field(ge=0)
+    queries: int = Field(ge=0, lt=MOST)
     """Rows of the scores."""
-    keys: int = Field(ge=0)
+    keys: int = Field(ge=0, lt=MOST)
     """Columns of the scores."""
-    width: int = Field(ge=0)
+    width: int = Field(ge=0, lt=MOST)
     """Of a query and of a key."""
-    values: int = Field(ge=0)
+    values: int = Field(ge=0, lt=MOST)
     """Width of a value."""
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, lt=MOST)
     """How many there are: heads times sequences."""
     type: Type
     """Of the factors."""
@@ -97,9 +101,9 @@ class TracedWork(Section):
     """Matrix products, equal ones together."""
     attention: list[TracedAttention] = Field(default_factory=list)
     """Heads of attention, equal ones together."""
-    moved_bytes: int = Field(ge=0)
+    moved_bytes: int = Field(ge=0, lt=MOST)
     """What kernels other than products read and write."""
-    calls: int = Field(ge=0)
+    calls: int = Field(ge=0, lt=MOST)
     """Kernels started, products and attention among them."""
     specials: int = Field(default=0, ge=0)
     """Numbers of which an exponential, or the like, is taken, attention left out."""
@@ -135,9 +139,9 @@ class TracedBlock(Section):
     name: str
     """Its dotted name in the model, `step (module)` where that is `step`; (outside): what is in no
     block, the loss too."""
-    parameters: int = Field(ge=0)
+    parameters: int = Field(ge=0, lt=MOST)
     """Elements of its parameters; a tensor of two blocks is the first one's."""
-    parameter_bytes: int = Field(ge=0)
+    parameter_bytes: int = Field(ge=0, lt=MOST)
     """Bytes of them."""
     gradients: list[int] = Field(default_factory=list)
     """Bytes of each parameter that is trained."""
@@ -145,9 +149,9 @@ class TracedBlock(Section):
     """Once a micro-batch."""
     backward: TracedWork
     """Once a micro-batch; what is computed again is in it."""
-    saved_bytes: int = Field(ge=0)
+    saved_bytes: int = Field(ge=0, lt=MOST)
     """What autograd keeps for backward and no block before it kept; no parameters, no buffers."""
-    output_bytes: int = Field(ge=0)
+    output_bytes: int = Field(ge=0, lt=MOST)
     """What it hands on."""
 
     @model_validator(mode="after")
@@ -182,11 +186,11 @@ class Traced(Section):
     """What the model is called."""
     torch: str
     """The version of torch that it was traced with."""
-    batch: int = Field(ge=1)
+    batch: int = Field(ge=1, lt=MOST)
     """Samples of the micro-batch: the first dimension of the first input."""
     inputs: list[TracedInput]
     """What it was traced with."""
-    buffer_bytes: int = Field(ge=0)
+    buffer_bytes: int = Field(ge=0, lt=MOST)
     """What the model holds besides its parameters."""
     blocks: list[TracedBlock] = Field(min_length=1)
     """Its blocks, in the order in which they run."""

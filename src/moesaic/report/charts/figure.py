@@ -20,8 +20,9 @@ Floats = npt.NDArray[np.float64]
 SERIES = [f"var(--series-{number})" for number in range(8)]
 """Colours that colour-blind readers can tell apart, dark and light."""
 PHASES = {
-    "data": SERIES[4], "forward": SERIES[5], "backward": SERIES[0], "reduce": SERIES[1],
-    "clip": SERIES[6], "optimizer": SERIES[2], "log": SERIES[3], "other": SERIES[7],
+    "data": SERIES[4], "forward": SERIES[5], "backward": SERIES[0], "pipeline": SERIES[5],
+    "reduce": SERIES[1], "clip": SERIES[6], "optimizer": SERIES[2], "log": SERIES[3],
+    "other": SERIES[7],
 }  # fmt: skip
 """Colours of the phases of a step; `other` is time in none of them."""
 FAINT = 0.45

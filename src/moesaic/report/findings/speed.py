@@ -24,6 +24,11 @@ _ADVICE: dict[str, tuple[Severity, str]] = {
     ),
     "forward": ("note", "That is the model's own arithmetic."),
     "backward": ("note", "That is the model's own arithmetic."),
+    "pipeline": (
+        "note",
+        "That is forward and backward of every micro-batch, and waiting for other parts, which is "
+        "a smaller share of it with more train.micro_batches.",
+    ),
     "reduce": (
         "warning",
         "Ranks wait for one another's gradients: a larger train.batch with more "

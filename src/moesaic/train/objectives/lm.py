@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +31,13 @@ class Losses:
 
 def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Context:
     """The context of one micro-batch, without targets."""
-    device = model.embed.weight.device
+    device = next(model.parameters()).device
     context = Context(model.rotary(batch.positions.to(device)))
     context.mask = visible(batch.documents.to(device), model.config.window)
     context.seed, context.step = job.seed, step
     context.samples = batch.samples.to(device)
     context.positions = torch.arange(batch.inputs.shape[1], device=device)
+    context.run = model.slices.run(batch.inputs.numel())
     return context
 
 
@@ -71,14 +73,24 @@ def compute(
         job: the job.
         targets_total: targets of the whole global batch.
     """
-    device = model.embed.weight.device
-    context.targets = batch.targets.to(device)
-    context.loss_scale = 1.0 / max(targets_total, 1)
+    device = next(model.parameters()).device
+    aim(context, batch, targets_total, device)
     loss = model(batch.inputs.to(device), context)
-    assert len(context.layers) == len(list(model.banks())), "an expert layer did not report"
-    parts = job.train.micro_batches * max(len(context.layers), 1)
-    zero = loss.new_zeros(())
-    balance = sum((facts.balance for facts in context.layers.values()), start=zero) / parts
-    z = sum((facts.z for facts in context.layers.values()), start=zero) / parts
+    balance, z = auxiliary(context, job.model.expert_layers, loss.new_zeros(()), job)
     total = loss + job.routing.balance_loss * balance + job.routing.z_loss * z
     return Losses(total, loss.detach(), balance.detach(), z.detach(), context)
+
+
+def aim(context: Context, batch: Batch, targets_total: int, device: torch.device) -> None:
+    """Have the head return the loss of `batch`, of a global batch with `targets_total` targets."""
+    context.targets = batch.targets.to(device)
+    context.loss_scale = 1.0 / max(targets_total, 1)
+
+
+def auxiliary(
+    context: Context, layers: Sequence[int], zero: Tensor, job: Job
+) -> tuple[Tensor, Tensor]:
+    """What `layers` add to the balance loss and the z-loss of the job; `zero` if there are none."""
+    parts = job.train.micro_batches * max(len(job.model.expert_layers), 1)
+    balance = sum((context.layers[layer].balance for layer in layers), start=zero) / parts
+    return balance, sum((context.layers[layer].z for layer in layers), start=zero) / parts

@@ -1,0 +1,154 @@
+"""A pipeline gives the same numbers as one process, whatever its schedule and whatever is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layouts import SIGMOID, Outcome, outcome, worst_tensor
+from test_layouts import assert_same
+
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import assemble
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+STEPS = 2
+BASE: dict[str, Any] = {"model": {"layers": 4}, "train": {"micro_batches": 4}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama, tied": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
+    "mixtral": {"model": {"family": "mixtral", "renormalise": True}},
+    "olmoe": {},
+    "qwen3_moe, tied": {
+        "model": {"family": "qwen3_moe", "renormalise": True, "window": 5, "tied": True}
+    },
+    "deepseek_v3": {**SIGMOID, "model": {**SIGMOID["model"], "layers": 4}},
+    "gshard with drops": {
+        "routing": {"router": "gshard", "capacity": 1.0, "balance_loss": 1.0},
+    },
+}  # fmt: skip
+_references: dict[str, Outcome] = {}
+
+
+def tables(name: str, **more: Any) -> dict[str, Any]:
+    """The tables of a family's job, under `more`."""
+    result = {table: dict(keys) for table, keys in BASE.items()}
+    for changes in (FAMILIES[name], more):
+        for table, keys in changes.items():
+            result[table] = {**result.get(table, {}), **keys}
+    return result
+
+
+def check(ranks: Ranks, size: int, name: str, **more: Any) -> None:
+    """Hold a layout of a family's job against one rank."""
+    if name not in _references:
+        _references[name] = outcome(ranks, 1, tiny_job(**tables(name)), STEPS)
+    job = tiny_job(**tables(name, **more))
+    assert_same(outcome(ranks, size, job, STEPS), _references[name])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_under_every_schedule(ranks: Ranks, name: str, schedule: str) -> None:
+    check(ranks, 2, name, layout={"pp": 2, "schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("beside", [{"ep": 2}, {"shard": 2}, {}])
+def test_parts_of_several_ranks(ranks: Ranks, beside: dict[str, int], schedule: str) -> None:
+    layout = {"pp": 2, "schedule": schedule, **beside}
+    check(ranks, 4, "deepseek_v3" if "ep" in beside else "qwen3_moe, tied", layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("gpipe", {}),
+        ("1f1b", {}),
+        ("zero-bubble", {}),
+        ("interleaved", {"model": {"layers": 8}}),
+    ],
+)
+def test_four_parts(ranks: Ranks, schedule: str, more: dict[str, Any]) -> None:
+    name = "olmoe"
+    if more:
+        name, FAMILIES["olmoe, deep"] = "olmoe, deep", more
+    check(ranks, 4, name, layout={"pp": 4, "schedule": schedule})
+
+
+@pytest.mark.parametrize("beside", [{"ep": 2}, {"shard": 2}])
+def test_layers_that_are_computed_again(ranks: Ranks, beside: dict[str, int]) -> None:
+    layout = {"pp": 2, "schedule": "interleaved", **beside}
+    check(ranks, 4, "deepseek_v3", layout=layout, train={"recompute": True})
+
+
+# Micro-batches of two samples over four replicas: half of the ranks of a part hold no token.
+def test_ranks_without_a_token(ranks: Ranks) -> None:
+    few = {"batch": 2, "micro_batches": 2}
+    FAMILIES["olmoe, few"] = {"train": few}
+    check(ranks, 4, "olmoe, few", layout={"pp": 2, "ep": 2})
+
+
+def test_a_cut_by_hand(ranks: Ranks) -> None:
+    """Stages may be uneven, and need not have a layer."""
+    layers = [f"layers.{index}" for index in range(4)]
+    cut = [["embed"], layers[:3], layers[3:], ["head"]]
+    name = "qwen3_moe, tied"
+    job = tiny_job(**tables(name, layout={"pp": 2, "schedule": "interleaved"}))
+    check(ranks, 1, name)
+    assert_same(outcome(ranks, 2, job, STEPS, stages=cut), _references[name])
+
+
+def test_routes_are_recorded_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
+    """What a pipeline records one rank replays, and the other way round, without a flip."""
+    one, several = tiny_job(**tables("olmoe")), tiny_job(**tables("olmoe", layout={"pp": 2}))
+    for number, (size, job, others, other) in enumerate(
+        ((1, one, 2, several), (2, several, 1, one))
+    ):
+        record = str(tmp_path / str(number))
+        recorded = outcome(ranks, size, job, STEPS, record=record)
+        replayed = outcome(ranks, others, other, STEPS, replay=record)
+        assert_same(replayed, recorded)
+        assert sum(step["flips"] for step in replayed.steps) == 0
+
+
+def test_bf16_is_computed_in_bf16_forward_only(ranks: Ranks) -> None:
+    """A pipeline computes in the precision that one rank does; so gradients differ by as little."""
+    train = {"precision": "bf16"}
+    one = outcome(ranks, 1, tiny_job(**tables("olmoe", train=train)), 1)
+    layout = {"pp": 2, "schedule": "zero-bubble"}
+    several = outcome(ranks, 2, tiny_job(**tables("olmoe", train=train, layout=layout)), 1)
+    assert worst_tensor(several.gradients, one.gradients) < 1e-5
+
+
+def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int]]:
+    """Validation losses before, between and after steps."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    found = []
+    for limit in limits:
+        found.append(run.validate(samples, limit))
+        run.step(samples)
+    run.close()
+    return found
+
+
+def test_validation_goes_through_the_stages(ranks: Ranks) -> None:
+    """The last batch is partial, and of one sample on four ranks, which leaves some without."""
+    limits, name = [8, 3, 1], "qwen3_moe, tied"
+    (one,) = ranks.run(1, validate, tiny_job(**tables(name)), limits)
+    for size, layout in (
+        (2, {"pp": 2}),
+        (4, {"pp": 2, "shard": 2, "schedule": "interleaved"}),
+        (4, {"pp": 4, "schedule": "zero-bubble"}),
+    ):
+        for found in ranks.run(size, validate, tiny_job(**tables(name, layout=layout)), limits):
+            for (loss, targets), (expected, counted) in zip(found, one, strict=True):
+                assert targets == counted
+                assert loss == pytest.approx(expected, rel=1e-9)

@@ -1,0 +1,187 @@
+"""Slices of matrices: whatever is cut, and however else the model is laid out, the same numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import Outcome, outcome, worst_tensor
+from test_layouts import assert_same
+from test_workload_messages import Wire
+from torch import Tensor
+
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.models.lm import Embedding
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.loss import HeadLoss
+from moesaic.nn.slices import Slices
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import assemble
+
+STEPS = 3
+SMALL = {
+    "vocab": 60, "hidden": 32, "layers": 2, "head_dim": 8, "ffn": 24, "init_std": 0.2,
+}  # fmt: skip
+LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "tiny-dense": {"model": {"tied": True, "experts": 0, "top_k": 0}},
+    "tiny-mixtral": {
+        "model": {"window": 5},
+        "routing": {"router": "gshard", "capacity": 1.0, "balance_loss": 1.0},
+    },
+    "tiny-olmoe": {
+        "model": {"top_k": 1, "clip_qkv": 1.5},
+        "routing": {"router": "switch", "noise": 0.1, "capacity": 1.0},
+        "train": {"micro_batches": 2},
+    },
+    "tiny-qwen3": {
+        "model": {"tied": True}, "routing": {"router": "balanced"}, "train": {"recompute": True},
+    },
+    "tiny-deepseek": {
+        "model": {"layers": 3, "dense_ffn": 40, "latent": LATENT},
+        "routing": {"bias_step": 0.02},
+        "train": {"batch": 4, "micro_batches": 4, "recompute": True},
+    },
+}  # fmt: skip
+"""Between them every family, every router, drops, noise, tied heads, recomputed layers, and
+micro-batches of one sample."""
+_references: dict[str, Outcome] = {}
+
+
+def job_of(name: str, **layout: int) -> Job:
+    tables = FAMILIES[name]
+    model = {**PRESETS[name], **SMALL, **tables["model"]}
+    return tiny_job(**{**tables, "model": model, "layout": layout})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("size", "ep", "shard"), [(2, 1, 1), (4, 2, 1), (4, 1, 2), (4, 4, 2)])
+def test_fp64_of_every_family(ranks: Ranks, name: str, size: int, ep: int, shard: int) -> None:
+    if name not in _references:
+        _references[name] = outcome(ranks, 1, job_of(name), STEPS)
+    one = _references[name]
+    ep = ep if job_of(name).model.experts else 1
+    assert_same(outcome(ranks, size, job_of(name, tp=2, ep=ep, shard=shard), STEPS), one)
+    if job_of(name).routing.capacity:
+        assert sum(step["dropped"] for step in one.steps) > 0
+
+
+def test_bf16_stays_close_to_fp64(ranks: Ranks) -> None:
+    tables = {"model": {"vocab": 60}, "routing": {"router": "balanced"}}
+    one = outcome(ranks, 1, tiny_job(**tables), 1)
+    tables |= {"layout": {"tp": 2, "ep": 2}, "train": {"precision": "bf16"}}
+    half = outcome(ranks, 2, tiny_job(**tables), 1)
+    assert 0 < worst_tensor(half.gradients, one.gradients) < 0.06
+
+
+def test_recorded_routes_know_no_slices(ranks: Ranks, tmp_path: Path) -> None:
+    tables = {"model": {"vocab": 60}, "train": {"micro_batches": 2}}
+    whole, sliced = tiny_job(**tables), tiny_job(**tables, layout={"tp": 2, "ep": 2})
+    one = outcome(ranks, 1, whole, STEPS, record=str(tmp_path / "one"))
+    several = outcome(ranks, 4, sliced, STEPS, record=str(tmp_path / "several"))
+    assert_same(several, one)
+    for size, job, record in ((4, sliced, "one"), (1, whole, "several")):
+        again = outcome(ranks, size, job, STEPS, replay=str(tmp_path / record))
+        assert_same(again, one)
+        assert not any(step["flips"] for step in again.steps)
+
+
+def slices_of(world: World) -> Slices:
+    return Slices(world.rank, world.size, world.everyone)
+
+
+def embed(world: World, ids: Tensor, weight: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's run of tokens, and the gradient of its words for what they all get back."""
+    slices = slices_of(world)
+    embedding = Embedding(*weight.shape, slices).double()
+    embedding.weight.data = weight[slices.run(len(weight))].clone()
+    nowhere = Rotary(ids, ids)
+    found = embedding(ids, Context(nowhere))
+    found.backward(upstream.flatten(0, 1)[slices.run(ids.numel())][None])
+    assert embedding.weight.grad is not None
+    return found.detach()[0], embedding.weight.grad
+
+
+@pytest.mark.parametrize("samples", [3, 0])
+def test_words_of_all_slices_make_the_embedding(ranks: Ranks, samples: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    ids, upstream = torch.randint(10, (samples, 4)), torch.randn(samples, 4, 5).double()
+    expected = F.embedding(ids, weight)
+    expected.backward(upstream)
+    found = ranks.run(2, embed, ids, weight.detach(), upstream)
+    assert torch.equal(torch.cat([rows for rows, _ in found]), expected.flatten(0, 1))
+    assert torch.equal(torch.cat([grad for _, grad in found]), weight.grad)
+
+
+def head(world: World, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """This rank's share of the loss and of the gradient of tokens; the gradient of its words."""
+    slices = slices_of(world)
+    x, own = x.requires_grad_(), weight[slices.run(len(weight))].requires_grad_()
+    loss = HeadLoss.apply(x, own, targets, 0.25, slices)
+    (2 * loss).backward()
+    assert x.grad is not None
+    assert own.grad is not None
+    return loss.detach(), x.grad, own.grad
+
+
+@pytest.mark.parametrize("tokens", [1500, 0])
+def test_words_of_all_slices_make_the_loss(ranks: Ranks, tokens: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(tokens, 5).double(), torch.randn(12, 5).double()
+    targets = torch.randint(12, (tokens,))
+    targets[::7] = -100
+    found = ranks.run(4, head, x, weight, targets)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    loss = 0.25 * F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    (2 * loss).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    shares, tokens_grads, words_grads = zip(*found, strict=True)
+    torch.testing.assert_close(sum(shares), loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(sum(tokens_grads), x.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat(words_grads), weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def count_collectives(world: World, job: Job) -> tuple[Counter[str], float, int]:
+    """Collectives of a step between the ranks; loss and targets of a validation after it."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    samples, wire = RandomSamples(job.model.vocab, job.data.sequence), Wire()
+    with wire.on():
+        run.step(samples)
+    figures = run.validate(samples, 5)
+    run.close()
+    return Counter(operation for operation, *_ in wire.sent), *figures
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-olmoe"])
+def test_messages_of_a_step(ranks: Ranks, name: str) -> None:
+    ((_, loss, targets),) = ranks.run(1, count_collectives, job_of(name))
+    job = job_of(name, tp=2)
+    layers, parts = job.model.layers, job.train.micro_batches
+    # Attention, and dense networks, join runs and sum them, and do the opposite backward.
+    blocks = layers if job.model.experts else 2 * layers
+    gathers = reduces = 2 * blocks + 2  # With the embedding and the head, one way each.
+    gathers += 1  # Of the head's sums.
+    sums = 0
+    if job.model.experts:
+        gathers += layers  # Counts of tokens by expert.
+        sums = 4 * layers  # Mean squares of queries and keys.
+    # Targets, gradients of what is whole and of experts, their norm, the log.
+    once = 4 + bool(job.model.experts)
+    for sent, *found in ranks.run(2, count_collectives, job):
+        assert sent == {
+            "all_gather": parts * gathers, "reduce_scatter": parts * reduces,
+            "all_reduce": parts * sums + once,
+        }  # fmt: skip
+        assert found == pytest.approx([loss, targets], rel=1e-9)
