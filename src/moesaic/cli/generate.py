@@ -131,10 +131,9 @@ def _encode(
         return [tokenizer.encode(text) for text in prompts]
     if tokenizer.name == "bytes":
         raise UserError("--chat needs a chat template, and plain bytes have none: leave it out")
-    from moesaic.serve.chat import ChatTemplate
+    from moesaic.models.chat import ChatTemplate
 
-    home = Path(tokenizer.name).expanduser()
-    template = ChatTemplate(home if home.is_dir() else home.parent)
+    template = ChatTemplate(Path(tokenizer.name).expanduser(), "leave out --chat")
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = [[*opening, {"role": "user", "content": text}] for text in prompts]
     return [tokenizer.encode(template.render(said), whole=True) for said in messages]

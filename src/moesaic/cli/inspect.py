@@ -1,12 +1,19 @@
-"""`moesaic inspect`: what a run, checkpoint or model directory holds, and whether it is whole."""
+"""`moesaic inspect`: what a run, checkpoint or model directory holds, and whether it is whole.
+
+Of a job it shows the first samples that a run would learn from, and which of their tokens count.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
+from rich.text import Text
 
 from moesaic.base.config import Section, parse
 from moesaic.base.errors import ConfigError, StoreError, unwritable
@@ -18,9 +25,12 @@ from moesaic.facts.workload import count
 Target = Annotated[
     Path | None,
     typer.Argument(
-        metavar="PATH", help="A run, a checkpoint or a Hugging Face directory.", show_default=False
+        metavar="PATH", show_default=False,
+        help="A run, a checkpoint, a Hugging Face directory, or a job for its samples.",
     ),
-]
+]  # fmt: skip
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class InspectConfig(Section):
@@ -29,6 +39,8 @@ class InspectConfig(Section):
     verify: bool = False
     """Read every file: a checkpoint's are held against their hashes, a Hugging Face directory's
     hashes are shown."""
+    samples: int = Field(default=2, ge=1)
+    """How many samples of a job are shown."""
 
 
 def inspect(
@@ -39,13 +51,16 @@ def inspect(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Say what a directory holds: parameters, types, files, steps, and whether they are whole."""
+    """Say what a directory holds and whether it is whole, or show the samples of a job."""
     if explain is not None:
         flags.explain(InspectConfig, explain, as_json)
         return 0
     target = flags.need(path, "PATH", "inspect")
     config = flags.settings(InspectConfig, sets)
-    facts = look(target, config.verify and not dry_run)
+    if target.suffix == ".toml":
+        facts = _look_at_job(target, config.samples)
+    else:
+        facts = look(target, config.verify and not dry_run)
     if out is not None:
         _write(out, facts, dry_run)
     if as_json:
@@ -104,6 +119,34 @@ def _look_at_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
         "holds": sorted({key.partition("/")[0] for key in tensors}),
         "dtypes": sorted({record.dtype for record in tensors.values()}),
         "bytes": checkpoint.num_bytes, "plan": facts.get("plan"), "verified": verify,
+    }  # fmt: skip
+
+
+def _look_at_job(path: Path, num: int) -> dict[str, Any]:
+    """The first samples of a job; its text is tokenised if it was not yet."""
+    from moesaic.dist.world import World
+    from moesaic.train.data import TextData, documents_of
+    from moesaic.train.jobfile import check_inputs, load_job
+
+    job = load_job(path).job
+    check_inputs(job, str(path))
+    data = TextData.open(job.data, job.seed, World.solo(), screen.err().print)
+    batch = data.train.batch(range(num))
+    rows = []
+    for row in range(num):
+        found = [pair for pair in documents_of(batch, row) if any(pair[1])]
+        documents = [
+            [
+                {"counts": counts, "text": data.tokenizer.decode([t for _, t in part], whole=True)}
+                for counts, part in groupby(zip(counted, tokens, strict=True), itemgetter(0))
+            ]
+            for tokens, counted in found
+        ]
+        targets = sum(sum(counted) for _, counted in found)
+        rows.append({"targets": targets, "documents": documents})
+    return {
+        "kind": "job", "path": str(path), "sequence": job.data.sequence,
+        "samples_in_all": len(data.train), "samples": rows,
     }  # fmt: skip
 
 
@@ -176,10 +219,30 @@ def _print_row(name: str, value: Any) -> None:
         for row in value:
             state = "whole, hashes checked" if row["verified"] else "whole by its sizes"
             screen.say(f"    step {row['step']:<8} {screen.size(row['bytes']):>10}  {state}")
+    elif name == "samples":
+        for number, row in enumerate(value):
+            screen.say(f"\nsample {number}: {row['targets']} tokens count")
+            for document in row["documents"]:
+                screen.out().print(_marked(document))
     elif name == "files":
         screen.say(f"{label}{len(value)}, {screen.size(sum(value.values()))}")
     else:
         screen.say(f"{label}{screen.size(value) if name == 'bytes' else _words(value)}")
+
+
+def _marked(document: list[dict[str, Any]]) -> Text:
+    """A document in which what counts stands out, by colour or else in brackets."""
+    coloured, text = screen.out().is_terminal, Text()
+    for part in document:
+        # Text can hold what would command the terminal.
+        shown = "".join(c if c in "\n\t" or c.isprintable() else BROKEN for c in part["text"])
+        if not part["counts"]:
+            text.append(shown, "dim")
+        elif coloured:
+            text.append(shown, "bold green")
+        else:
+            text.append(f"\u27e6{shown}\u27e7")
+    return text
 
 
 def _words(value: Any) -> str:

@@ -53,8 +53,8 @@ class Tokenizer(Protocol):
         or taken away.
         """
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; end and other special tokens are left out."""
+    def decode(self, ids: Sequence[int], whole: bool = False) -> str:
+        """The text of `ids`; end and other special tokens are left out, unless it is `whole`."""
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """All ids of `texts`, one after another, and how many each has, its end token counted."""
@@ -93,8 +93,11 @@ class ByteTokenizer:
         del whole  # nothing is ever added
         return list(text.encode("utf-8", errors="replace"))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], whole: bool = False) -> str:
         """The text of `ids`; broken UTF-8 and ids beyond 256 become U+FFFD."""
+        if whole:
+            end = USUAL_END_TOKENS[0].encode()
+            ids = [byte for i in ids for byte in (end if i == self.end_id else (i,))]
         # 0xFF occurs nowhere in UTF-8, so it decodes as broken whatever stands beside it.
         data = bytes(i if i < self.end_id else 0xFF for i in ids if i != self.end_id)
         return data.decode("utf-8", errors="replace")
@@ -151,10 +154,20 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(_storable(text), add_special_tokens=not whole).ids
         return ids[:-1] if ids and ids[-1] == self.end_id and not whole else ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], whole: bool = False) -> str:
         """See `Tokenizer`; ids that the vocabulary does not have are left out too."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not whole)
         return text
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """For each whole text its ids, and where in it each of them stands: from, up to."""
+        encode = self._tokenizer.encode_batch
+        found = encode([_storable(text) for text in texts], add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    def added(self) -> list[str]:
+        """Texts that are one token each by decree, such as the end of a turn."""
+        return [token.content for token in self._added()]
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """See `Tokenizer`."""

@@ -47,6 +47,7 @@ def test_bytes_round_trip(text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(storable.encode())
     assert tokenizer.decode([*ids, tokenizer.end_id]) == storable
+    assert tokenizer.decode([*ids, tokenizer.end_id], whole=True) == storable + "<|endoftext|>"
 
 
 def test_bytes_decode_whatever_a_model_says() -> None:
@@ -86,6 +87,7 @@ def test_file_tokenizer(tmp_path: Path, as_file: bool) -> None:
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.decode([*tokenizer.encode(text), tokenizer.end_id]) == text
+        assert tokenizer.decode([tokenizer.end_id], whole=True) != ""
     assert tokenizer.encode("a\ud800b") == tokenizer.encode("a?b")
 
 

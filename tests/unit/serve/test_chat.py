@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from moesaic.base.errors import DataError
 from moesaic.cli.main import main
+from moesaic.models.chat import ChatTemplate, Messages
 from moesaic.models.tokenizer import open_tokenizer
-from moesaic.serve.chat import ChatTemplate, Messages
+from moesaic.testing.talks import write_tokenizer as put
 
 CHATML = """{%- for message in messages %}
     {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}
@@ -43,32 +43,12 @@ TALKS: list[Messages] = [
 ]
 
 
-def put(directory: Path, template: object = None, **settings: Any) -> Path:
-    """A tokenizer of bytes and a few special tokens, and what lies beside it."""
-    directory.mkdir(exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<s>", "</s>", "<|start|>", "<|end|>")]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    stated = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
-        "eos_token": {"__type": "AddedToken", "content": "</s>"}, **settings,
-    }  # fmt: skip
-    if template is not None:
-        stated["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(stated))
-    return directory
-
-
 @pytest.mark.parametrize("messages", TALKS)
 @pytest.mark.parametrize("template", [CHATML, TRICKS], ids=["chatml", "tricks"])
 def test_text_and_ids_equal_theirs(template: str, messages: Messages, tmp_path: Path) -> None:
     put(tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text = ChatTemplate(tmp_path).render(messages)
+    text = ChatTemplate(tmp_path, "leave out --chat").render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert open_tokenizer(str(tmp_path)).encode(text, whole=True) == expected
@@ -90,7 +70,7 @@ def test_the_same_template_is_taken_as_by_them(form: str, tmp_path: Path) -> Non
         (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|start|>"}')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(TALKS[0], tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(tmp_path).render(TALKS[0]) == expected
+    assert ChatTemplate(tmp_path, "leave out --chat").render(TALKS[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +94,7 @@ def test_templates_that_cannot_be_used_are_told(
 ) -> None:
     put(tmp_path, template)
     with pytest.raises(DataError) as caught:
-        ChatTemplate(tmp_path).render(TALKS[0])
+        ChatTemplate(tmp_path, "leave out --chat").render(TALKS[0])
     for word in (str(tmp_path), *words):
         assert word in str(caught.value)
 

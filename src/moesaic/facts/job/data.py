@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
 
 
@@ -15,8 +16,9 @@ class DataConfig(Section):
     path: str
     """A file, a directory or a glob: text (.txt, one document a file), .jsonl, .parquet, or a
     directory that Hugging Face `datasets` reads."""
-    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    """What `path` holds; auto goes by the file names."""
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat"] = "auto"
+    """What `path` holds; auto goes by the file names. chat: JSON lines, a conversation each, of
+    which a model learns what the assistant says."""
     split: str = "train"
     """Split of `path` to train on, where a dataset directory has several."""
     text_key: str = "text"
@@ -24,13 +26,16 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """`bytes` (256 values and an end-of-document mark), or the path of a tokenizer.json or of the
     directory that holds it."""
+    system: str | None = None
+    """Of chat: what conversations begin with that have no system message of their own; unset:
+    nothing."""
     end_token: str | None = None
     """Token that ends a document; unset: the tokenizer's own end-of-text mark."""
     sequence: int = Field(ge=2)
     """Tokens of one sample."""
     packing: Literal["documents", "stream"] = "documents"
     """documents: attention and targets stay inside a document. stream: samples are cut from one
-    long text, attention sees the whole sample."""
+    long text, attention sees the whole sample. Of chat, a sample holds whole conversations."""
     validation_path: str | None = None
     """Text held out for validation, in the same format."""
     validation_split: str = "validation"
@@ -52,4 +57,23 @@ class DataConfig(Section):
                 f'data.end_token = "{self.end_token}" belongs to a tokenizer file, and '
                 'data.tokenizer = "bytes" has an end mark of its own: remove data.end_token'
             )
+        if self.format == "chat":
+            self._check_chat()
+        elif self.system is not None:
+            raise ValueError(
+                f"data.system = {keys.show(self.system)} belongs to conversations, and data.format "
+                f'= "{self.format}" has none: remove it, or set data.format = "chat"'
+            )
         return self
+
+    def _check_chat(self) -> None:
+        if self.tokenizer == "bytes":
+            raise ValueError(
+                'data.format = "chat" needs a tokenizer with a chat template, and data.tokenizer '
+                '= "bytes" has none: set data.tokenizer to the directory of one'
+            )
+        if self.packing == "stream":
+            raise ValueError(
+                'data.packing = "stream" cuts one long text, and data.format = "chat" keeps '
+                "conversations whole: remove data.packing"
+            )

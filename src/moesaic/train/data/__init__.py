@@ -4,7 +4,7 @@
 position in the data is one number and no rank's share of the work changes what is trained on.
 """
 
-from moesaic.train.data.batch import Batch, PackedSamples, Samples
+from moesaic.train.data.batch import Batch, PackedSamples, Samples, documents_of
 from moesaic.train.data.textdata import TextData, check_text
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "Samples",
     "TextData",
     "check_text",
+    "documents_of",
 ]

@@ -9,7 +9,7 @@ the batch; nothing loops over samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -39,6 +39,17 @@ class Batch:
     """int32 [B, S]: number of the document within the sample, from 0 upwards."""
     positions: Tensor
     """int64 [B, S]: place within the part of the document that the sample holds."""
+
+
+def documents_of(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """The documents of one sample: the tokens of each, and which of them are targets."""
+    every, inputs, targets = batch.documents[row], batch.inputs[row], batch.targets[row]
+    for number in range(int(every.max()) + 1):
+        given, asked = inputs[every == number].tolist(), targets[every == number].tolist()
+        counted = [False, *(target != IGNORED for target in asked)]
+        # The last input's target is a token of the document too, unless it is another's.
+        tokens = [*given, asked[-1]] if counted[-1] else given
+        yield tokens, counted[: len(tokens)]
 
 
 class Samples(Protocol):
@@ -104,11 +115,11 @@ class PackedSamples:
             documents = np.zeros_like(documents)
             positions = np.broadcast_to(np.arange(self._sequence + 1), documents.shape)
         return Batch(
-            samples=_tensor(samples),
-            inputs=_tensor(tokens[:, :-1]),
-            targets=_tensor(targets),
-            documents=_tensor(documents[:, :-1].astype(np.int32)),
-            positions=_tensor(positions[:, :-1]),
+            samples=to_tensor(samples),
+            inputs=to_tensor(tokens[:, :-1]),
+            targets=to_tensor(targets),
+            documents=to_tensor(documents[:, :-1].astype(np.int32)),
+            positions=to_tensor(positions[:, :-1]),
         )
 
     def _gather(self, windows: Integers) -> tuple[Integers, Integers, Integers]:
@@ -118,11 +129,11 @@ class PackedSamples:
         first = np.searchsorted(bounds, begins, side="right") - 1
         last = np.searchsorted(bounds, begins + self._sequence, side="right") - 1
         # A part is what one sample holds of one document; `row` is its sample.
-        row, number = _enumerate(last - first + 1)
+        row, number = enumerate_parts(last - first + 1)
         document = first[row] + number
         start = np.maximum(bounds[document], begins[row])
         stop = np.minimum(bounds[document + 1], begins[row] + width)
-        part, position = _enumerate(stop - start)
+        part, position = enumerate_parts(stop - start)
         if self._stream.shifts is not None:
             start = start + self._stream.shifts[document]
         tokens = self._stream.tokens[start[part] + position].astype(np.int64)
@@ -130,12 +141,13 @@ class PackedSamples:
         return tokens.reshape(shape), number[part].reshape(shape), position.reshape(shape)
 
 
-def _enumerate(counts: Integers) -> tuple[Integers, Integers]:
+def enumerate_parts(counts: Integers) -> tuple[Integers, Integers]:
     """For counts (2, 3): owners (0, 0, 1, 1, 1) and numbers (0, 1, 0, 1, 2)."""
     owners = np.repeat(np.arange(len(counts)), counts)
     before = np.cumsum(counts) - counts
     return owners, np.arange(len(owners)) - before[owners]
 
 
-def _tensor(values: NDArray[Any]) -> Tensor:
+def to_tensor(values: NDArray[Any]) -> Tensor:
+    """`values` in memory of their own."""
     return torch.from_numpy(values.copy())

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from moesaic.base.errors import DataError
 
-Kind = Literal["text", "jsonl", "parquet", "dataset"]
+Kind = Literal["text", "jsonl", "parquet", "dataset", "chat"]
 
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
@@ -52,6 +52,8 @@ class TextSource:
 
 def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> TextSource:
     """What `path`, the value of the setting `key`, stands for; `kind` is data.format."""
+    if kind == "chat":
+        return replace(find_text(key, path, "jsonl", text_key, split), kind="chat")
     place = Path(path).expanduser()
     named = f"{key} = '{path}'"
     if place.is_dir():
@@ -167,19 +169,30 @@ def _read_plain(file: Path, source: TextSource) -> Iterator[str]:
 
 
 def _read_json_lines(file: Path, source: TextSource) -> Iterator[str]:
+    for where, record in read_records(file):
+        yield _text_of(record, where, source.text_key)
+
+
+def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with where it stands, in words."""
     with _readable(file, "JSON lines"), pa.input_stream(str(file)) as stream:
         for number, line in enumerate(io.BufferedReader(stream, 1 << 20), start=1):
             if not line.isspace():
-                yield _text_of(line, f"line {number} of '{file}'", source.text_key)
+                where = f"line {number} of '{file}'"
+                yield where, _record_of(line, where)
 
 
-def _text_of(line: bytes, where: str, text_key: str) -> str:
+def _record_of(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}): mend the file") from None
     if not isinstance(record, dict):
         raise DataError(f"{where} is not a JSON object: every line must be one")
+    return record
+
+
+def _text_of(record: dict[str, Any], where: str, text_key: str) -> str:
     if text_key not in record:
         raise DataError(_no_column(where, text_key, record))
     text = record[text_key]

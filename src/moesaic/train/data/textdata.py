@@ -18,9 +18,11 @@ from moesaic.facts.job import DataConfig
 from moesaic.models.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from moesaic.nn.randomness import uniform
 from moesaic.train.data.agreement import work_in_turn
-from moesaic.train.data.batch import PackedSamples, Samples, Stream, make_stream
+from moesaic.train.data.batch import PackedSamples, Samples, make_stream
+from moesaic.train.data.chat import Chat
 from moesaic.train.data.corpus import DEFAULT_CACHE, Beat, Corpus, open_corpus
 from moesaic.train.data.text import TextSource, find_text
+from moesaic.train.data.whole import WholeSamples
 
 _CHUNK = 1 << 20
 _MESSAGE_S = 2.0
@@ -68,6 +70,8 @@ class TextData:
 def check_text(config: DataConfig) -> None:
     """Raise what opening `config` would, as far as that shows without reading text."""
     _find_sources(config)
+    if config.format == "chat":
+        Chat(config, open_tokenizer(config.tokenizer, config.end_token))
 
 
 def _open(
@@ -76,11 +80,12 @@ def _open(
     tokenizer = open_tokenizer(config.tokenizer, config.end_token)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
     sources = _find_sources(config)
+    chat = Chat(config, tokenizer) if config.format == "chat" else None
     corpora = [
-        open_corpus(source, tokenizer, cache, _watch(source, beat, tell)) for source in sources
+        open_corpus(source, tokenizer, cache, _watch(source, beat, tell), chat)
+        for source in sources
     ]
-    parts = _streams(config, seed, corpora)
-    samples = [_sample(config, seed, key, stream) for key, stream in parts]
+    samples = [_sample(config, seed, *part, tell) for part in _parts(config, seed, corpora)]
     validation = samples[1] if len(samples) > 1 else None
     decisive = [
         tokenizer.digest, *(corpus.digest for corpus in corpora),
@@ -118,19 +123,21 @@ def _watch(source: TextSource, beat: Callable[[], None], tell: Callable[[str], N
     return watch
 
 
-def _streams(config: DataConfig, seed: int, corpora: list[Corpus]) -> list[tuple[str, Stream]]:
-    """What to train on and what to validate on, each with the setting that it comes from."""
+def _parts(
+    config: DataConfig, seed: int, corpora: list[Corpus]
+) -> list[tuple[str, Corpus, NDArray[np.bool_] | None]]:
+    """What to train on and what to validate on: origin in words, corpus, chosen documents."""
     path, share = f"data.path = '{config.path}'", config.validation_share
     if len(corpora) > 1:
         other = f"data.validation_path = '{config.validation_path}'"
-        return [(path, make_stream(corpora[0])), (other, make_stream(corpora[1]))]
+        return [(path, corpora[0], None), (other, corpora[1], None)]
     if not share:
-        return [(path, make_stream(corpora[0]))]
+        return [(path, corpora[0], None)]
     held_out = choose_documents(corpora[0].num_documents, seed, share)
     num_held = int(held_out.sum())
     rest = f"{path} without {num_held} of its {len(held_out)} documents (data.validation_share)"
     other = f"data.validation_share = {share}, {num_held} of {len(held_out)} documents,"
-    return [(rest, make_stream(corpora[0], ~held_out)), (other, make_stream(corpora[0], held_out))]
+    return [(rest, corpora[0], ~held_out), (other, corpora[0], held_out)]
 
 
 def choose_documents(num_documents: int, seed: int, share: float) -> NDArray[np.bool_]:
@@ -145,16 +152,54 @@ def choose_documents(num_documents: int, seed: int, share: float) -> NDArray[np.
     return chosen
 
 
-def _sample(config: DataConfig, seed: int, origin: str, stream: Stream) -> PackedSamples:
-    samples = PackedSamples(stream, config.sequence, config.packing, seed)
-    if not stream.num_tokens and config.validation_share:
+def _sample(
+    config: DataConfig,
+    seed: int,
+    origin: str,
+    corpus: Corpus,
+    chosen: NDArray[np.bool_] | None,
+    tell: Callable[[str], None],
+) -> Samples:
+    if chosen is not None and not chosen.any():
         raise DataError(
             f"{origin} gives no text: a document is held out whole or not at all (a text file is "
             "one); change data.validation_share, or name data.validation_path"
         )
+    if corpus.counted is not None:
+        return _sample_talks(config, seed, origin, corpus, chosen, tell)
+    stream = make_stream(corpus, chosen)
+    samples = PackedSamples(stream, config.sequence, config.packing, seed)
     if not len(samples):
         raise DataError(
             f"{origin} gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
             f"{config.sequence + 1}: give more text, or shorten data.sequence"
         )
+    return samples
+
+
+def _sample_talks(
+    config: DataConfig,
+    seed: int,
+    origin: str,
+    corpus: Corpus,
+    chosen: NDArray[np.bool_] | None,
+    tell: Callable[[str], None],
+) -> WholeSamples:
+    """The samples of conversations, and a word on what became of these."""
+    samples = WholeSamples(corpus, chosen, config.sequence, seed)
+    if not len(samples):
+        raise DataError(
+            f"{origin}: none of {samples.num_conversations} conversations comes to an answer "
+            f"within data.sequence = {config.sequence} tokens: raise it"
+        )
+    told = (
+        f"{origin}: {samples.num_conversations:,} conversations ({', '.join(corpus.forms)}) in "
+        f"{len(samples):,} samples, {samples.filled:.0%} full"
+    )
+    if samples.num_cut or samples.num_left_out:
+        told += (
+            f"; longer than data.sequence = {config.sequence}: {samples.num_cut:,} lose the end "
+            f"of their answers, {samples.num_left_out:,} have none within it and are left out"
+        )
+    tell(told)
     return samples

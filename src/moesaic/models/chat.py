@@ -1,5 +1,9 @@
 """Chat templates: from messages to the text that a model was taught to answer.
 
+Of a whole conversation they also tell what the assistant says. A template that marks it
+(`{% generation %}`) is taken by its word. Of any other, the beginnings of the conversation are
+rendered too: an answer is what the text gains from where the model is asked for it.
+
 A template is a Jinja program that came with a model's files, so it runs in Jinja's sandbox, with
 the settings and the few functions that templates are written for. It sees the messages, the
 tokenizer's special tokens, and nothing else.
@@ -7,11 +11,15 @@ tokenizer's special tokens, and nothing else.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.exceptions import SecurityError
@@ -28,19 +36,38 @@ TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
 """The name of the one that is used where a model has several templates."""
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[dict[str, Any]]
 """What was said: each message with a `role` (system, user, assistant) and its `content`."""
+Span = tuple[int, int]
+"""A stretch of text: from here up to there."""
+
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class ChatTemplate:
-    """The template that stands in the tokenizer files of `directory`."""
+    """The template that lies beside a tokenizer."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, tokenizer: Path, otherwise: str, *, clock: bool = True) -> None:
+        """Read the template.
+
+        Args:
+            tokenizer: the tokenizer's file, or the directory that holds it.
+            otherwise: what a user can do who has no template.
+            clock: whether the template may ask for the time; without it, the same messages always
+                give the same text.
+        """
+        directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
         settings = _read(directory / SETTINGS_FILE)
-        self._origin, source = _find(directory, settings)
+        self._origin, source = _find(directory, settings, otherwise)
         self._tokens = _special_tokens(directory, settings)
+        self._marked = _MARKED.search(source) is not None
+        stated = json.dumps([source, self._tokens], sort_keys=True)
+        self.digest = hashlib.sha256(stated.encode(errors="surrogatepass")).hexdigest()
+        """Hash of all that decides the text of messages, time aside."""
+        environment = _environment(clock)
+        self._mark: str = getattr(environment, _Generation.MARK)
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except TemplateError as error:
             raise DataError(
                 f"{self._origin} is no Jinja template ({error}): mend it, or take it from the "
@@ -49,11 +76,47 @@ class ChatTemplate:
 
     def render(self, messages: Messages) -> str:
         """`messages` as text, up to where the model's answer begins."""
+        return self._run(messages, answered=False).replace(self._mark, "")
+
+    def answers(self, messages: Messages, ends: Sequence[str]) -> tuple[str, list[Span]]:
+        """A whole conversation as text, and where in it the assistant speaks.
+
+        Args:
+            messages: the conversation.
+            ends: texts that may end a turn. Blanks that the template writes after one of them
+                are not the assistant's.
+        """
+        parts = self._run(messages, answered=True).split(self._mark)
+        text = "".join(parts)
+        if self._marked:
+            stops = [0, *accumulate(len(part) for part in parts)]
+            spans = [(stops[i], stops[i + 1]) for i in range(1, len(parts), 2)]
+        else:
+            said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [self._answer(messages[: i + 1], text, tuple(ends)) for i in said]
+        return text, [(start, stop) for start, stop in spans if start < stop]
+
+    def _answer(self, messages: Messages, text: str, ends: tuple[str, ...]) -> Span:
+        """Where in `text`, which begins with `messages`, the last one of them stands."""
+        before = self._run(messages[:-1], answered=False)
+        after = self._run(messages, answered=True)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise DataError(
+                f"{self._origin} writes message {len(messages)}, an answer, in other words than "
+                "it asks the model for it, or rewrites it as the conversation goes on (thoughts "
+                "that come or go?): put {% generation %} and {% endgeneration %} around what the "
+                "assistant says there"
+            )
+        bare = after.rstrip()
+        return len(before), len(bare if bare.endswith(ends) else after)
+
+    def _run(self, messages: Messages, answered: bool) -> str:
+        """What the template writes, with a mark at both ends of what it marks."""
         try:
             return self._template.render(
                 **{
                     **self._tokens, "messages": list(messages), "tools": None, "documents": None,
-                    "add_generation_prompt": True,
+                    "add_generation_prompt": not answered,
                 }
             )  # fmt: skip
         except SecurityError as error:
@@ -73,7 +136,7 @@ class TemplateRefusal(TemplateError):
     """A template has called `raise_exception`."""
 
 
-def _find(directory: Path, settings: dict[str, Any]) -> tuple[str, str]:
+def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> tuple[str, str]:
     """Which template holds, in words and as text: a file of its own goes before the settings."""
     own = directory / TEMPLATE_FILE
     if own.is_file():
@@ -89,7 +152,7 @@ def _find(directory: Path, settings: dict[str, Any]) -> tuple[str, str]:
         found = named[DEFAULT]
     if found is None:
         raise DataError(
-            f"the tokenizer in '{directory}' has no chat template: leave out --chat, or write the "
+            f"the tokenizer in '{directory}' has no chat template: {otherwise}, or write the "
             f"model's template into '{own}'"
         )
     if not isinstance(found, str):
@@ -124,29 +187,37 @@ def _text(path: Path) -> str:
         raise DataError(f"'{path}' cannot be read ({error}): restore it") from None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(clock: bool) -> ImmutableSandboxedEnvironment:
     result = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     result.filters["tojson"] = _to_json
     result.globals |= {
-        "raise_exception": _refuse, "strftime_now": _now, "namespace": _Names, "dict": _table,
+        "raise_exception": _refuse, "namespace": _Names, "dict": _table,
     }  # fmt: skip
+    if clock:
+        result.globals["strftime_now"] = _now
     return result
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what a model says, and changes nothing of the text."""
+    """`{% generation %}`, which marks what a model says."""
+
+    MARK = "generation_mark"
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
+        # No message can hold it, as nobody knows it.
+        environment.extend(**{self.MARK: f"\ufdd0{uuid4().hex}\ufdd1"})
 
     def parse(self, parser: Parser) -> nodes.Node:
         """The statements up to `{% endgeneration %}`, with variables of their own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        mark = nodes.TemplateData(getattr(self.environment, self.MARK), lineno=line)
+        ends = [nodes.Output([mark], lineno=line) for _ in range(2)]
+        return nodes.Scope([ends[0], *body, ends[1]], lineno=line)
 
 
 class _Names(Namespace):

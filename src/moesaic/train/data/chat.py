@@ -1,0 +1,161 @@
+"""Conversations: from JSON lines to tokens, and to which of them a model learns to say.
+
+A line holds one conversation, in one of three forms:
+
+    {"messages": [{"role": "user", "content": ...}, ...]}
+    {"conversations": [{"from": "human", "value": ...}, ...]}
+    {"prompt": ..., "completion": ...}
+
+The tokenizer's own chat template writes it, and says what of that the assistant speaks. A token
+counts if it holds some of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.base import keys
+from moesaic.base.errors import DataError
+from moesaic.facts.job import DataConfig
+from moesaic.models.chat import ChatTemplate, Span
+from moesaic.models.tokenizer import FileTokenizer, Tokenizer
+from moesaic.train.data.text import TextSource, read_records
+
+FORMS = ("messages", "conversations", "prompt")
+"""The key by which each form is known; the first that a line has goes."""
+ROLES = ("system", "user", "assistant")
+OTHER_NAMES = {"human": "user", "gpt": "assistant"}
+
+Message = dict[str, Any]
+
+
+class Talk(NamedTuple):
+    """One conversation, written by the template."""
+
+    text: str
+    spans: list[Span]
+    """Where in it the assistant speaks."""
+    form: str
+
+
+class Encoded(NamedTuple):
+    """Documents as tokens."""
+
+    tokens: NDArray[Any]
+    """All ids, one document after another."""
+    lengths: NDArray[np.int64]
+    """How many each document has."""
+    counted: NDArray[np.bool_] | None
+    """Which tokens are to be learnt; None: all."""
+
+
+class Chat:
+    """How conversations become tokens."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        assert isinstance(tokenizer, FileTokenizer), "data.format = chat refuses bytes"
+        self._tokenizer, self._ends, self._system = tokenizer, tokenizer.added(), config.system
+        self._template = ChatTemplate(
+            Path(tokenizer.name).expanduser(), "choose another data.tokenizer", clock=False
+        )
+        stated = f"{self._template.digest} {self._system!r}"
+        self.digest = hashlib.sha256(stated.encode()).hexdigest()
+        """Hash of all that decides the tokens of a conversation, the tokenizer aside."""
+
+    def read(self, source: TextSource) -> Iterator[Talk]:
+        """The conversations of `source`, in the order of its lines."""
+        for file in source.files:
+            for where, record in read_records(file):
+                form, messages = read_messages(record, where)
+                if self._system is not None and messages[0]["role"] != "system":
+                    messages = [{"role": "system", "content": self._system}, *messages]
+                yield self._write(form, messages, where)
+
+    def _write(self, form: str, messages: list[Message], where: str) -> Talk:
+        try:
+            text, spans = self._template.answers(messages, self._ends)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        if not spans:
+            raise DataError(
+                f"{where}: the chat template of '{self._tokenizer.name}' marks nothing of this "
+                "conversation as said by the assistant: mend its {% generation %} marks"
+            )
+        return Talk(text, spans, form)
+
+    def encode(self, talks: Sequence[Talk]) -> Encoded:
+        """`talks` as tokens."""
+        rows = self._tokenizer.encode_places([talk.text for talk in talks])
+        counted = [_overlap(row[1], talk.spans) for row, talk in zip(rows, talks, strict=True)]
+        return Encoded(
+            np.concatenate([np.array(ids, np.uint32) for ids, _ in rows]),
+            np.array([len(ids) for ids, _ in rows], np.int64),
+            np.concatenate(counted),
+        )
+
+
+def _overlap(places: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which of the tokens at `places` hold some of `spans`; the first follows nothing."""
+    starts, stops = np.array(places, np.int64).reshape(-1, 2).T
+    counted = np.zeros(len(places), np.bool_)
+    for start, stop in spans:
+        counted |= (stops > start) & (starts < stop)
+    counted[:1] = False
+    return counted
+
+
+def read_messages(record: dict[str, Any], where: str) -> tuple[str, list[Message]]:
+    """The form of a line, and its messages in the words of templates."""
+    form = next((key for key in FORMS if key in record), None)
+    if form is None or (form == "prompt" and "completion" not in record):
+        raise DataError(
+            f"{where} holds no conversation but {', '.join(sorted(record)) or 'nothing'}: "
+            "give it 'messages' (role, content), 'conversations' (from, value), or 'prompt' and "
+            "'completion'"
+        )
+    if form == "prompt":
+        pair = (("user", record["prompt"]), ("assistant", record["completion"]))
+        said: Any = [{"role": role, "content": text} for role, text in pair]
+    else:
+        said = record[form]
+    if not isinstance(said, list) or not said:
+        raise DataError(f"{where}: '{form}' is no list of messages: give it some")
+    messages = [_message(one, f"{where}, message {i}") for i, one in enumerate(said, start=1)]
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(
+            f"{where} is a conversation without an answer: add what the assistant says, or "
+            "remove the line"
+        )
+    if roles[0] == "assistant":
+        raise DataError(
+            f"{where} begins with an answer, and nothing was asked: put the user's message before "
+            "it, or remove it"
+        )
+    return form, messages
+
+
+def _message(one: Any, where: str) -> Message:
+    if not isinstance(one, dict):
+        raise DataError(f"{where} is no object: give it a role and content")
+    rest = {key: value for key, value in one.items() if key not in ("from", "value")}
+    role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
+    role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise DataError(
+            f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
+            f"{keys.listed(list(OTHER_NAMES))})"
+        )
+    if not isinstance(content, str):
+        raise DataError(
+            f"{where} holds {content!r}, which is no text: give its content as a string"
+        )
+    if role == "assistant" and not content.strip():
+        raise DataError(f"{where} is an empty answer: write one, or remove the line")
+    return {**rest, "role": role, "content": content}

@@ -1,0 +1,268 @@
+"""Conversations: which tokens count, in what forms they come, and what is wrong with a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from tokenizers import models, pre_tokenizers, processors, trainers
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, DataError, StoreError
+from moesaic.dist.world import World
+from moesaic.facts.job import DataConfig
+from moesaic.models.tokenizer import open_tokenizer
+from moesaic.testing.talks import CHATML, TEMPLATES, unmarked, write_tokenizer
+from moesaic.train.data import TextData, check_text
+from moesaic.train.data.chat import Chat
+from moesaic.train.data.text import find_text
+
+Talk = list[dict[str, str]]
+
+
+def say(*contents: str, system: str | None = None) -> Talk:
+    roles = ("user", "assistant") * len(contents)
+    said = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return said if system is None else [{"role": "system", "content": system}, *said]
+
+
+TALKS = [
+    say("Hi", "Hello!"),
+    say("What is é?", "A letter,\n\nof two  bytes \N{GREEK SMALL LETTER PI}.", system="Be brief."),
+    say("1 + 1?", "2", "And  once more?\n", "3 ...\n\tor so", "Sure?", "<|end|> yes"),
+    say("left", "right", "nothing is said to this"),
+]
+
+
+def configure(tmp_path: Path, **changes: Any) -> DataConfig:
+    raw = {
+        "path": str(tmp_path / "a.jsonl"), "format": "chat", "sequence": 64,
+        "tokenizer": str(tmp_path / "tok"), "cache": str(tmp_path / "cache"),
+    }  # fmt: skip
+    return parse(DataConfig, raw | changes, "test")
+
+
+def write(tmp_path: Path, *records: Any) -> Path:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def encode(tmp_path: Path, template: str, talks: list[Talk]) -> list[tuple[list[int], list[int]]]:
+    """Ids and what counts of each conversation."""
+    write_tokenizer(tmp_path / "tok", template)
+    path = write(tmp_path, *({"messages": talk} for talk in talks))
+    return encode_by(tmp_path, path)
+
+
+def encode_by(tmp_path: Path, path: Path) -> list[tuple[list[int], list[int]]]:
+    config = configure(tmp_path)
+    chat = Chat(config, open_tokenizer(config.tokenizer))
+    source = find_text("data.path", str(path), "chat", "text", "train")
+    found = chat.encode(list(chat.read(source)))
+    assert found.counted is not None
+    cuts = np.cumsum(found.lengths)[:-1]
+    parts = zip(np.split(found.tokens, cuts), np.split(found.counted, cuts), strict=True)
+    return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
+
+
+def theirs(directory: Path, talks: list[Talk]) -> list[tuple[list[int], list[int]]]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    rows = [
+        tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        for talk in talks
+    ]
+    return [(row["input_ids"], row["assistant_masks"]) for row in rows]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_counts_equals_theirs_by_marks_and_by_beginnings(name: str, tmp_path: Path) -> None:
+    marked = encode(tmp_path, TEMPLATES[name], TALKS)
+    assert marked == theirs(tmp_path / "tok", TALKS)
+    assert encode(tmp_path, unmarked(TEMPLATES[name]), TALKS) == marked
+    tokenizer = open_tokenizer(str(tmp_path / "tok"))
+    for (ids, counted), talk in zip(marked, TALKS, strict=True):
+        said = tokenizer.decode([i for i, c in zip(ids, counted, strict=True) if c])
+        answers = [one["content"] for one in talk if one["role"] == "assistant"]
+        assert said.replace(" ", "") == "".join(answers).replace("<|end|>", "").replace(" ", "")
+
+
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML)], ids=["marks", "beginnings"])
+def test_tokens_whose_places_leave_out_blanks(template: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", CHATML)
+    file = str(tmp_path / "tok" / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(file)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(file)
+    expected = theirs(tmp_path / "tok", TALKS)
+    (tmp_path / "tok" / "chat_template.jinja").write_text(template)
+    path = write(tmp_path, *({"messages": talk} for talk in TALKS))
+    assert encode_by(tmp_path, path) == expected
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_a_token_that_holds_some_of_an_answer_counts(metaspace: bool, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}"
+        "{{ m.content + '</s>' }}{% endgeneration %}{% endfor %}"
+    )
+    write_tokenizer(tmp_path / "tok", template)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel()
+    )
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["user: Hello assistant: Hello"] * 9, trainer)
+    tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
+    talk = say("Hello", "Hello")
+    ((ids, counted),) = encode_by(tmp_path, write(tmp_path, {"messages": talk}))
+    assert [(ids, counted)] == theirs(tmp_path / "tok", [talk])
+    assert sum(counted) == 4  # " Hello" and the end, twice
+    assert len(ids) > 4
+
+
+def test_without_an_end_of_turn_the_line_s_end_is_one(tmp_path: Path) -> None:
+    plain = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    ((ids, counted),) = encode(tmp_path, plain, [say("Hi", "Hello")])
+    assert sum(counted) == len("Hello\n")
+    assert counted[-6:] == [1] * 6
+    assert len(ids) == len("user: Hi\nassistant: Hello\n")
+
+
+def test_every_form_means_the_same(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", CHATML)
+    talk = say("Hi", "Hello")
+    path = write(
+        tmp_path,
+        {"messages": talk, "conversations": 7},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": talk, "id": 3},
+        {"prompt": "Hi", "completion": "Hello"},
+    )
+    rows = encode_by(tmp_path, path)
+    assert rows == rows[:1] * 4
+    told: list[str] = []
+    TextData.open(configure(tmp_path), 0, World.solo(), told.append)
+    assert len(told) == 1
+    assert "4 conversations (messages, conversations, prompt) in 2 samples" in told[0]
+
+
+def test_a_system_message_where_there_is_none(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", CHATML)
+    write(tmp_path, {"messages": say("Hi", "Hello")}, {"messages": say("Hi", "Yo", system="Own.")})
+    data = TextData.open(configure(tmp_path, system="Be kind."), 0, World.solo())
+    batch = data.train.batch(range(len(data.train)), shuffled=False)
+    text = data.tokenizer.decode(batch.inputs.reshape(-1).tolist())
+    assert text.count("Be kind.") >= 1
+    assert text.count("Own.") >= 1
+    plain = TextData.open(configure(tmp_path), 0, World.solo())
+    assert plain.digest != data.digest
+
+
+def test_a_template_s_clock_stands_still(tmp_path: Path) -> None:
+    dated = "{{ strftime_now('%Y') if strftime_now is defined else '2024' }}" + CHATML
+    ((ids, _),) = encode(tmp_path, dated, [say("Hi", "Hello")])
+    assert open_tokenizer(str(tmp_path / "tok")).decode(ids).startswith("2024")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ('{"messages', ("is not JSON", "mend the file")),
+        ([1], ("is not a JSON object",)),
+        ({"text": "a", "id": 1}, ("holds no conversation but id, text", "'messages' (role")),
+        ({}, ("holds no conversation but nothing",)),
+        ({"prompt": "a"}, ("holds no conversation but prompt", "'completion'")),
+        ({"prompt": [], "completion": "b"}, ("message 1 holds [], which is no text",)),
+        ({"messages": []}, ("'messages' is no list of messages",)),
+        ({"messages": "hi"}, ("'messages' is no list of messages",)),
+        ({"messages": ["hi"]}, ("message 1 is no object",)),
+        ({"messages": [{"role": "tool", "content": "a"}]}, ("of role 'tool'", "system, user or")),
+        ({"messages": [{"content": "a"}]}, ("of role None",)),
+        ({"messages": say("a", "")}, ("message 2 is an empty answer", "remove the line")),
+        ({"messages": say("a", " \n")}, ("message 2 is an empty answer",)),
+        ({"messages": say("a")}, ("without an answer", "remove the line")),
+        ({"messages": say("a", "b")[1:]}, ("begins with an answer", "put the user's message")),
+        ({"messages": [*say("a"), *say("a", "b")]}, ("does not take", "must take turns")),
+    ],
+)
+def test_what_is_wrong_with_a_line(record: Any, words: tuple[str, ...], tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TEMPLATES["brackets"])
+    path = write(tmp_path, {"messages": say("Hi", "Hello")})
+    with path.open("a") as file:
+        file.write(record if isinstance(record, str) else json.dumps(record))
+    with pytest.raises(DataError) as caught:
+        TextData.open(configure(tmp_path), 0, World.solo())
+    for word in (f"data.path = '{path}': line 2 of '{path}'", *words):
+        assert word in str(caught.value)
+
+
+REWRITES = """{%- for m in messages %}
+{%- set thoughts = '(thinks)' if m.role == 'assistant' and loop.last else '' %}
+{{- m.role + ':' + thoughts + m.content + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+
+
+def test_a_template_that_rewrites_what_was_said(tmp_path: Path) -> None:
+    talk = say("a", "b", "c", "d")
+    assert sum(encode(tmp_path, REWRITES, [talk[:2]])[0][1]) == len("(thinks)b\n")
+    with pytest.raises(DataError, match=r"line 1 of .* writes message 2, .*put {% generation %}"):
+        encode(tmp_path, REWRITES, [talk])
+    opening = CHATML[: -len("{% endif %}")] + "{{ '<think>' }}{% endif %}"
+    with pytest.raises(DataError, match=r"writes message 2, an answer, in other words"):
+        encode(tmp_path, unmarked(opening), [talk])
+    assert encode(tmp_path, opening, [talk]) == encode(tmp_path, CHATML, [talk])
+
+
+def test_what_no_conversation_can_do_without(tmp_path: Path) -> None:
+    write(tmp_path, {"messages": say("Hi", "Hello")})
+    write_tokenizer(tmp_path / "tok")
+    with pytest.raises(DataError, match=r"has no chat template: choose another data\.token"):
+        check_text(configure(tmp_path))
+    write_tokenizer(tmp_path / "tok", "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}hi")
+    check_text(configure(tmp_path))
+    with pytest.raises(DataError, match=r"line 1 of .*marks nothing of this conversation"):
+        TextData.open(configure(tmp_path), 0, World.solo())
+    for changes, words in (
+        ({"tokenizer": "bytes"}, 'data.tokenizer = "bytes" has none: set data.tokenizer'),
+        ({"packing": "stream"}, "remove data.packing"),
+        ({"format": "jsonl", "system": "x"}, 'data.system = "x" belongs to conversations'),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            configure(tmp_path, **changes)
+        assert words in str(caught.value)
+    with pytest.raises(DataError, match=r"holds no file named \*\.jsonl, \*\.ndjson"):
+        check_text(configure(tmp_path, path=str(tmp_path / "tok")))
+
+
+def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path / "tok", CHATML)
+    write(tmp_path, *({"messages": talk} for talk in TALKS * 9))
+    whole = TextData.open(configure(tmp_path, sequence=200), 0, World.solo())
+    monkeypatch.setattr("moesaic.train.data.corpus._BATCH_CHARACTERS", 16 * 100)
+    changes = {"sequence": 200, "cache": str(tmp_path / "other")}
+    assert TextData.open(configure(tmp_path, **changes), 0, World.solo()).digest == whole.digest
+
+
+def test_a_cache_knows_its_template(tmp_path: Path) -> None:
+    write(tmp_path, *({"messages": talk} for talk in TALKS))
+    digests = set()
+    for template in (CHATML, unmarked(CHATML), TEMPLATES["headers"]):
+        write_tokenizer(tmp_path / "tok", template)
+        digests.add(TextData.open(configure(tmp_path, sequence=200), 0, World.solo()).digest)
+    assert len(digests) == 2  # With or without marks the same tokens count.
+    places = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(places) == 3
+    for place in places:
+        (place / "counted.bin").write_bytes(b"\1")
+    with pytest.raises(StoreError, match="is damaged"):
+        TextData.open(configure(tmp_path, sequence=200), 0, World.solo())
