@@ -17,10 +17,14 @@ from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
 from moesaic.nn.dispatch import Ranks
+from moesaic.train import scale
+from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
 from moesaic.train.run import Run
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64,
+}  # fmt: skip
 """What weights are stored in, by `train.precision`."""
 
 
@@ -47,12 +51,15 @@ def assemble(
     else:
         model.materialise(world.device)
     optimizer = AdamW(job.optimizer)
+    if job.optimizer.moments != "full":
+        optimizer = NarrowAdamW(job.optimizer, job.seed, world.device)
     holdings = held(model, plan, world.rank)
     for item in holdings:
-        optimizer.attach(item.name, item.local)
+        optimizer.hold(item, world.rank)
     devices.activate(world.device)
     run = Run(job, plan, world, model, holdings, optimizer, replicas=groups[1])
     run.counters.update(counters or {})
+    scale.begin(run.counters, scaled=job.train.precision == "fp16")
     source.fill(run.state().pieces)
     return run
 

@@ -19,7 +19,7 @@ class Losses:
     """One micro-batch's losses on this rank; every rank's add up to the global ones."""
 
     total: Tensor
-    """What backward starts from."""
+    """What backward starts from: all of them, weighed, times the loss scale."""
     loss: Tensor
     """Cross-entropy, already divided by the number of targets of the whole batch."""
     balance: Tensor
@@ -60,7 +60,12 @@ def num_targets(batch: Batch) -> int:
 
 
 def compute(
-    model: LanguageModel, batch: Batch, context: Context, job: Job, targets_total: int
+    model: LanguageModel,
+    batch: Batch,
+    context: Context,
+    job: Job,
+    targets_total: int,
+    scale: float = 1.0,
 ) -> Losses:
     """Losses of one of the job's micro-batches.
 
@@ -70,15 +75,18 @@ def compute(
         context: from `make_context`, with whatever the run adds.
         job: the job.
         targets_total: targets of the whole global batch.
+        scale: a power of two on what backward starts from. The head forms its gradient in forward,
+            in narrow types too, so it has to have it there.
     """
     device = model.embed.weight.device
     context.targets = batch.targets.to(device)
-    context.loss_scale = 1.0 / max(targets_total, 1)
+    context.loss_scale = scale / max(targets_total, 1)
     loss = model(batch.inputs.to(device), context)
     assert len(context.layers) == len(list(model.banks())), "an expert layer did not report"
     parts = job.train.micro_batches * max(len(context.layers), 1)
     zero = loss.new_zeros(())
     balance = sum((facts.balance for facts in context.layers.values()), start=zero) / parts
     z = sum((facts.z for facts in context.layers.values()), start=zero) / parts
-    total = loss + job.routing.balance_loss * balance + job.routing.z_loss * z
-    return Losses(total, loss.detach(), balance.detach(), z.detach(), context)
+    routing = job.routing
+    total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
+    return Losses(total, loss.detach() / scale, balance.detach(), z.detach(), context)
