@@ -81,6 +81,16 @@ def test_the_scale_is_found_and_the_first_update_is_as_if_nothing_had_been_skipp
     assert all(torch.equal(a[key], c[key]) for key in a)
 
 
+def test_what_is_computed_again_is_computed_alike() -> None:
+    """Skipped steps among them."""
+    kept, again = (start(at(22), train={"recompute": value}) for value in (False, True))
+    told = [[run.step(samples()).skipped for _ in range(5)] for run in (kept, again)]
+    assert told[0] == told[1]
+    assert 0 < sum(told[0]) < 5
+    a, b = copies(kept), copies(again)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
 def test_it_doubles_after_many_updates() -> None:
     run = start(at(8, scale_good_steps=scale.GROWTH_STEPS - 2))
     scales = [run.step(samples()).scale for _ in range(3)]
