@@ -214,6 +214,7 @@ def test_auto_takes_the_newest_and_says_what_changed(
         ({"model": {"ffn": 28}}, "model.ffn = 24"),
         ({"model": {"layers": 1}}, "model.layers = 2"),
         ({"model": {"tied": True}}, "model.tied = False"),
+        ({"optimizer": {"moments": "8bit"}}, 'optimizer.moments = "full", the job has "8bit"'),
     ],
 )
 def test_what_cannot_go_on_says_why(

@@ -16,6 +16,9 @@ import torch
 PARAMETER = "parameter"
 FIRST_MOMENT = "first_moment"
 SECOND_MOMENT = "second_moment"
+FIRST_CODES, FIRST_SCALES = "first_moment_codes", "first_moment_scales"
+ROOT_CODES, ROOT_SCALES = "second_moment_root_codes", "second_moment_root_scales"
+"""Moments of eight bits: a code an element, a scale a block of a row; of the second, its root."""
 
 PRECISIONS = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -28,7 +31,7 @@ class Piece:
     """A box cut out of one logical tensor, held on this rank."""
 
     kind: str
-    """PARAMETER, FIRST_MOMENT or SECOND_MOMENT."""
+    """PARAMETER, FIRST_MOMENT or another of the constants above."""
     name: str
     """Logical name, as in `facts.workload`."""
     shape: tuple[int, ...]

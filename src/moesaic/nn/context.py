@@ -98,7 +98,7 @@ class Context:
         self.targets: Tensor | None = None
         """Tokens to predict, [batch, sequence], -100 where none; the head then returns a loss."""
         self.loss_scale = 1.0
-        """Factor on the summed loss: one over the global number of targets."""
+        """Factor on the summed loss: one over the global number of targets, times fp16's scale."""
         self.cache: Cache | None = None
         self.replay: dict[int, Tensor] | None = None
         """Recorded choices by layer, [tokens, choices], as in `choices`; empty: none."""

@@ -82,6 +82,9 @@ class Steps:
     tokens_per_s: Floats
     dropped: Floats
     flips: Floats
+    loss_scale: Floats
+    """Of fp16 alone, as is `skipped`: 1 where nothing was updated."""
+    skipped: Floats
     memory_bytes: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""

@@ -43,6 +43,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "newest_checkpoint": checkpoint.path if checkpoint else None,
         "dropped": int(np.nansum(run.steps.dropped)),
         "flips": int(np.nansum(run.steps.flips)),
+        "skipped": int(np.nansum(run.steps.skipped)),
         "experts": _experts(run),
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],

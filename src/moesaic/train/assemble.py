@@ -22,13 +22,17 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
 from moesaic.nn.dispatch import Ranks
 from moesaic.nn.slices import Slices
+from moesaic.train import scale
+from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
 from moesaic.train.run import Run
 
 if TYPE_CHECKING:
     from moesaic.train.pipeline import Pipeline
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64,
+}  # fmt: skip
 """What weights are stored in, by `train.precision`."""
 
 
@@ -61,9 +65,11 @@ def assemble(
     else:
         model.materialise(world.device)
     optimizer = AdamW(job.optimizer)
+    if job.optimizer.moments != "full":
+        optimizer = NarrowAdamW(job.optimizer, job.seed, world.device)
     holdings = held(model, plan, world.rank)
     for item in holdings:
-        optimizer.attach(item.name, item.local)
+        optimizer.hold(item, world.rank)
     devices.activate(world.device)
     run = Run(
         job, plan, world, model, holdings, optimizer,
@@ -71,6 +77,7 @@ def assemble(
         pipeline=pipeline,
     )  # fmt: skip
     run.counters.update(counters or {})
+    scale.begin(run.counters, scaled=job.train.precision == "fp16")
     source.fill(run.state().pieces)
     return run
 

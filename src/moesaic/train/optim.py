@@ -2,19 +2,22 @@
 
 `update(name, values, grad, step, ...)` needs nothing but one parameter's own tensors, so that a
 block can be updated wherever and whenever its gradient is ready. Moments are plain tensors of the
-values' layout; they are state like any other.
+values' layout; they are state like any other. `train.narrow` keeps them in fewer bytes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
+from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, Piece
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
+from moesaic.models.pieces import Held
 
 
 class AdamW:
@@ -22,13 +25,30 @@ class AdamW:
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.moments: dict[str, tuple[Tensor, ...]] = {}
+
+    def hold(self, item: Held, rank: int) -> None:
+        """Create zero moments for a parameter as `rank` holds it."""
+        del rank
+        self.attach(item.name, item.local)
+
+    def pieces(self, item: Held, rank: int) -> Iterator[Piece]:
+        """A parameter's moments as pieces of state."""
+        kinds = (FIRST_MOMENT, SECOND_MOMENT)
+        for kind, tensor in zip(kinds, self.moments[item.name], strict=True):
+            yield from item.pieces(kind, tensor, rank)
+
+    def apply(self, item: Held, rank: int, step: int, *, lr: float, clip: float) -> None:
+        """Update a parameter by its gradient, in place; see `update`."""
+        del rank
+        self.update(item.name, item.local, item.grad, step, lr=lr, clip=clip, decay=item.decays)
 
     def attach(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
         """Create zero moments for a parameter and return them."""
         first = torch.zeros_like(values, memory_format=torch.contiguous_format)
-        self.moments[name] = (first, torch.zeros_like(first))
-        return self.moments[name]
+        second = torch.zeros_like(first)
+        self.moments[name] = (first, second)
+        return first, second
 
     def update(
         self,
@@ -52,9 +72,21 @@ class AdamW:
             clip: factor on the gradient.
             decay: whether weight decay applies.
         """
-        if not values.numel():
-            return
-        first, second = self.moments[name]
+        if values.numel():
+            self._step(values, grad, self.moments[name], step, lr=lr, clip=clip, decay=decay)
+
+    def _step(
+        self,
+        values: Tensor,
+        grad: Tensor,
+        moments: tuple[Tensor, ...],
+        step: int,
+        *,
+        lr: float,
+        clip: float,
+        decay: bool,
+    ) -> None:
+        first, second = moments
         if clip < 1.0:
             grad.mul_(clip)
         adamw(

@@ -62,9 +62,11 @@ class Flow:
         batches: Sequence[Batch],
         begin: Callable[[Batch], Context],
         precision: Callable[[], AbstractContextManager[object]],
+        scale: float,
     ) -> None:
-        """`begin` makes the context of one when its first block is computed, in `precision`."""
-        self.batches, self.precision = batches, precision
+        """`begin` makes the context of one when its first block is computed, in `precision`;
+        backward starts from the loss times `scale`."""
+        self.batches, self.precision, self.scale = batches, precision, scale
         self.losses: dict[int, lm.Losses] = {}
         self._begin = begin
         self._contexts: dict[int, Context] = {}
@@ -124,9 +126,10 @@ class Stage(nn.Module):
             context.layers[layer] = replace(
                 facts, balance=facts.balance.detach(), z=facts.z.detach()
             )
-        loss = x.detach() if self.last else zero
+        loss = x.detach() / self.flow.scale if self.last else zero
         total = (loss + beside).detach()
         self.flow.report(at, lm.Losses(total, loss, balance.detach(), z.detach(), context))
+        beside = self.flow.scale * beside
         result: Tensor = x + beside if self.last else Attach.apply(x, beside)
         return result
 

@@ -146,6 +146,8 @@ class RunRecord:
             "step_s": step_s, "tokens_per_s": facts.tokens / max(step_s, 1e-9),
             "dropped": sum(facts.dropped.values()), "flips": facts.flips, "memory_bytes": held,
         }  # fmt: skip
+        if facts.scale is not None:
+            figures |= {"loss_scale": facts.scale, "skipped": float(facts.skipped)}
         if not self._world.leads:
             return figures
         self._own.emit("step", step=facts.step, phases=facts.phases, **figures)

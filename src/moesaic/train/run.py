@@ -12,21 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from moesaic.base.errors import DivergedError
 from moesaic.dist.collectives import gather, sum_, sum_buckets_
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece, State
+from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
 from moesaic.nn.context import Context
+from moesaic.train import scale
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from moesaic.train.pipeline import Flow, Pipeline
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in, by `train.precision`."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class StepFacts:
     counts: dict[int, Tensor]
     """Tokens by expert for each expert layer, over the whole batch."""
     phases: dict[str, float]
+    scale: float | None = None
+    """The loss scale of fp16 that the step had."""
+    skipped: bool = False
+    """Whether the gradient overflowed, and nothing was updated."""
 
 
 @dataclass
@@ -87,10 +94,8 @@ class Run:
         """Everything that training goes on from, as live pieces."""
         pieces: list[Piece] = []
         for item in self.holdings:
-            first, second = self.optimizer.moments[item.name]
-            values = ((PARAMETER, item.local), (FIRST_MOMENT, first), (SECOND_MOMENT, second))
-            for kind, tensor in values:
-                pieces += item.pieces(kind, tensor, self.world.rank)
+            pieces += item.pieces(PARAMETER, item.local, self.world.rank)
+            pieces += self.optimizer.pieces(item, self.world.rank)
         pieces += biases(self.model, self.plan, self.world.rank)
         return State(pieces, dict(self.counters))
 
@@ -104,23 +109,26 @@ class Run:
         with phases("reduce"):
             self._reduce()
         with phases("clip"):
-            norm = self.gradient_norm()
-            if not math.isfinite(norm):
-                raise DivergedError(
-                    f"step {self.counters['step'] + 1}: the gradient's norm is {norm}, and nothing "
-                    "was updated"
-                )
+            factor = scale.scale_of(self.counters)
+            norm = self.gradient_norm() / factor
+            finite = math.isfinite(norm)  # The same on all ranks, whoever met an overflow.
         with phases("optimizer"):
-            lr = self._update(norm)
-            self._rebalance(losses)
+            lr = self._update(norm, factor) if finite else self._skip(norm)
+            if finite:
+                self._rebalance(losses)
         self.counters["step"] += 1
         self.counters["samples"] += self.job.train.batch
         self.counters["tokens"] += targets
         with phases("log"):
-            return self._facts(losses, norm, lr, targets, phases)
+            facts = self._facts(losses, norm, lr, targets, phases)
+        scaled = scale.EXPONENT in self.counters
+        return replace(facts, scale=factor, skipped=not finite) if scaled else facts
 
     def gradients(self, samples: Samples) -> list[lm.Losses]:
-        """Gradients of the next global batch, reduced and left in place, without an update."""
+        """Gradients of the next global batch, reduced and left in place, without an update.
+
+        Those of fp16 are times the loss scale.
+        """
         micro = self._load(samples)
         losses = self._gradients(micro, self._count(micro), Phases(self.world.device))
         self._reduce()
@@ -162,24 +170,29 @@ class Run:
             losses = self._in_turn(micro, targets, phases)
         else:
             with phases("pipeline"):
-                losses = self.pipeline.step(self._flow(micro, self._context, targets))
+                factor = scale.scale_of(self.counters)
+                losses = self.pipeline.step(self._flow(micro, self._context, targets, factor))
         if self.recorder is not None:
             for batch, result in zip(micro, losses, strict=True):
                 self._record(self.recorder, batch, result.context.choices)
         return losses
 
     def _flow(
-        self, micro: Sequence[Batch], begin: Callable[[Batch], Context], targets: int
+        self,
+        micro: Sequence[Batch],
+        begin: Callable[[Batch], Context],
+        targets: int,
+        factor: float = 1.0,
     ) -> Flow:
         """Micro-batches for the pipeline."""
         from moesaic.train.pipeline import Flow
 
         def aimed(batch: Batch) -> Context:
             context = begin(batch)
-            lm.aim(context, batch, targets, self.world.device)
+            lm.aim(context, batch, targets, self.world.device, factor)
             return context
 
-        return Flow(micro, aimed, self._precision)
+        return Flow(micro, aimed, self._precision, factor)
 
     def _in_turn(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
         """Forward and backward of one micro-batch after the other."""
@@ -190,7 +203,9 @@ class Run:
                 sharded = cast("FSDPModule", self.model)
                 sharded.set_requires_all_reduce(index == len(micro) - 1)
             with phases("forward"), self._precision():
-                result = lm.compute(self.model, batch, self._context(batch), self.job, targets)
+                factor = scale.scale_of(self.counters)
+                context = self._context(batch)
+                result = lm.compute(self.model, batch, context, self.job, targets, factor)
             with phases("backward"):
                 result.total.backward()
                 result.context.mask = None  # The largest part of what the losses hold on to.
@@ -205,11 +220,12 @@ class Run:
             recorder.record(self.counters["step"], batch.samples, choices)
 
     def _precision(self) -> AbstractContextManager[object]:
-        if self.job.train.precision != "bf16":
+        narrow = NARROW.get(self.job.train.precision)
+        if narrow is None:
             return nullcontext()
         # Every weight is cast once a pass; the cache would only keep what layers have let go.
         kind = self.world.device.type
-        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
+        return torch.autocast(kind, dtype=narrow, cache_enabled=False)
 
     def _reduce(self) -> None:
         """Sum gradients over all ranks of a part that learn the same: experts' over copies, slices'
@@ -238,17 +254,28 @@ class Run:
             total += torch.stack(norms).double().square().sum()
         return math.sqrt(float(sum_(total, self.world.everyone)))
 
-    def _update(self, norm: float) -> float:
-        train = self.job.train
-        step = self.counters["step"] + 1
-        lr = learning_rate(step, train.steps, self.job.optimizer.lr, self.job.schedule)
+    def _update(self, norm: float, factor: float) -> float:
+        """Update everything by gradients that are `factor` times what they should be."""
+        train, lr = self.job.train, self._learning_rate()
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
+        update = scale.updates(self.counters) + 1
         for item in self.holdings:
-            self.optimizer.update(
-                item.name, item.local, item.grad, step, lr=lr, clip=clip, decay=item.decays
-            )
+            self.optimizer.apply(item, self.world.rank, update, lr=lr, clip=clip / factor)
             item.parameter.grad = None
+        scale.keep(self.counters)
         return lr
+
+    def _skip(self, norm: float) -> float:
+        """Update nothing, for a gradient that has overflowed; the scale of the loss changes."""
+        scale.shrink(self.counters, norm)
+        for item in self.holdings:
+            item.parameter.grad = None
+        return self._learning_rate()
+
+    def _learning_rate(self) -> float:
+        """Of this step; skipped ones count, so that a run ends where its schedule does."""
+        step, steps = self.counters["step"] + 1, self.job.train.steps
+        return learning_rate(step, steps, self.job.optimizer.lr, self.job.schedule)
 
     def _rebalance(self, losses: list[lm.Losses]) -> None:
         """Biases follow what the whole batch asked of experts; every rank knows it."""

@@ -33,7 +33,7 @@ from moesaic.train.jobfile import LoadedJob
 from moesaic.train.machines import check_machines
 from moesaic.train.record import RunRecord
 from moesaic.train.routes import RouteReplay, recording
-from moesaic.train.run import Run
+from moesaic.train.run import NARROW, Run
 
 
 class Progress(Protocol):
@@ -179,6 +179,13 @@ def _compare(
             "(moesaic convert, then [model] from)"
         )
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
+    kept, wanted = before.get("optimizer.moments", "full"), now["optimizer.moments"]
+    if kept != wanted:
+        raise ConfigError(
+            f"--resume: '{path}' has moments of optimizer.moments = \"{kept}\", the job has "
+            f'"{wanted}": restore it, or start a new run from its weights (moesaic convert, then '
+            "[model] from)"
+        )
     for key in sorted(now):
         if key in before and before[key] != now[key]:
             if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
@@ -223,9 +230,10 @@ class _Session:
         train, began = self.job.train, time.perf_counter()
         done = self.run.counters["step"]
         self._announce(origin)
-        if train.precision == "bf16" and self.world.device.type == "cpu":
+        if train.precision in NARROW and self.world.device.type == "cpu":
             self.progress.message(
-                'train.precision = "bf16" on a CPU: few are quick at it, "fp32" may be far faster'
+                f'train.precision = "{train.precision}" on a CPU: few are quick at it, "fp32" may '
+                "be far faster"
             )
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, done)

@@ -194,6 +194,27 @@ def test_loss_that_is_no_number() -> None:
     assert finding.severity == "problem"
 
 
+def test_skipped_steps() -> None:
+    loss, skips, scales = np.full(40, 2.0), np.zeros(40), np.full(40, 1024.0)
+    assert learning.skipped(make_steps(40, loss=loss)) is None
+    assert learning.skipped(make_steps(40, loss=loss, skipped=skips, loss_scale=scales)) is None
+    skips[2], loss[2] = 1.0, np.nan
+    few = make_steps(40, loss=loss, skipped=skips, loss_scale=scales)
+    finding = learning.skipped(few)
+    assert "1 step of 40 skipped" in text(finding)
+    assert "The last was step 3" in text(finding)
+    assert "now it is 1024" in text(finding)
+    assert finding is not None
+    assert finding.severity == "note"
+    assert learning.not_a_number(few) is None
+    skips[30:33] = 1.0
+    finding = learning.skipped(make_steps(40, skipped=skips, loss_scale=scales))
+    assert "4 steps of 40 skipped" in text(finding)
+    assert 'train.precision = "bf16" or "fp32"' in text(finding)
+    assert finding is not None
+    assert finding.severity == "warning"
+
+
 def validations(losses: list[float]) -> list[Validation]:
     return [Validation(10 * (at + 1), loss, 1.0, 1.0) for at, loss in enumerate(losses)]
 

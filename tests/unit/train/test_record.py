@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     board.Reload()
     assert [s.value for s in board.Scalars("train/loss")] == [4.0, 3.0, 2.0, 1.0]
     assert [(s.step, s.value) for s in board.Scalars("validation/loss")] == [(4, 1.25)]
+
+
+def test_the_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
+    assert "loss_scale" not in record.step(facts(1), 0.5)
+    record.step(replace(facts(2), scale=512.0, skipped=True, grad_norm=float("inf")), 0.5)
+    record.close()
+    events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]
+    assert [(e.get("loss_scale"), e.get("skipped")) for e in events] == [(None, None), (512.0, 1.0)]
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,9 @@ class TrainConfig(Section):
     """Samples of one global batch, over all ranks and micro-batches."""
     micro_batches: int = Field(default=1, ge=1)
     """Equal parts of a global batch whose gradients are added up; each is spread over all ranks."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """fp32; bf16 computes in bfloat16 with fp32 weights; fp64 for proofs."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """fp32; bf16 and fp16 compute in 16 bits with fp32 weights, fp16 scales its loss; fp64 for
+    proofs."""
     recompute: bool = False
     """Activation checkpointing: layers are computed again in backward instead of kept."""
     clip: float = Field(default=1.0, ge=0)
@@ -74,6 +75,9 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of weights with two or more dimensions; norms have none."""
+    moments: Literal["full", "bf16", "8bit"] = "full"
+    """What both moments of matrices are kept in: full: as weights are; bf16: half of fp32; 8bit: a
+    quarter, in blocks with a scale each."""
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:

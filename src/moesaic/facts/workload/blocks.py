@@ -204,10 +204,14 @@ def _update(job: Job, plan: Plan, rank: int, held: Sequence[Parameter]) -> tuple
     elements, tensors = sum(dense) + experts, len(dense) + (experts > 0)
     owned = sum(dense) * (rank < plan.shard) + experts * (rank < plan.ep)
     added, clips = job.train.micro_batches - 1, job.train.clip > 0
-    return (
-        Op("accumulate", (), 3 * added * elements * width, added * tensors),
-        *ops.update(elements * width, tensors, normed_bytes=owned * width, clips=clips),
-    )
+    update = ops.update(elements * width, tensors, normed_bytes=owned * width, clips=clips)
+    if job.optimizer.moments != "full":
+        matrices = [local_size(p, plan.shard) for p in held if p.is_dense and len(p.shape) > 1]
+        matrices += [p.size for p in held if p.expert is not None and p.expert in homes]
+        vectors = [local_size(p, plan.shard) for p in held if p.is_dense and len(p.shape) == 1]
+        narrow = ops.narrow_adamw(matrices, job.optimizer.moments)
+        update = (*update[:-1], ops.adamw(sum(vectors) * width, len(vectors)), narrow)
+    return (Op("accumulate", (), 3 * added * elements * width, added * tensors), *update)
 
 
 def _sharded(

@@ -18,12 +18,19 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload.latent import attended, unturned
 from moesaic.facts.workload.loads import Routed, routed
 from moesaic.facts.workload.messages import buckets, group_of
-from moesaic.facts.workload.parameters import Parameter, local_size, parameters, rank_size
+from moesaic.facts.workload.parameters import (
+    Parameter,
+    local_size,
+    moment_bytes,
+    parameters,
+    rank_size,
+)
 from moesaic.facts.workload.sizes import (
     BIAS_BYTES,
     HEAD_ROWS,
     INDEX_BYTES,
     SHARE_BYTES,
+    STORED_BYTES,
     Sizes,
 )
 
@@ -96,7 +103,8 @@ def memory(
     biases = [p for p in everything if p.kind == "bias"]
     experts = [p for p in everything if p.expert is not None and p.expert in plan.homes(rank)]
     num_experts = sum(p.size for p in experts)
-    moments = 2 * (sum(rank_size(p, plan.shard, rank) for p in dense) + num_experts)
+    moments = sum(sum(moment_bytes(p, rank_size(p, plan.shard, rank), job)) for p in dense)
+    moments += sum(sum(moment_bytes(p, p.size, job)) for p in experts)
     arena = num_experts // max(len(job.model.expert_layers), 1)
     step = _Step(job, plan, rank, dense, arena, loads, on_cpu)
     layers, wide = range(job.model.layers), step.s.wide
@@ -104,8 +112,8 @@ def memory(
     return Memory(
         parameters_bytes=step.held * wide + sum(p.size for p in biases) * BIAS_BYTES,
         gradients_bytes=(step.held + step.several * step.arena) * wide,
-        moments_bytes=moments * wide,
-        staging_bytes=_staged((dense, experts, biases), plan, rank, wide) if asynchronous else 0,
+        moments_bytes=moments,
+        staging_bytes=_staged((dense, experts, biases), job, plan, rank) if asynchronous else 0,
         gathered_bytes=max(step.gathered(index) for index in layers),
         activations_bytes=step.passing + max(step.left(index) for index in layers),
         head_bytes=step.kept["head"] + _logits(step.s),
@@ -370,19 +378,21 @@ def _logits(s: Sizes) -> int:
     return read + weight + max(2 * logits * s.wide, logits * (s.wide + s.narrow) + weight)
 
 
-def _staged(held: tuple[Sequence[Parameter], ...], plan: Plan, rank: int, wide: int) -> int:
+def _staged(held: tuple[Sequence[Parameter], ...], job: Job, plan: Plan, rank: int) -> int:
     """Bytes that `rank` writes of a checkpoint: the owners of a piece share pieces out.
 
     Args:
         held: dense parameters, experts and biases; the first two have moments.
+        job: the job.
         plan: which rank holds what.
         rank: whose.
-        wide: bytes of a number, but for those of biases.
     """
     dense, experts, biases = held
+    wide = STORED_BYTES[job.train.precision]
+    rows = [(p, rank_size(p, plan.shard, rank)) for p in dense]
     pieces = (
-        (plan.shard, [rank_size(p, plan.shard, rank) * wide for p in dense] * 3),
-        (plan.ep, [p.size * wide for p in experts] * 3),
+        (plan.shard, [n for p, size in rows for n in (size * wide, *moment_bytes(p, size, job))]),
+        (plan.ep, [n for p in experts for n in (p.size * wide, *moment_bytes(p, p.size, job))]),
         (1, [p.size * BIAS_BYTES for p in biases]),
     )
     shared: dict[tuple[int, ...], list[int]] = {}

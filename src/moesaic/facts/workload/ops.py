@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, Sizes, Type
+from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, MOMENT_CHUNK, Sizes, Type
 
 PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
 """What kernels of a kind read and write, as a multiple of their tensor. AdamW reads values,
 gradient and two moments, and writes all but the gradient."""
+NARROW_PASSED = {"bf16": (225, 34), "8bit": (612, 80)}
+"""Bytes of an element that kernels of an update with narrow moments read and write, and how many
+kernels it starts for each MOMENT_CHUNK of a matrix, by `optimizer.moments`. As on a CPU, in whose
+cache most of them stay."""
 _DISPATCH_BYTES = 174
 """Per token and choice, read and written as indices, masks and counts: an estimate."""
 
@@ -325,5 +329,17 @@ def update(
     return (
         Op("norm", (), PASSED_BYTES["norm"] * normed, tensors, kind="norm"),
         Op("clip", (), PASSED_BYTES["scale"] * clips * num_bytes, clips * tensors, kind="scale"),
-        Op("adamw", (), PASSED_BYTES["adamw"] * num_bytes, tensors, kind="adamw"),
+        adamw(num_bytes, tensors),
     )
+
+
+def adamw(num_bytes: int, tensors: int) -> Op:
+    """AdamW of `tensors` tensors, `num_bytes` in all."""
+    return Op("adamw", (), PASSED_BYTES["adamw"] * num_bytes, tensors, kind="adamw")
+
+
+def narrow_adamw(matrices: Sequence[int], moments: str) -> Op:
+    """AdamW of matrices of so many elements each, whose moments are narrow."""
+    moved, calls = NARROW_PASSED[moments]
+    chunks = sum(-(-size // MOMENT_CHUNK) for size in matrices)
+    return Op("narrow adamw", (), moved * sum(matrices), calls * chunks)

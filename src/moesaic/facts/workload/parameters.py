@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.facts.job import ModelConfig
+from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.model import Latent
+from moesaic.facts.workload.sizes import MOMENT_BLOCK, SCALE_BYTES, STORED_BYTES
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,18 @@ def rank_size(parameter: Parameter, shard: int, rank: int) -> int:
     rows = parameter.shape[0]
     part = -(-rows // shard)
     return min(max(rows - rank % shard * part, 0), part) * (parameter.size // rows)
+
+
+def moment_bytes(parameter: Parameter, elements: int, job: Job) -> tuple[int, ...]:
+    """Bytes of each tensor that the optimizer keeps for `elements` (whole rows) of `parameter`."""
+    kept, wide = job.optimizer.moments, STORED_BYTES[job.train.precision]
+    if kept == "full" or len(parameter.shape) == 1:
+        return (elements * wide,) * 2
+    if kept == "bf16":
+        return (elements * 2,) * 2
+    columns = parameter.shape[1]
+    scales = elements // columns * -(-columns // MOMENT_BLOCK) * SCALE_BYTES
+    return (elements, scales) * 2
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
 
 Type = Literal["fp64", "fp32", "bf16", "fp16"]
-"""Of the factors of a product; fp16 in foreign models only."""
+"""Of the factors of a product."""
 
-STORED_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
-"""Bytes of a stored number by `train.precision`; bf16 computes in bfloat16 over fp32 weights."""
+STORED_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
+"""Bytes of a stored number by `train.precision`; narrow types compute over fp32 weights."""
 
-COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes of a factor of a matrix product by `train.precision`."""
 
 HEAD_ROWS = 1024
@@ -25,6 +25,16 @@ SHARE_BYTES = 2 << 20
 """Between two products of an expert layer on a CPU, which takes that many rows at a time."""
 
 INDEX_BYTES = 8
+
+MOMENT_BLOCK = 128
+"""Numbers of a row that share a scale where moments have eight bits."""
+
+MOMENT_CHUNK = 1 << 16
+"""Elements updated at a time on a CPU where moments are narrow: what lies between two passes stays
+in the cache."""
+
+SCALE_BYTES = 4
+"""Of the scale of such a block."""
 
 BIAS_BYTES = 4
 """Of a number in a router's bias, whatever else is stored in."""

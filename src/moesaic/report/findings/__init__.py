@@ -22,6 +22,7 @@ def find(run: RunFacts) -> list[Finding]:
         experts.drops(run.steps, run.setting),
         experts.flips(run.steps),
         learning.spikes(run.steps, run.setting),
+        learning.skipped(run.steps),
         learning.overfitting(run.validations),
         speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
         prediction.off(run.prediction),

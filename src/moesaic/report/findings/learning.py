@@ -28,11 +28,13 @@ _WORSE = 0.01
 """Overfitting is a rise of the validation loss by this share ..."""
 _SIGMAS = 5.0
 """... and by this many standard deviations of its noise."""
+_OFTEN = 0.05
+"""Share of skipped steps that is too large."""
 
 
 def not_a_number(steps: Steps) -> Finding | None:
     """Losses that are infinite or no number."""
-    rows = np.flatnonzero(~np.isfinite(steps.loss))
+    rows = np.flatnonzero(~np.isfinite(steps.loss) & ~(steps.skipped > 0))
     if not len(rows):
         return None
     step = int(steps.step[rows[0]])
@@ -43,6 +45,23 @@ def not_a_number(steps: Steps) -> Finding | None:
         "bf16, try fp32."
     )
     return Finding("not_a_number", "problem", f"The loss is not a number at step {step:,}", text)
+
+
+def skipped(steps: Steps) -> Finding | None:
+    """Steps of fp16 whose gradient overflowed."""
+    rows = np.flatnonzero(steps.skipped > 0)
+    if not len(rows):
+        return None
+    often = len(rows) > _OFTEN * len(steps)
+    text = (
+        f"The last was step {int(steps.step[rows[-1]]):,}. Their gradients were beyond the range "
+        "of fp16: nothing was updated, and the scale of the loss halved each time; now it is "
+        f"{steps.loss_scale[-1]:g}. A few are how that scale is found, most of them at the start."
+    )
+    if often:
+        text += ' So many are not: lower optimizer.lr, or set train.precision = "bf16" or "fp32".'
+    title = f"{plural(len(rows), 'step')} of {len(steps):,} skipped for an overflow of fp16"
+    return Finding("skipped", "warning" if often else "note", title, text)
 
 
 def spike_rows(values: Floats) -> list[tuple[int, float]]:

@@ -89,14 +89,15 @@ def slowest_phase(
 
 def _tips(device: str, setting: Callable[[str], Any]) -> list[str]:
     """What could make the arithmetic of a run faster, given its settings."""
-    cpu, narrow = device.startswith("cpu"), setting("train.precision") == "bf16"
+    precision = setting("train.precision")
+    cpu, narrow = device.startswith("cpu"), precision in ("bf16", "fp16")
     tips = []
     if (setting("train.micro_batches") or 1) > 1:
         tips.append("Larger micro-batches (fewer train.micro_batches) fill the device better.")
     if setting("train.recompute"):
         tips.append("Without train.recompute, if memory allows, a step is about a quarter shorter.")
     if narrow and cpu:
-        tips.append('Few CPUs are quick at bfloat16: train.precision = "fp32" may be far faster.')
+        tips.append(f'Few CPUs are quick at {precision}: train.precision = "fp32" may be faster.')
     if not narrow and not cpu:
         tips.append('train.precision = "bf16" is faster where the device supports it.')
     return tips

@@ -20,7 +20,7 @@ class Losses:
     """One micro-batch's losses on this rank; every rank's add up to the global ones."""
 
     total: Tensor
-    """What backward starts from."""
+    """What backward starts from: all of them, weighed, times the loss scale."""
     loss: Tensor
     """Cross-entropy, already divided by the number of targets of the whole batch."""
     balance: Tensor
@@ -62,7 +62,12 @@ def num_targets(batch: Batch) -> int:
 
 
 def compute(
-    model: LanguageModel, batch: Batch, context: Context, job: Job, targets_total: int
+    model: LanguageModel,
+    batch: Batch,
+    context: Context,
+    job: Job,
+    targets_total: int,
+    scale: float = 1.0,
 ) -> Losses:
     """Losses of one of the job's micro-batches.
 
@@ -72,19 +77,25 @@ def compute(
         context: from `make_context`, with whatever the run adds.
         job: the job.
         targets_total: targets of the whole global batch.
+        scale: a power of two on what backward starts from. The head forms its gradient in forward,
+            in narrow types too, so it has to have it there.
     """
     device = next(model.parameters()).device
-    aim(context, batch, targets_total, device)
+    aim(context, batch, targets_total, device, scale)
     loss = model(batch.inputs.to(device), context)
     balance, z = auxiliary(context, job.model.expert_layers, loss.new_zeros(()), job)
-    total = loss + job.routing.balance_loss * balance + job.routing.z_loss * z
-    return Losses(total, loss.detach(), balance.detach(), z.detach(), context)
+    routing = job.routing
+    total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
+    return Losses(total, loss.detach() / scale, balance.detach(), z.detach(), context)
 
 
-def aim(context: Context, batch: Batch, targets_total: int, device: torch.device) -> None:
-    """Have the head return the loss of `batch`, of a global batch with `targets_total` targets."""
+def aim(
+    context: Context, batch: Batch, targets_total: int, device: torch.device, scale: float
+) -> None:
+    """Have the head return `scale` times the loss of `batch`, of a global batch with
+    `targets_total` targets."""
     context.targets = batch.targets.to(device)
-    context.loss_scale = 1.0 / max(targets_total, 1)
+    context.loss_scale = scale / max(targets_total, 1)
 
 
 def auxiliary(

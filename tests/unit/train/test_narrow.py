@@ -1,0 +1,372 @@
+"""Narrow moments: rounding against slow twins, the same bits in every layout, what they cost."""
+
+from __future__ import annotations
+
+import math
+import struct
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.base.errors import ConfigError
+from moesaic.dist.checkpoint.staging import Staging
+from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.world import World
+from moesaic.facts.job import Job, OptimizerConfig
+from moesaic.facts.plan import lay_out
+from moesaic.facts.workload import memory, workload
+from moesaic.facts.workload.ops import NARROW_PASSED
+from moesaic.facts.workload.sizes import MOMENT_CHUNK
+from moesaic.models.initial import InitialSource
+from moesaic.models.kernels import Passes, Seen
+from moesaic.nn.randomness import bits, make_key
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.train.assemble import assemble
+from moesaic.train.narrow import (
+    HalfMoments,
+    Levels,
+    NarrowAdamW,
+    dequantise,
+    dynamic_levels,
+    quantise,
+)
+from moesaic.train.optim import AdamW
+from moesaic.train.run import Run
+
+CPU = torch.device("cpu")
+NARROW = ["bf16", "8bit"]
+
+
+def piece(values: torch.Tensor, rows: int | None = None, first: int = 0) -> Piece:
+    """Some rows of a tensor of `rows` rows."""
+    shape = (rows or len(values), values.shape[1])
+    return Piece(PARAMETER, "w", shape, (first, 0), values, (0,))
+
+
+def optimizer(moments: str, **more: Any) -> NarrowAdamW:
+    return NarrowAdamW(OptimizerConfig(moments=moments, **more), 3, CPU)
+
+
+def attach(ours: NarrowAdamW, box: Piece) -> None:
+    ours.moments[box.name] = ours._format.zeros(box)
+
+
+def draws_like(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(1 << 31), 1 << 31, values.shape, generator=generator).int()
+
+
+def test_levels_are_those_of_dynamic_quantisation() -> None:
+    for signed, count, finest in ((True, 128, 0.9 / 64), (False, 256, 0.9 / 128)):
+        found = dynamic_levels(signed=signed).double()
+        assert len(found) == count
+        assert (found[0], found[-1]) == (0.0, 1.0)
+        assert (found.diff() > 0).all()
+        top = found[found > 0.1]
+        assert top[:-1].diff() == pytest.approx(finest, rel=1e-4)
+        for decade in range(6):  # Half as many in each decade further down.
+            above, below = (
+                int(((found > 10.0 ** -(d + 1)) & (found < 10.0**-d)).sum())
+                for d in (decade, decade + 1)
+            )
+            assert above + (signed and decade == 0) == 2 * below
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_tables_find_what_a_search_finds(signed: bool) -> None:
+    levels = Levels.of(dynamic_levels(signed=signed), CPU)
+    raw = torch.cat((levels.values, torch.rand(10_000) ** 8)).view(torch.int32)
+    near = torch.cat((raw, raw - 1, raw + 1)).clamp_(min=0).view(torch.float32).clamp_(max=1.0)
+    expected = torch.bucketize(near, levels.values, right=True) - 1
+    assert torch.equal(levels.below(near[None])[0].long(), expected)
+
+
+def slow_codes(
+    values: list[float], draws: list[int], table: list[float]
+) -> tuple[list[int], float]:
+    """One block, a number at a time."""
+    scale, codes = max(abs(v) for v in values), []
+    for value, draw in zip(values, draws, strict=True):
+        share = struct.unpack("f", struct.pack("f", abs(value) / scale))[0] if scale else 0.0
+        below = max(i for i, level in enumerate(table) if level <= share)
+        code = below
+        if below + 1 < len(table):
+            gap = table[below + 1] - table[below]
+            code += (share - table[below]) > gap * ((draw & 0xFFF) + 0.5) / 4096
+        codes.append(code)
+    return codes, scale
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("columns", [5, 128, 200])
+def test_quantising_equals_a_slow_twin(signed: bool, columns: int) -> None:
+    torch.manual_seed(columns)
+    values = torch.randn(4, columns).abs() * 10.0 ** torch.randint(-6, 3, (4, columns))
+    values[1] = 0.0
+    draws, levels = draws_like(values), Levels.of(dynamic_levels(signed=signed), CPU)
+    table = levels.values
+    scales = torch.empty(4, -(-columns // 128))
+    codes = quantise(values, scales, levels, draws)
+    wrong = 0
+    for row in range(4):
+        for block, start in enumerate(range(0, columns, 128)):
+            part = slice(start, start + 128)
+            expected, scale = slow_codes(
+                values[row, part].tolist(), draws[row, part].tolist(), table.tolist()
+            )
+            assert scales[row, block] == scale
+            wrong += sum(a != b for a, b in zip(codes[row, part].tolist(), expected, strict=True))
+    assert wrong <= values.numel() // 500  # Thresholds are compared in fp32 here, in fp64 there.
+    back = dequantise(codes, scales, levels)
+    for row in range(4):
+        for column in range(columns):
+            value = table[codes[row, column]] * scales[row, column // 128]
+            assert back[row, column] == value
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_is_on_a_level_stays(signed: bool) -> None:
+    levels, values = Levels.of(dynamic_levels(signed=signed), CPU), torch.rand(40, 300) ** 6
+    scales = torch.empty(40, 3)
+    codes = quantise(values, scales, levels, draws_like(values))
+    again, before = codes, scales.clone()
+    for seed in range(5):
+        back = dequantise(again, scales, levels)
+        again = quantise(back, scales, levels, draws_like(values, seed))
+        assert torch.equal(again, codes)
+        assert torch.equal(scales, before)
+
+
+def test_bfloat16_rounds_by_chance_to_a_neighbour() -> None:
+    form, wide = HalfMoments(), torch.randn(50, 40)
+    kept = form.zeros(piece(wide))
+    draws = draws_like(wide)
+    form.narrow(wide, wide.square(), kept, draws)
+    for values, narrow, shift in ((wide, kept[0], 0), (wide.square(), kept[1], 16)):
+        for value, short, draw in zip(
+            values.flatten().tolist(), narrow.flatten().tolist(), draws.flatten().tolist(),
+            strict=True,
+        ):  # fmt: skip
+            (raw,) = struct.unpack("I", struct.pack("f", value))
+            rounded = (raw + (draw >> shift & 0xFFFF)) & 0xFFFF0000
+            assert struct.unpack("f", struct.pack("I", rounded))[0] == short
+    exact = kept[0].clone()
+    form.narrow(exact.float(), kept[1].float(), kept, draws_like(wide, 1))
+    assert torch.equal(kept[0], exact)
+
+
+def test_bits_equal_a_slow_twin_and_look_random() -> None:
+    places = torch.tensor([0, 1, 2, 77, -1, -(1 << 31), (1 << 31) - 1], dtype=torch.int32)
+    for step in (0, 5):
+        key = make_key(9, f"what/{step}")[0]
+        for place, found in zip(places.tolist(), bits(9, "what", step, places), strict=True):
+            word = (place & 0xFFFFFFFF) ^ key
+            for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+                word = (word ^ word >> shift) * multiplier & 0xFFFFFFFF
+            assert int(found) & 0xFFFFFFFF == word ^ word >> 16
+    many = torch.stack([bits(9, "what", step, torch.arange(1 << 15).int()) for step in range(2)])
+    for shift in range(32):
+        ones = (many >> shift & 1).double()
+        assert float(ones.mean()) == pytest.approx(0.5, abs=0.01)
+        assert float(((ones[0] - 0.5) * (ones[1] - 0.5)).mean()) == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_small_decays_are_not_lost(moments: str) -> None:
+    """A thousandth a step is below half a step of either type; rounding to the nearest stands."""
+    ours = optimizer(moments, betas=[0.9, 0.999])
+    values, grad = torch.zeros(8, 256), torch.rand(8, 256) + 0.1
+    box = piece(values)
+    attach(ours, box)
+    ours.update_matrix(box, grad.clone(), 1, lr=0.0, clip=1.0)
+    before = ours._format.widen(ours.moments["w"], torch.float32)[1].clone()
+    steps = 700
+    for step in range(2, steps + 2):
+        ours.update_matrix(box, torch.zeros_like(grad), step, lr=0.0, clip=1.0)
+    after = ours._format.widen(ours.moments["w"], torch.float32)[1]
+    assert float(after.sum() / before.sum()) == pytest.approx(0.999**steps, rel=0.05)
+    stuck = before.bfloat16()
+    assert torch.equal((stuck.float() * 0.999).bfloat16(), stuck)
+
+
+@pytest.mark.parametrize("moments", NARROW)
+@pytest.mark.parametrize("columns", [48, 304])
+def test_rows_are_updated_alike_wherever_they_are(moments: str, columns: int) -> None:
+    """In chunks or one by one, on one rank or cut over several: the same bits.
+
+    Of widths that fill vectors of the processor, whose last elements may round otherwise.
+    """
+    rows = 2 * MOMENT_CHUNK // columns + 3
+    torch.manual_seed(1)
+    start, grads = torch.randn(rows, columns), torch.randn(3, rows, columns)
+    whole, cuts = start.clone(), [0, 1, 50, rows - 1, rows, rows]
+    ours = optimizer(moments)
+    attach(ours, piece(whole))
+    for step in range(3):
+        ours.update_matrix(piece(whole), grads[step].clone(), step + 1, lr=0.1, clip=0.5)
+    for first, last in pairwise(cuts):
+        theirs, part = optimizer(moments), start[first:last].clone()
+        box = piece(part, rows, first)
+        attach(theirs, box)
+        for step in range(3):
+            grad = grads[step, first:last].clone()
+            theirs.update_matrix(box, grad, step + 1, lr=0.1, clip=0.5)
+        assert torch.equal(part, whole[first:last])
+        for a, b in zip(theirs.moments["w"], ours.moments["w"], strict=True):
+            assert torch.equal(a, b[first:last])
+
+
+@pytest.mark.parametrize(("moments", "margin"), [("bf16", 0.01), ("8bit", 0.08)])
+def test_an_update_is_near_that_of_full_moments(moments: str, margin: float) -> None:
+    """Half of all moments are tiny beside those of their block."""
+    torch.manual_seed(2)
+    size = torch.where(torch.rand(64, 256) < 0.5, 1.0, 1e-3)
+    values = torch.zeros(64, 256)
+    ours, full, theirs = optimizer(moments), AdamW(OptimizerConfig()), values.clone()
+    box = piece(values)
+    attach(ours, box)
+    full.attach("w", theirs)
+    for step in range(1, 31):
+        grad = (torch.randn(64, 256) + 1.0) * size
+        ours.update_matrix(box, grad.clone(), step, lr=0.01, clip=1.0)
+        full.update("w", theirs, grad, step, lr=0.01, clip=1.0, decay=True)
+    apart = torch.linalg.vector_norm(values - theirs) / torch.linalg.vector_norm(theirs)
+    assert 0 < apart < margin
+
+
+def test_where_there_was_a_gradient_the_root_is_not_zero() -> None:
+    values = torch.zeros(1, 128)
+    ours, grad = optimizer("8bit"), torch.full((1, 128), 1e-9)
+    grad[0, 0] = 1.0
+    attach(ours, piece(values))
+    ours.update_matrix(piece(values), grad, 1, lr=0.1, clip=1.0)
+    _, second = ours._format.widen(ours.moments["w"], torch.float32)
+    assert (second > 0).all()
+    assert values.abs().max() <= 0.1 * 1.001
+
+
+def test_an_update_is_counted_by_what_it_changes() -> None:
+    for moments in NARROW:
+        ours, values = optimizer(moments), torch.randn(4, 4)
+        attach(ours, piece(values))
+        tensors = (values, *ours.moments["w"])
+        before = [tensor._version for tensor in tensors]
+        ours.update_matrix(piece(values), torch.randn(4, 4), 1, lr=0.1, clip=1.0)
+        assert all(t._version > b for t, b in zip(tensors, before, strict=True))
+
+
+def test_blocks_are_not_cut() -> None:
+    """A layout that cuts columns between blocks is fine, and no other."""
+    values = torch.zeros(3, 128)
+    ours = optimizer("8bit")
+    fine = Piece(PARAMETER, "w", (3, 384), (0, 128), values, (0,))
+    attach(ours, fine)
+    found = list(ours._format.pieces(fine, ours.moments["w"]))
+    assert [(p.shape, p.offset, tuple(p.tensor.shape)) for p in found] == [
+        ((3, 384), (0, 128), (3, 128)), ((3, 3), (0, 1), (3, 1)),
+    ] * 2  # fmt: skip
+    for shape, offset in (((3, 384), (0, 64)), ((3, 400), (0, 272))):
+        box = Piece(PARAMETER, "w", shape, offset, values[:, :100], (0,))
+        with pytest.raises(ConfigError, match=r'"8bit" has blocks of 128 columns.* cuts w at col'):
+            attach(ours, box)
+
+
+def narrow_job(moments: str, **tables: dict[str, Any]) -> Job:
+    tables["optimizer"] = {"moments": moments, **tables.get("optimizer", {})}
+    tables["train"] = {"precision": "fp32", **tables.get("train", {})}
+    return tiny_job(**tables)
+
+
+def start(job: Job) -> Run:
+    plan = lay_out(job.layout, job.model, 1)
+    return assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
+
+
+@pytest.mark.parametrize("moments", ["full", *NARROW])
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_are_those_that_are_predicted(moments: str, tied: bool) -> None:
+    sizes = {"hidden": 136, "ffn": 260, "tied": tied}
+    job = narrow_job(moments, model=sizes, checkpoint={"asynchronous": True})
+    run = start(job)
+    run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    needs = memory(job, run.plan)
+    kept = [tensor for tensors in run.optimizer.moments.values() for tensor in tensors]
+    assert needs.moments_bytes == sum(tensor.nbytes for tensor in kept)
+    parts = Staging(0, CPU, 1 << 30).lay_out(run.state().pieces).parts
+    assert needs.staging_bytes == sum(part.num_bytes for part in parts)
+    full = memory(narrow_job("full", model=sizes), run.plan).moments_bytes
+    share = {"full": 1.0, "bf16": 0.5, "8bit": 0.25 + 1 / 128}
+    assert needs.moments_bytes / full == pytest.approx(share[moments], rel=0.1)
+    norms = [t for name, t in run.optimizer.moments.items() if "norm" in name]
+    assert norms
+    assert all(t.dtype == torch.float32 for pair in norms for t in pair)
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_what_an_update_moves_is_what_is_predicted(moments: str) -> None:
+    seen, values = Seen(), torch.randn(256, 128)
+    ours = optimizer(moments)
+    attach(ours, piece(values))
+    with Passes(lambda: seen):
+        ours.update_matrix(piece(values), torch.randn_like(values), 1, lr=0.1, clip=1.0)
+    moved, calls = NARROW_PASSED[moments]
+    assert moved == pytest.approx(seen.moved_bytes / values.numel(), rel=0.05)
+    assert calls == pytest.approx(seen.calls, rel=0.1)
+    job = narrow_job(moments)
+    updates = [op for block in workload(job, lay_out(job.layout, job.model, 1))
+               for op in block.update.ops]  # fmt: skip
+    narrow = sum(op.moved_bytes for op in updates if op.name == "narrow adamw")
+    wide = sum(op.moved_bytes for op in updates if op.name == "adamw")
+    run = start(job)
+    elements = [item.local.numel() for item in run.holdings if item.decays]
+    assert narrow == moved * sum(elements)
+    assert wide == 7 * 4 * sum(i.local.numel() for i in run.holdings if not i.decays)
+
+
+class Pattern(RandomSamples):
+    """Each token decides the next but one time in eight: something can be learnt, not all."""
+
+    def _sample(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        noise = torch.randint(self._vocab, (self._sequence + 1,), generator=generator)
+        odd = torch.rand(self._sequence + 1, generator=generator) < 1 / 8
+        tokens = [int(noise[0])]
+        for place in range(1, self._sequence + 1):
+            follow = (5 * tokens[-1] + 7) % self._vocab
+            tokens.append(int(noise[place]) if odd[place] else follow)
+        row = torch.tensor(tokens)
+        return torch.stack((row[:-1], row[1:], torch.zeros(self._sequence, dtype=torch.int64)))
+
+
+def learnt(seed: int, precision: str = "fp32", **optimizer: Any) -> float:
+    """The mean loss of the last steps of a run."""
+    job = tiny_job(
+        optimizer={"lr": 0.01, **optimizer}, schedule={"warmup": 10},
+        train={"steps": STEPS, "precision": precision},
+        model={"init_std": 0.1, "layers": 1, "experts": 4},
+    )  # fmt: skip
+    run = start(job.model_copy(update={"seed": seed}))
+    samples = Pattern(job.model.vocab, job.data.sequence)
+    losses = [run.step(samples).loss for _ in range(STEPS)]
+    assert losses[0] > 3.8
+    return sum(losses[-20:]) / 20
+
+
+STEPS, SEEDS, MARGIN = 100, 2, 0.01
+
+
+@pytest.fixture(scope="module")
+def reached() -> list[float]:
+    return [learnt(seed) for seed in range(SEEDS)]
+
+
+@pytest.mark.parametrize("kept", [{"moments": "bf16"}, {"moments": "8bit"}, {"precision": "fp16"}],
+                         ids=lambda kept: next(iter(kept.values())))  # fmt: skip
+def test_a_model_learns_as_well(reached: list[float], kept: dict[str, Any]) -> None:
+    """Means over seeds are within 1 percent; most of the way to the noise has been learnt."""
+    found = [learnt(seed, **kept) for seed in range(SEEDS)]
+    wide, narrow = (math.fsum(losses) / SEEDS for losses in (reached, found))
+    assert wide < 1.0
+    assert narrow < wide * (1 + MARGIN)

@@ -1,0 +1,155 @@
+"""The loss scale of fp16: overflows are skipped alike everywhere, and cost nothing but the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moesaic.base.errors import DivergedError
+from moesaic.dist.world import World
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.nn.loss import HeadLoss
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.train import scale
+from moesaic.train.assemble import assemble
+from moesaic.train.optim import learning_rate
+from moesaic.train.run import Run
+
+SIGMOID = {"family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1, "shared": 1,
+           "latent": {"width": 10, "rotary": 4, "value": 6}}  # fmt: skip
+
+
+def start(counters: dict[str, int] | None = None, **tables: dict[str, Any]) -> Run:
+    tables["train"] = {"precision": "fp16", **tables.get("train", {})}
+    job = tiny_job(**tables)
+    plan = lay_out(job.layout, job.model, 1)
+    source = InitialSource(job.seed, job.model.init_std)
+    return assemble(job, plan, World.solo(), source, counters)
+
+
+def samples() -> RandomSamples:
+    return RandomSamples(61, 12)
+
+
+def copies(run: Run) -> dict[str, torch.Tensor]:
+    return {piece.key: piece.tensor.clone() for piece in run.state().pieces}
+
+
+def at(exponent: int, **more: int) -> dict[str, int]:
+    return {"step": 0, "samples": 0, "tokens": 0, "scale_exponent": exponent, **more}
+
+
+def test_an_overflow_changes_nothing_but_counters() -> None:
+    run = start(at(60, scale_good_steps=7), model=SIGMOID)
+    before = copies(run)
+    facts = run.step(samples())
+    assert (facts.skipped, facts.scale) == (True, 2.0**60)
+    assert not torch.tensor(facts.grad_norm).isfinite()
+    assert torch.tensor(facts.loss).isfinite(), "the loss of a skipped step is still told"
+    after = copies(run)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert run.counters == at(59, scale_good_steps=0, skipped=1) | {
+        "step": 1, "samples": 8, "tokens": facts.tokens,
+    }  # fmt: skip
+    assert all(item.parameter.grad is None for item in run.holdings)
+
+
+def test_the_scale_is_found_and_the_first_update_is_as_if_nothing_had_been_skipped() -> None:
+    """Adam counts updates; the schedule and the data count steps."""
+    lost, clean = start(at(30), train={"clip": 0.0}), start(train={"clip": 0.0})
+    steps = 0
+    while lost.step(samples()).skipped:
+        steps += 1
+    assert steps == lost.counters["skipped"] > 3
+    assert lost.counters["scale_exponent"] == 30 - steps
+    job = clean.job
+    rate = learning_rate(steps + 1, job.train.steps, job.optimizer.lr, job.schedule)
+    clean.counters |= {"samples": 8 * steps, "step": steps, "skipped": steps}
+    facts = clean.step(samples())
+    assert facts.lr == rate
+    a, b = copies(lost), copies(clean)
+    # Scales are powers of two: but for what is too small for fp16 the updates are the same.
+    for key in a:
+        assert torch.linalg.vector_norm(a[key] - b[key]) <= 2e-3 * torch.linalg.vector_norm(b[key])
+    again = start(at(30 - steps, skipped=steps), train={"clip": 0.0})
+    again.counters |= {"samples": 8 * steps, "step": steps}
+    again.step(samples())
+    c = copies(again)
+    assert all(torch.equal(a[key], c[key]) for key in a)
+
+
+def test_what_is_computed_again_is_computed_alike() -> None:
+    """Skipped steps among them."""
+    kept, again = (start(at(22), train={"recompute": value}) for value in (False, True))
+    told = [[run.step(samples()).skipped for _ in range(5)] for run in (kept, again)]
+    assert told[0] == told[1]
+    assert 0 < sum(told[0]) < 5
+    a, b = copies(kept), copies(again)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_it_doubles_after_many_updates() -> None:
+    run = start(at(8, scale_good_steps=scale.GROWTH_STEPS - 2))
+    scales = [run.step(samples()).scale for _ in range(3)]
+    assert scales == [2.0**8, 2.0**8, 2.0**9]
+    assert run.counters["scale_good_steps"] == 1
+
+
+def test_no_scale_helps_against_what_is_no_number() -> None:
+    run = start(at(1))
+    with torch.no_grad():
+        run.model.embed.weight[3, 0] = torch.nan
+    run.step(samples())
+    with pytest.raises(DivergedError, match=r'scale, 1, .* train.precision = "bf16" or "fp32"'):
+        run.step(samples())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_types_have_no_scale_and_skip_nothing(precision: str) -> None:
+    run = start(at(9, skipped=2), train={"precision": precision})
+    assert run.counters == {"step": 0, "samples": 0, "tokens": 0, "skipped": 2}
+    facts = run.step(samples())
+    assert (facts.scale, facts.skipped) == (None, False)
+    with torch.no_grad():
+        run.model.embed.weight.fill_(torch.inf)
+    with pytest.raises(DivergedError, match="norm is nan, and nothing was updated"):
+        run.step(samples())
+
+
+@pytest.mark.parametrize("exponent", [0, 12])
+@pytest.mark.parametrize("model", [{}, SIGMOID], ids=["softmax", "sigmoid"])
+def test_gradients_are_those_of_fp32(exponent: int, model: dict[str, Any]) -> None:
+    """All losses are scaled, the auxiliary ones too; the scale is gone after the clip."""
+    routing = {"balance_loss": 0.5, "z_loss": 0.1}
+    tables: dict[str, Any] = {"model": model, "routing": routing}
+    narrow = start(at(exponent), **tables)
+    wide = start(train={"precision": "fp32"}, **tables)
+    for run in (narrow, wide):
+        run.gradients(samples())
+    factor = 2.0**exponent
+    for a, b in zip(narrow.holdings, wide.holdings, strict=True):
+        apart = torch.linalg.vector_norm(a.grad / factor - b.grad)
+        assert apart <= 0.05 * torch.linalg.vector_norm(b.grad), a.name
+    norms = []
+    for run in (narrow, wide):
+        for item in run.holdings:
+            item.parameter.grad = None
+        facts = run.step(samples())
+        norms.append((facts.grad_norm, facts.total_loss))
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+
+
+def test_small_gradients_vanish_without_a_scale() -> None:
+    """What the scale is for: the head forms its gradient in fp16, in forward already."""
+    rows, weight = torch.randn(64, 32).half(), torch.randn(500, 32).mul_(0.02)
+    targets, kept = torch.arange(64), []
+    for factor in (1.0, 2.0**16):
+        leaf = weight.clone().requires_grad_()
+        HeadLoss.apply(rows, leaf, targets, factor / (1 << 22)).backward()
+        assert leaf.grad is not None
+        kept.append(float(leaf.grad[64:].ne(0).float().mean()))
+    assert kept[0] < 0.1
+    assert kept[1] > 0.95
