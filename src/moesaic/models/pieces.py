@@ -13,6 +13,7 @@ from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
+from moesaic.nn.lora import Adapters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -26,8 +27,8 @@ class Held:
     """The block it belongs to."""
     name: str
     parameter: nn.Parameter
-    bank: Bank | None
-    """The bank, if this is an arena."""
+    bank: Bank | Adapters | None
+    """The bank, if this is an arena, or what is beside it."""
     owners: tuple[int, ...]
     """Ranks that hold the same values, in order."""
 
@@ -88,7 +89,7 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     result: list[Held] = []
     seen: set[int] = set()
     for block, module in model.blocks():
-        banks = {id(m.arena): m for m in module.modules() if isinstance(m, Bank)}
+        banks = {id(m.arena): m for m in module.modules() if isinstance(m, Bank | Adapters)}
         for name, parameter in module.named_parameters():
             if id(parameter) in seen:
                 continue

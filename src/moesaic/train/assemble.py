@@ -14,9 +14,12 @@ from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+from moesaic.models.finetune import prepare
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
+from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Ranks
+from moesaic.nn.lora import Adapters
 from moesaic.train.optim import AdamW
 from moesaic.train.run import Run
 
@@ -39,6 +42,8 @@ def assemble(
     groups = _groups(plan, world)
     with torch.device("meta"):
         model = LanguageModel(job.model, job.routing, plan, groups[0])
+        if job.finetune is not None:
+            prepare(model, job.finetune)
     model.to(DTYPES[job.train.precision])
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
@@ -47,11 +52,13 @@ def assemble(
     else:
         model.materialise(world.device)
     optimizer = AdamW(job.optimizer)
-    holdings = held(model, plan, world.rank)
+    everything = held(model, plan, world.rank)
+    holdings = [item for item in everything if item.parameter.requires_grad]
+    frozen = [item for item in everything if not item.parameter.requires_grad]
     for item in holdings:
         optimizer.attach(item.name, item.local)
     devices.activate(world.device)
-    run = Run(job, plan, world, model, holdings, optimizer, replicas=groups[1])
+    run = Run(job, plan, world, model, holdings, optimizer, replicas=groups[1], frozen=frozen)
     run.counters.update(counters or {})
     source.fill(run.state().pieces)
     return run
@@ -84,7 +91,7 @@ def _shard(model: LanguageModel, plan: Plan, world: World) -> None:
         mesh = DeviceMesh.from_group(
             [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
-    arenas = {bank.arena for _, bank in model.banks()}
+    arenas = {m.arena for m in model.modules() if isinstance(m, Bank | Adapters)}
     for module in (*model.layers, model):
         sharded = fully_shard(module, mesh=mesh, ignored_params=arenas)
         sharded.set_gradient_divide_factor(1.0)

@@ -62,9 +62,12 @@ class Run:
     world: World
     model: LanguageModel
     holdings: list[Held]
+    """What learns."""
     optimizer: AdamW
     replicas: Group | None
     """Ranks that hold copies of this rank's experts."""
+    frozen: list[Held] = field(default_factory=list)
+    """What does not: no gradient, no moments, and no part in the gradient's norm."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
     hook: Callable[[str], None] | None = None
     """Called as each phase begins."""
@@ -79,6 +82,8 @@ class Run:
             values = ((PARAMETER, item.local), (FIRST_MOMENT, first), (SECOND_MOMENT, second))
             for kind, tensor in values:
                 pieces += item.pieces(kind, tensor, self.world.rank)
+        for item in self.frozen:
+            pieces += item.pieces(PARAMETER, item.local, self.world.rank)
         pieces += biases(self.model, self.plan)
         return State(pieces, dict(self.counters))
 
@@ -191,6 +196,8 @@ class Run:
 
     def _rebalance(self, losses: list[lm.Losses]) -> None:
         """Biases follow what the whole batch asked of experts; every rank knows it."""
+        if self.job.finetune is not None and self.job.finetune.router == "frozen":
+            return
         for layer, router in self.model.sigmoid_routers():
             asked = torch.stack([one.context.layers[layer].asked for one in losses]).sum(0)
             router.rebalance(asked, self.job.routing.bias_step)
@@ -239,5 +246,6 @@ class Run:
     def close(self) -> None:
         """Let go of the model; the world stays."""
         self.holdings.clear()
+        self.frozen.clear()
         self.optimizer.moments.clear()
         del self.model
