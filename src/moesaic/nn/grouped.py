@@ -86,7 +86,9 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> N
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:
     """Torch's own grouped product: a kernel on GPUs in bf16; on the CPU it is a loop like ours."""
-    return rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
+    narrow = rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
+    # It takes rows of whole 16 bytes; a low rank may have others.
+    return narrow and not any(extent % 8 for extent in weight.shape[1:])
 
 
 def _ends(counts: Tensor, device: torch.device) -> Tensor:
