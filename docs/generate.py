@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the page of every key, and tables of docs/facts.md and docs/plan.md.
+"""Writes docs/config.md, the page of every key, and tables of other pages.
 
 `make docs` does.
 
@@ -17,7 +17,7 @@ from moesaic.cli.inspect import InspectConfig
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.cluster.presets import SOURCES
-from moesaic.facts.job import Job
+from moesaic.facts.job import FinetuneConfig, Job
 from moesaic.facts.plan import Plan
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.serve.config import GenerateConfig
@@ -52,12 +52,13 @@ def render() -> str:
 
 
 def with_tables(page: str) -> str:
-    """A page with what is generated in it: keys of a cluster or a plan, sources of presets."""
+    """A page with what is generated in it: keys of sections, sources of presets."""
     sources = [f"| `{name}` | {source} |" for name, source in SOURCES.items()]
     parts = {
         "cluster": "\n".join(_keys(ClusterFile)),
         "presets": "\n".join(["| preset | figures from |", "| --- | --- |", *sources, ""]),
         "plan": "\n".join(_keys(Plan)),
+        "finetune": "\n".join(_table(list(keys.walk(FinetuneConfig, "finetune.")))),
     }
     for name, body in parts.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
@@ -97,7 +98,7 @@ def _table(rows: list[keys.Key]) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Write the pages, or say whether they are current."""
     pages = {DOCS / "config.md": render()}
-    for path in (DOCS / "facts.md", DOCS / "plan.md"):
+    for path in (DOCS / "facts.md", DOCS / "finetune.md", DOCS / "plan.md"):
         pages[path] = with_tables(path.read_text(encoding="utf-8"))
     if arguments == ["--check"]:
         stale = [path for path, page in pages.items() if path.read_text(encoding="utf-8") != page]

@@ -36,6 +36,7 @@ from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, planned
 from moesaic.facts.workload import count
+from moesaic.facts.workload.finetune import describe as describe_learnt
 from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
 
 JobFile = Annotated[
@@ -292,6 +293,8 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     model = loaded.job.model
     share = f"{counts.active / counts.total:.0%}"
     screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
+    for line in describe_learnt(loaded.job) if loaded.job.finetune is not None else ():
+        screen.say(line)
     screen.say(f"plan             {describe(plan, model.experts)}")
     if needs is None:
         screen.say(

@@ -186,7 +186,7 @@ class LanguageModel(nn.Module):
             for name, old in list(module.named_parameters(recurse=False)):
                 if id(old) not in memory:
                     new = torch.empty(old.shape, dtype=old.dtype, device=device)
-                    memory[id(old)] = nn.Parameter(new)
+                    memory[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
                 setattr(module, name, memory[id(old)])
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty_like(buffer, device=device))

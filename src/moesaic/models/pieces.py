@@ -14,6 +14,7 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import parameters
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
+from moesaic.nn.lora import Adapters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -31,8 +32,8 @@ class Held:
     """The block it belongs to."""
     name: str
     parameter: nn.Parameter
-    bank: Bank | None
-    """The bank, if this is an arena."""
+    bank: Bank | Adapters | None
+    """The bank, if this is an arena, or what is beside it."""
     shape: tuple[int, ...]
     """Its whole shape; the parameter is narrower in the dimension that slices have cut, if any."""
     owners: tuple[int, ...]
@@ -105,7 +106,7 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     result: list[Held] = []
     seen: set[int] = set()
     for block, module in model.blocks():
-        banks = {id(m.arena): m for m in module.modules() if isinstance(m, Bank)}
+        banks = {id(m.arena): m for m in module.modules() if isinstance(m, Bank | Adapters)}
         for name, parameter in module.named_parameters():
             if id(parameter) in seen:
                 continue
@@ -114,7 +115,7 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
             full, here = f"{block}.{name}", tuple(parameter.shape)
             if model.config.tied and full == "head.weight":
                 full = EMBED  # In a pipeline; elsewhere it has been seen.
-            shape = here if bank is not None else shapes[full]
+            shape = here if bank is not None else shapes.get(full, here)  # Adapters are whole.
             owners = dense if shape == here else alike
             owners = owners if bank is None else copies
             if model.config.tied and plan.pp > 1 and full == EMBED:

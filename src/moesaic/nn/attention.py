@@ -11,15 +11,28 @@ from moesaic.nn.slices import WHOLE, Slices
 
 
 class Linear(nn.Module):
-    """x @ weight.T, without bias."""
+    """x @ weight.T, without bias; adapted, x @ (weight + scale * B A).T with A and B to learn."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.lora_a: nn.Parameter | None = None
+        self.lora_b: nn.Parameter | None = None
+        self.scale = 0.0
+
+    def adapt(self, rank: int, scale: float) -> None:
+        """Put the low-rank pair A [rank, inputs] and B [outputs, rank] beside the weight."""
+        outputs, inputs = self.weight.shape
+        self.lora_a = nn.Parameter(torch.empty(rank, inputs))
+        self.lora_b = nn.Parameter(torch.empty(outputs, rank))
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
-        return F.linear(x, self.weight)
+        result = F.linear(x, self.weight)
+        if self.lora_a is None or self.lora_b is None:
+            return result
+        return result + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
 class RMSNorm(nn.Module):

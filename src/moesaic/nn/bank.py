@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from moesaic.nn.grouped import arena_views
+from moesaic.nn.grouped import GatedExperts, arena_views
+from moesaic.nn.lora import AdaptedExperts, Adapters
 
 
 class Bank(nn.Module):
@@ -23,6 +24,11 @@ class Bank(nn.Module):
         self.experts = list(experts)
         self.hidden, self.ffn = hidden, ffn
         self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * ffn * hidden))
+        self.adapters: Adapters | None = None
+
+    def adapt(self, rank: int, scale: float) -> None:
+        """Put low-rank adapters beside the experts."""
+        self.adapters = Adapters(self.experts, self.hidden, self.ffn, rank, scale)
 
     def acquire(self) -> Tensor:
         """The arena, with every home expert in its slot, to be used until `release`."""
@@ -30,6 +36,18 @@ class Bank(nn.Module):
 
     def release(self) -> None:
         """Forward is through with the slots; backward may not be."""
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows sorted by slot, each through its expert."""
+        arena = self.acquire()
+        results: Tensor
+        if self.adapters is None:
+            results = GatedExperts.apply(rows, arena, counts, self.ffn)
+        else:
+            own, shape = self.adapters.arena, self.adapters.shape
+            results = AdaptedExperts.apply(rows, arena, own, counts, shape)
+        self.release()
+        return results
 
     def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
         """(expert, gate | up | down, view) of all of `arena`, a tensor of the arena's shape."""

@@ -86,7 +86,9 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> N
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:
     """Torch's own grouped product: a kernel on GPUs in bf16; on the CPU it is a loop like ours."""
-    return rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
+    narrow = rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
+    # It takes rows of whole 16 bytes; a low rank may have others.
+    return narrow and not any(extent % 8 for extent in weight.shape[1:])
 
 
 def _ends(counts: Tensor, device: torch.device) -> Tensor:
@@ -118,37 +120,38 @@ class GatedExperts(torch.autograd.Function):
         """Compute in the dtype of `rows`."""
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
         inners, results = [], []
-        for share in _shares(rows, counts, ffn):
+        for share in shares(rows, counts, ffn):
             inner = share.multiply(rows[share.rows], gate_up, transposed=True)
             gate, up = inner.chunk(2, dim=1)
             results.append(share.multiply(F.silu(gate).mul_(up), down, transposed=True))
             inners.append(inner)
         ctx.save_for_backward(rows, arena, counts, *inners)
         ctx.ffn = ffn
-        return _join(results)
+        return join(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Gradients of rows and arena."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """Gradients of rows, and of the arena if it learns."""
         rows, arena, counts, *inners = ctx.saved_tensors
         ffn, grad = ctx.ffn, grads[0].contiguous()
-        grad_arena = torch.empty_like(arena)
+        grad_arena = torch.empty_like(arena) if ctx.needs_input_grad[1] else None
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        grad_gate_up, grad_down = arena_views(grad_arena, ffn, rows.shape[1])
         grad_rows = []
-        for share, inner in zip(_shares(rows, counts, ffn), inners, strict=True):
+        for share, inner in zip(shares(rows, counts, ffn), inners, strict=True):
             gate, up = inner.chunk(2, dim=1)
             grad_activated = share.multiply(grad[share.rows], down, transposed=False)
             activated = F.silu(gate)
             grad_inner = torch.empty_like(inner)
             torch.mul(grad_activated, activated, out=grad_inner[:, ffn:])
             grad_inner[:, :ffn] = torch.ops.aten.silu_backward(grad_activated.mul_(up), gate)
-            activated.mul_(up)
-            grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
-            grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
+            if grad_arena is not None:
+                grad_gate_up, grad_down = arena_views(grad_arena, ffn, rows.shape[1])
+                activated.mul_(up)
+                grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
+                grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
             grad_rows.append(share.multiply(grad_inner, gate_up, transposed=False))
             del grad_activated, activated, grad_inner  # Or they outlast the next share's.
-        return _join(grad_rows), grad_arena, None, None
+        return join(grad_rows), grad_arena, None, None
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Share:
         return grouped_mm(rows, weight, self.counts, transposed)
 
 
-def _shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
+def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
     limit = rows.shape[0]
     if rows.device.type == "cpu":
@@ -183,7 +186,8 @@ def _shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     ]
 
 
-def _join(parts: list[Tensor]) -> Tensor:
+def join(parts: list[Tensor]) -> Tensor:
+    """What shares gave, in one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

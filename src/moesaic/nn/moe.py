@@ -8,7 +8,6 @@ from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, LayerFacts, compute_dtype
 from moesaic.nn.dispatch import Counted, Dispatcher
-from moesaic.nn.grouped import GatedExperts
 from moesaic.nn.router import Router, Routing, balance_share, z_share
 
 
@@ -36,9 +35,7 @@ class MoE(nn.Module):
         sent = self.dispatcher.start(tokens_TH.to(compute_dtype(x)), counted)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
         rows, slot_counts = self.dispatcher.finish(sent)
-        arena = self.bank.acquire()
-        results = GatedExperts.apply(rows, arena, slot_counts, self.bank.ffn)
-        self.bank.release()
+        results = self.bank.compute(rows, slot_counts)
         combined = self.dispatcher.combine(results, routing.weights_TK, counted, sent)
         combined = combined.view(x.shape)
         return combined if shared is None else combined + shared

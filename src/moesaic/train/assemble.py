@@ -18,9 +18,12 @@ from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
+from moesaic.models.finetune import prepare
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
+from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Ranks
+from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
 from moesaic.train import scale
 from moesaic.train.narrow import NarrowAdamW
@@ -55,6 +58,8 @@ def assemble(
     names = [name for stage in mine for name in stage]
     with torch.device("meta"):
         model = LanguageModel(job.model, job.routing, plan, groups[0], slices, names)
+        if job.finetune is not None:
+            prepare(model, job.finetune)
     model.to(DTYPES[job.train.precision])
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
@@ -67,14 +72,16 @@ def assemble(
     optimizer = AdamW(job.optimizer)
     if job.optimizer.moments != "full":
         optimizer = NarrowAdamW(job.optimizer, job.seed, world.device)
-    holdings = held(model, plan, world.rank)
+    everything = held(model, plan, world.rank)
+    holdings = [item for item in everything if item.parameter.requires_grad]
+    frozen = [item for item in everything if not item.parameter.requires_grad]
     for item in holdings:
         optimizer.hold(item, world.rank)
     devices.activate(world.device)
     run = Run(
         job, plan, world, model, holdings, optimizer,
         part=groups[0].everyone, replicas=groups[1], alike=alike, ends=_ends(job, plan, world),
-        pipeline=pipeline,
+        pipeline=pipeline, frozen=frozen,
     )  # fmt: skip
     run.counters.update(counters or {})
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
@@ -129,7 +136,7 @@ def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: 
         mesh = DeviceMesh.from_group(
             [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
-    arenas = {bank.arena for _, bank in model.banks()}
+    arenas = {m.arena for m in model.modules() if isinstance(m, Bank | Adapters)}
     again = None if plan.pp == 1 else False
     for module in (*model.layers, *roots):
         sharded = fully_shard(module, mesh=mesh, ignored_params=arenas, reshard_after_forward=again)

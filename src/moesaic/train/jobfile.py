@@ -50,6 +50,11 @@ def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     warnings: list[str] = []
     raw = fill_preset(_fill_from(raw, origin, warnings), origin)
     job = parse(Job, raw, origin, sets)
+    if job.finetune is not None and job.source is None:
+        raise ConfigError(
+            f"{origin}: [finetune] without model.from: there are no weights to go on from; give a "
+            "Hugging Face model directory (model.from = DIR), or remove [finetune]"
+        )
     warnings += job.idle() + _export_warnings(job)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)

@@ -74,6 +74,7 @@ class Run:
     world: World
     model: LanguageModel
     holdings: list[Held]
+    """What learns."""
     optimizer: AdamW
     part: Group | None
     """Ranks that hold the same blocks; all of them but for a pipeline."""
@@ -84,6 +85,8 @@ class Run:
     ends: Group | None
     """Ranks of the first and the last part of a pipeline that hold the same tied weight."""
     pipeline: Pipeline | None
+    frozen: list[Held] = field(default_factory=list)
+    """What does not: no gradient, no moments, and no part in the gradient's norm."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
     hook: Callable[[str], None] | None = None
     """Called as each phase begins."""
@@ -96,6 +99,8 @@ class Run:
         for item in self.holdings:
             pieces += item.pieces(PARAMETER, item.local, self.world.rank)
             pieces += self.optimizer.pieces(item, self.world.rank)
+        for item in self.frozen:
+            pieces += item.pieces(PARAMETER, item.local, self.world.rank)
         pieces += biases(self.model, self.plan, self.world.rank)
         return State(pieces, dict(self.counters))
 
@@ -279,6 +284,8 @@ class Run:
 
     def _rebalance(self, losses: list[lm.Losses]) -> None:
         """Biases follow what the whole batch asked of experts; every rank knows it."""
+        if self.job.finetune is not None and self.job.finetune.router == "frozen":
+            return
         for layer, router in self.model.sigmoid_routers():
             asked = torch.stack([one.context.layers[layer].asked for one in losses]).sum(0)
             router.rebalance(asked, self.job.routing.bias_step)
@@ -340,6 +347,7 @@ class Run:
     def close(self) -> None:
         """Let go of the model; the world stays."""
         self.holdings.clear()
+        self.frozen.clear()
         self.optimizer.moments.clear()
         self.pipeline = None
         del self.model

@@ -23,6 +23,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import planned
 from moesaic.facts.workload import count
+from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
@@ -53,17 +54,20 @@ class Progress(Protocol):
 
 
 class PretrainedSource:
-    """Parameters from a Hugging Face directory, zero moments."""
+    """Parameters from a Hugging Face directory; moments and adapters as they are initially."""
 
-    def __init__(self, weights: Source) -> None:
-        self._weights = weights
+    def __init__(self, weights: Source, initial: Source) -> None:
+        self._weights, self._initial = weights, initial
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Fill both kinds."""
+        """Fill all kinds."""
+        given: list[Piece] = []
+        new: list[Piece] = []
         for piece in pieces:
-            if piece.kind != PARAMETER:
-                piece.tensor.zero_()
-        self._weights.fill([piece for piece in pieces if piece.kind == PARAMETER])
+            made = piece.kind != PARAMETER or piece.name.endswith((A, B))
+            (new if made else given).append(piece)
+        self._initial.fill(new)
+        self._weights.fill(given)
 
 
 def train(
@@ -117,12 +121,13 @@ def _find_start(
     """The source of state, the position in the run, and the checkpoint it comes from."""
     job = loaded.job
     if resume is None:
+        initial = InitialSource(job.seed, job.model.init_std)
         if job.source is None:
-            return InitialSource(job.seed, job.model.init_std), None, None
+            return initial, None, None
         weights = HFSource(Path(job.source), job.model)
         for note in weights.notes:
             progress.message(note)
-        return PretrainedSource(weights), None, None
+        return PretrainedSource(weights, initial), None, None
     path = Path(resume)
     if resume == "auto":
         path = Path(world.led(lambda: str(_newest(out / "checkpoints"))))
@@ -186,6 +191,13 @@ def _compare(
             f'"{wanted}": restore it, or start a new run from its weights (moesaic convert, then '
             "[model] from)"
         )
+    for key in (key for key in (*now, *before) if key.startswith("finetune")):
+        if before.get(key) != now.get(key):
+            was, has = (_shown(one.get(key)) for one in (before, now))
+            raise ConfigError(
+                f"--resume: '{path}' was trained with {key} = {was}, the job has {has}: restore "
+                "it, or start a new run from its weights (moesaic convert, then [model] from)"
+            )
     for key in sorted(now):
         if key in before and before[key] != now[key]:
             if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
@@ -230,6 +242,8 @@ class _Session:
         train, began = self.job.train, time.perf_counter()
         done = self.run.counters["step"]
         self._announce(origin)
+        for line in describe(self.job) if self.job.finetune is not None else ():
+            self.progress.message(line)
         if train.precision in NARROW and self.world.device.type == "cpu":
             self.progress.message(
                 f'train.precision = "{train.precision}" on a CPU: few are quick at it, "fp32" may '

@@ -12,6 +12,8 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, ModelConfig, Preset
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.workload import count
+from moesaic.facts.workload.finetune import describe
 
 GOOD = """
 [model]
@@ -225,3 +227,36 @@ def test_every_key_is_documented() -> None:
         assert key.meaning.endswith("."), key
     assert {"model.preset", "model.from"} < {key.path for key in keys.walk(Job)}
     assert "source" not in {key.path for key in keys.walk(Job)}
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (["finetune.rank=4"], ['finetune.rank has no effect: finetune.method = "full"']),
+        (['finetune.method="lora"', "finetune.rank=4"], []),
+        (['finetune.method="lora"', 'finetune.targets=["ffn", "attention"]'],
+         ['finetune.targets: the model has no "ffn"']),
+        ([DENSE, 'finetune.method="lora"'], []),
+        ([DENSE, 'finetune.router="train"'],
+         ["finetune.router has no effect: the model is dense"]),
+    ],
+)  # fmt: skip
+def test_settings_of_fine_tuning_without_effect_are_told(
+    sets: list[str], expected: list[str]
+) -> None:
+    assert job(*sets).idle() == expected
+
+
+def test_what_is_learnt_is_told_by_name() -> None:
+    lora = job('finetune.method="lora"', "finetune.rank=4", 'finetune.router="train"')
+    first, *lines = describe(lora)
+    model = lora.model
+    learnt = model.layers * (model.experts * (model.hidden + 3 * 4 * (model.hidden + model.ffn)))
+    learnt += model.layers * 4 * 2 * 4 * model.hidden
+    assert first.startswith(f"learns {learnt:,} of {count(model).total + learnt - 8192:,} param")
+    assert "  layers.*.moe.router.weight: 8,192" in lines
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        "layers.*.moe.router.weight",
+        *(f"layers.*.attention.{part}.lora_*" for part in "qkvo"),
+        *(f"layers.*.moe.experts.*.{part}.lora_*" for part in ("gate", "up", "down")),
+    ]

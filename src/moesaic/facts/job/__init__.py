@@ -1,6 +1,7 @@
 """The job: everything a user asks for, in one TOML file."""
 
 from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.job import Job
 from moesaic.facts.job.model import ModelConfig, Preset
 from moesaic.facts.job.routing import RoutingConfig
@@ -16,6 +17,7 @@ from moesaic.facts.job.train import (
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "FinetuneConfig",
     "Job",
     "LayoutConfig",
     "LogConfig",

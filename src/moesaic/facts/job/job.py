@@ -10,6 +10,7 @@ from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job.data import DataConfig
+from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
 from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
@@ -37,6 +38,8 @@ class Job(Section):
     """How tokens find experts."""
     layout: LayoutConfig = LayoutConfig()
     """How the ranks share the model."""
+    finetune: FinetuneConfig | None = None
+    """What a run changes of the weights that it starts from; without this table all of them."""
     data: DataConfig
     """Text, tokenizer and packing."""
     train: TrainConfig
@@ -56,6 +59,7 @@ class Job(Section):
         uncut = self.uncut(self.layout.tp)
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
+        self._check_finetune()
         if self.schedule.warmup > self.train.steps:
             raise ValueError(
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
@@ -122,9 +126,50 @@ class Job(Section):
                 )
         return None
 
+    def _check_finetune(self) -> None:
+        finetune, model = self.finetune, self.model
+        if finetune is None or finetune.method != "lora":
+            return
+        here = _targets(model)
+        if not here & set(finetune.targets):
+            raise ValueError(
+                f"finetune.targets = {keys.show(finetune.targets)} names nothing that this model "
+                f"has: choose of {keys.show(sorted(here))}"
+            )
+        if finetune.rank > model.hidden:
+            raise ValueError(
+                f"finetune.rank = {finetune.rank} is more than model.hidden = {model.hidden}, the "
+                "rank that the matrices themselves can have: lower it"
+            )
+        if self.layout.tp > 1:
+            raise ValueError(
+                f'finetune.method = "lora" with layout.tp = {self.layout.tp}: adapters are not '
+                "cut into slices, set layout.tp = 1"
+            )
+
+    def _idle_finetune(self) -> list[str]:
+        finetune = self.finetune
+        if finetune is None:
+            return []
+        given = finetune.model_fields_set
+        found: list[str] = []
+        if finetune.method == "full":
+            found += [
+                f'finetune.{key} has no effect: finetune.method = "full"'
+                for key in sorted(given & {"targets", "rank", "alpha"})
+            ]
+        elif "targets" in given:
+            found += [
+                f'finetune.targets: the model has no "{target}"'
+                for target in sorted(set(finetune.targets) - _targets(self.model))
+            ]
+        if "router" in given and not self.model.experts:
+            found.append("finetune.router has no effect: the model is dense")
+        return found
+
     def idle(self) -> list[str]:
         """A sentence for each setting that was given and has no effect in this job."""
-        found = []
+        found = self._idle_finetune()
         if not self.model.experts:
             given = sorted(self.routing.model_fields_set)
             found += [f"routing.{key} has no effect: the model is dense" for key in given]
@@ -150,6 +195,16 @@ class Job(Section):
                 f"{self.train.steps}: the run saves only at the end"
             )
         return found
+
+
+def _targets(model: ModelConfig) -> set[str]:
+    """Which of the targets of adapters `model` has."""
+    experts = len(model.expert_layers)
+    here = {
+        "attention": True, "experts": experts > 0, "ffn": experts < model.layers,
+        "shared": model.shared > 0,
+    }  # fmt: skip
+    return {target for target, is_there in here.items() if is_there}
 
 
 def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:

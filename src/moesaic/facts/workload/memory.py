@@ -3,11 +3,15 @@
 What autograd keeps of each layer is exact for torch's kernels on a CPU, and for whatever a GPU
 computes with the same ones; it depends on routing only through the rows that arrive. The moments
 are those of our own layers, of FSDP in torch 2.13, and of kernels on a CPU.
+
+In fine-tuning, parameters, gradients and moments are those of what is there and of what learns;
+activations and what backward makes on its way are counted as if all of the model learnt, and
+without what adapters keep, which is little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from numpy.typing import ArrayLike
@@ -15,6 +19,7 @@ from numpy.typing import ArrayLike
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import Latent
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.finetune import adapters, learnt
 from moesaic.facts.workload.latent import attended, unturned
 from moesaic.facts.workload.loads import Routed, routed
 from moesaic.facts.workload.messages import buckets, group_of
@@ -98,22 +103,27 @@ def memory(
         on_cpu: whether rank and host share one memory, which then holds the staging copy too.
     """
     rank = plan.ranks - 1 if rank is None else rank
-    everything = list(parameters(job.model))
+    everything = [*parameters(job.model), *adapters(job.model, job.finetune)]
+    learning = {p.name for p in learnt(job)}
     dense = [p for p in everything if p.is_dense]
     biases = [p for p in everything if p.kind == "bias"]
     experts = [p for p in everything if p.expert is not None and p.expert in plan.homes(rank)]
-    num_experts = sum(p.size for p in experts)
-    moments = sum(sum(moment_bytes(p, rank_size(p, plan.shard, rank), job)) for p in dense)
-    moments += sum(sum(moment_bytes(p, p.size, job)) for p in experts)
+    num_held = sum(local_size(p, plan.shard) for p in dense) + sum(p.size for p in experts)
+    with_moments = [[p for p in some if p.name in learning] for some in (dense, experts)]
+    num_experts = sum(p.size for p in with_moments[1])
+    rows = [(p, rank_size(p, plan.shard, rank)) for p in with_moments[0]]
+    rows += [(p, p.size) for p in with_moments[1]]
+    moments = sum(sum(moment_bytes(p, size, job)) for p, size in rows)
     arena = num_experts // max(len(job.model.expert_layers), 1)
-    step = _Step(job, plan, rank, dense, arena, loads, on_cpu)
+    step = _Step(job, plan, rank, (dense, with_moments[0]), arena, loads, on_cpu)
     layers, wide = range(job.model.layers), step.s.wide
     asynchronous = job.checkpoint.asynchronous and on_cpu
+    staging = _staged((dense, experts, biases), learning, job, plan, rank)
     return Memory(
-        parameters_bytes=step.held * wide + sum(p.size for p in biases) * BIAS_BYTES,
+        parameters_bytes=num_held * wide + sum(p.size for p in biases) * BIAS_BYTES,
         gradients_bytes=(step.held + step.several * step.arena) * wide,
         moments_bytes=moments,
-        staging_bytes=_staged((dense, experts, biases), job, plan, rank) if asynchronous else 0,
+        staging_bytes=staging if asynchronous else 0,
         gathered_bytes=max(step.gathered(index) for index in layers),
         activations_bytes=step.passing + max(step.left(index) for index in layers),
         head_bytes=step.kept["head"] + _logits(step.s),
@@ -131,7 +141,7 @@ class _Step:
         job: Job,
         plan: Plan,
         rank: int,
-        dense: Sequence[Parameter],
+        dense: tuple[Sequence[Parameter], Sequence[Parameter]],
         arena: int,
         loads: Sequence[ArrayLike] | None,
         on_cpu: bool,
@@ -142,23 +152,29 @@ class _Step:
         self.sparse = job.model.expert_layers
         self.routed = routed(job, plan, rank, loads) if self.sparse else []
         self.passing = self.kept["context"] + self.kept["embed"]
+        everything, learning = dense
         self.arena = arena
-        """Elements of the experts of a layer that has some."""
-        self.shards = [local_size(p, plan.shard) for p in dense]
+        """Elements that learn of the experts of a layer that has some."""
+        self.shards = [local_size(p, plan.shard) for p in learning]
         self.held = sum(self.shards) + arena * len(self.sparse)
+        """Gradients, once all are there."""
         self.whole = [0] * self.layers
         self.own = [arena * (index in self.sparse) for index in range(self.layers)]
-        """Dense elements of each layer, and what lies on this rank of all that it has."""
-        self.root = self.root_share = 0
-        for p in dense:
+        """Dense elements of each layer, and what lies on this rank of all that learns in it."""
+        self.root = self.root_grads = self.root_share = 0
+        for p in everything:
             if p.layer is None:
                 self.root += p.size
-                self.root_share += local_size(p, plan.shard)
             else:
                 self.whole[p.layer] += p.size
+        for p in learning:
+            if p.layer is None:
+                self.root_grads += p.size
+                self.root_share += local_size(p, plan.shard)
+            else:
                 self.own[p.layer] += local_size(p, plan.shard)
-        self.head = job.model.vocab * job.model.hidden
-        """Elements of embedding and head, and of the gradient of the head's weight."""
+        self.head = job.model.vocab * job.model.hidden * (self.root_grads > 0)
+        """Elements of the gradient of the head's weight, and of the embedding's."""
 
     def left(self, index: int) -> int:
         """What autograd keeps of the layers up to `index` when backward comes to that one."""
@@ -204,7 +220,7 @@ class _Step:
             # The message that shares out those of embedding and head, gloo's copy of it, the last
             # tensor that went into it, and the share, which has not been added to others yet.
             last = 0 if self.job.model.tied else self.head
-            more = 2 * self.root + last + self.several * self.root_share
+            more = 2 * self.root_grads + last + self.several * self.root_share
         elif self.several or self.job.model.tied:  # The embedding's, to be added to others.
             more = self.head * (1 + (self.several and self.job.model.tied))
         copies = group_of(self.plan.replica_groups(), self.rank)
@@ -378,21 +394,31 @@ def _logits(s: Sizes) -> int:
     return read + weight + max(2 * logits * s.wide, logits * (s.wide + s.narrow) + weight)
 
 
-def _staged(held: tuple[Sequence[Parameter], ...], job: Job, plan: Plan, rank: int) -> int:
+def _staged(
+    held: tuple[Sequence[Parameter], ...],
+    learning: Collection[str],
+    job: Job,
+    plan: Plan,
+    rank: int,
+) -> int:
     """Bytes that `rank` writes of a checkpoint: the owners of a piece share pieces out.
 
     Args:
-        held: dense parameters, experts and biases; the first two have moments.
+        held: dense parameters, experts and biases.
+        learning: names of those that have moments.
         job: the job.
         plan: which rank holds what.
         rank: whose.
     """
     dense, experts, biases = held
     wide = STORED_BYTES[job.train.precision]
-    rows = [(p, rank_size(p, plan.shard, rank)) for p in dense]
+
+    def tensors(p: Parameter, size: int) -> tuple[int, ...]:
+        return (size * wide, *(moment_bytes(p, size, job) if p.name in learning else ()))
+
     pieces = (
-        (plan.shard, [n for p, size in rows for n in (size * wide, *moment_bytes(p, size, job))]),
-        (plan.ep, [n for p in experts for n in (p.size * wide, *moment_bytes(p, p.size, job))]),
+        (plan.shard, [n for p in dense for n in tensors(p, rank_size(p, plan.shard, rank))]),
+        (plan.ep, [n for p in experts for n in tensors(p, p.size)]),
         (1, [p.size * BIAS_BYTES for p in biases]),
     )
     shared: dict[tuple[int, ...], list[int]] = {}

@@ -20,7 +20,9 @@ from moesaic.dist.checkpoint import Checkpoint, newest_intact
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
+from moesaic.facts.workload.finetune import A, B, adapter_stem, adapters
 from moesaic.models.hf.config import CONFIG_NAME, read_config
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import Tensors
@@ -108,7 +110,12 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
     generation = Path(job.get("source") or path) / GENERATION_NAME
     if generation.is_file() and GENERATION_NAME not in {c.name for c in companions}:
         companions.append(generation)
-    return Origin(path, model, CheckpointTensors(checkpoint, model), companions, facts, warnings)
+    finetune = None
+    if job.get("finetune") is not None:
+        finetune = parse(FinetuneConfig, job["finetune"], f"checkpoint '{path}'")
+        facts = {**facts, "job": {**job, "finetune": None}}  # What is read is merged.
+    tensors = CheckpointTensors(checkpoint, model, finetune)
+    return Origin(path, model, tensors, companions, facts, warnings)
 
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -127,12 +134,16 @@ def _with_special_tokens(model: ModelConfig, directory: Path) -> ModelConfig:
 
 
 class CheckpointTensors:
-    """The parameters in a checkpoint, of whatever layout."""
+    """The parameters in a checkpoint, of whatever layout, adapters merged into what they adapt."""
 
-    def __init__(self, checkpoint: Checkpoint, model: ModelConfig) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model: ModelConfig, finetune: FinetuneConfig | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._records = checkpoint.tensors
-        self._shapes = {p.name: p.shape for p in parameters(model)}
+        self._scale = 0.0 if finetune is None else finetune.scale
+        everything = (*parameters(model), *adapters(model, finetune))
+        self._shapes = {p.name: p.shape for p in everything}
         for name, shape in self._shapes.items():
             record = self._records.get(f"{PARAMETER}/{name}")
             if record is None or record.shape != shape or record.dtype not in DTYPES:
@@ -147,7 +158,14 @@ class CheckpointTensors:
         return DTYPES[self._records[f"{PARAMETER}/{name}"].dtype]
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter."""
+        """One whole parameter; what is adapted is merged in fp64."""
+        tensor, stem = self._stored(name), adapter_stem(name)
+        if f"{stem}{A}" not in self._shapes:
+            return tensor
+        a, b = (self._stored(f"{stem}{end}").double() for end in (A, B))
+        return torch.addmm(tensor.double(), b, a, alpha=self._scale).to(tensor.dtype)
+
+    def _stored(self, name: str) -> Tensor:
         shape = self._shapes[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
         self._checkpoint.fill([Piece(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])

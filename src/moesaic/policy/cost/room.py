@@ -11,6 +11,7 @@ from moesaic.facts.cluster import Cluster, Device, Place, device_at
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
+from moesaic.facts.workload.finetune import adapters
 from moesaic.facts.workload.loads import Counts, expert_counts, slots_of
 from moesaic.facts.workload.parameters import parameters, rank_size
 
@@ -59,7 +60,8 @@ def fullest(
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
-    dense = [p for p in parameters(job.model) if p.is_dense]
+    everything = (*parameters(job.model), *adapters(job.model, job.finetune))
+    dense = [p for p in everything if p.is_dense]
     counts: list[Counts] = []
     if job.model.experts:
         by_layer: Sequence[ArrayLike | None] = [None] if loads is None else loads

@@ -1,0 +1,134 @@
+"""Low-rank adapters of a layer's experts, in an arena of their own beside the bank's.
+
+A slot holds, for gate, up and down in turn, A [rank, inputs] and B [outputs, rank]; the matrix W
+then counts as W + scale * B A, which is never written out. W itself does not learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.nn.grouped import Share, arena_views, grouped_outer, join, shares
+
+
+class Adapters(nn.Module):
+    """The adapters of one layer's home slots on this rank."""
+
+    def __init__(
+        self, experts: Sequence[int], hidden: int, ffn: int, rank: int, scale: float
+    ) -> None:
+        super().__init__()
+        self.experts = list(experts)
+        self.shape = Shape(hidden, ffn, rank, scale)
+        width = 3 * rank * (hidden + ffn)
+        self.arena = nn.Parameter(torch.empty(len(self.experts), width))
+
+    def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
+        """(expert, gate.lora_a and so on, view) of all of `arena`, a tensor of its shape."""
+        pairs = dict(zip(("gate", "up", "down"), self.shape.pairs(arena), strict=True))
+        for slot, expert in enumerate(self.experts):
+            for name, pair in pairs.items():
+                yield expert, f"{name}.lora_a", pair.a[slot]
+                yield expert, f"{name}.lora_b", pair.b[slot]
+
+
+class Pair(NamedTuple):
+    """A and B of one matrix of every slot: [slots, rank, inputs] and [slots, outputs, rank]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def add(self, share: Share, rows: Tensor, out: Tensor) -> None:
+        """Add scale * B A rows to `out`."""
+        out += share.multiply(self._thin(share, rows), self.b, transposed=True)
+
+    def back(self, share: Share, rows: Tensor, grad: Tensor, grads: Pair) -> Tensor:
+        """What `grad`, the gradient of `out`, brings to `rows`; those of A and B go to `grads`."""
+        grad_thin = share.multiply(grad, self.b, transposed=False).mul_(self.scale)
+        grouped_outer(grad, self._thin(share, rows), share.counts, grads.b[share.slots])
+        grouped_outer(grad_thin, rows, share.counts, grads.a[share.slots])
+        return share.multiply(grad_thin, self.a, transposed=False)
+
+    def _thin(self, share: Share, rows: Tensor) -> Tensor:
+        return share.multiply(rows, self.a, transposed=True).mul_(self.scale)
+
+
+class Shape(NamedTuple):
+    """What an arena of adapters is made of."""
+
+    hidden: int
+    ffn: int
+    rank: int
+    scale: float
+
+    def pairs(self, arena: Tensor) -> tuple[Pair, Pair, Pair]:
+        """gate, up and down as views of an arena."""
+        slots, start, found = arena.shape[0], 0, []
+        inner = (self.ffn, self.hidden)
+        for outputs, inputs in (inner, inner, inner[::-1]):
+            sizes = (self.rank * inputs, outputs * self.rank)
+            a, b = arena[:, start : start + sum(sizes)].split(sizes, dim=1)
+            start += sum(sizes)
+            whole = (a.view(slots, self.rank, inputs), b.view(slots, outputs, self.rank))
+            found.append(Pair(*whole, self.scale))
+        gate, up, down = found
+        return gate, up, down
+
+
+class AdaptedExperts(torch.autograd.Function):
+    """As `GatedExperts`, with an adapter beside each matrix; the bank's arena has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, arena: Tensor, adapters: Tensor, counts: Tensor, shape: Shape
+    ) -> Tensor:
+        """Compute in the dtype of `rows`."""
+        ffn, (gate_pair, up_pair, down_pair) = shape.ffn, shape.pairs(adapters)
+        gate_up, down = arena_views(arena, ffn, shape.hidden)
+        inners, results = [], []
+        for share in shares(rows, counts, ffn):
+            own = rows[share.rows]
+            inner = share.multiply(own, gate_up, transposed=True)
+            gate, up = inner.chunk(2, dim=1)
+            gate_pair.add(share, own, gate)
+            up_pair.add(share, own, up)
+            activated = F.silu(gate).mul_(up)
+            result = share.multiply(activated, down, transposed=True)
+            down_pair.add(share, activated, result)
+            inners.append(inner)
+            results.append(result)
+        ctx.save_for_backward(rows, arena, adapters, counts, *inners)
+        ctx.shape = shape
+        return join(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        """Gradients of rows and adapters."""
+        rows, arena, adapters, counts, *inners = ctx.saved_tensors
+        shape, grad_out = ctx.shape, grads[0].contiguous()
+        grad_adapters = torch.empty_like(adapters)
+        gate_pair, up_pair, down_pair = shape.pairs(adapters)
+        grad_gate_pair, grad_up_pair, grad_down_pair = shape.pairs(grad_adapters)
+        gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
+        grad_rows = []
+        for share, inner in zip(shares(rows, counts, shape.ffn), inners, strict=True):
+            own, grad = rows[share.rows], grad_out[share.rows]
+            gate, up = inner.chunk(2, dim=1)
+            activated = F.silu(gate)
+            grad_activated = share.multiply(grad, down, transposed=False)
+            grad_activated += down_pair.back(share, activated * up, grad, grad_down_pair)
+            grad_inner = torch.empty_like(inner)
+            grad_gate, grad_up = grad_inner.chunk(2, dim=1)
+            torch.mul(grad_activated, activated, out=grad_up)
+            grad_gate.copy_(torch.ops.aten.silu_backward(grad_activated.mul_(up), gate))
+            grad_own = share.multiply(grad_inner, gate_up, transposed=False)
+            grad_own += gate_pair.back(share, own, grad_gate, grad_gate_pair)
+            grad_own += up_pair.back(share, own, grad_up, grad_up_pair)
+            grad_rows.append(grad_own)
+        return join(grad_rows), None, grad_adapters, None, None

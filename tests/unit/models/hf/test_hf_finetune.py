@@ -1,0 +1,172 @@
+"""Adapters trained over a directory of transformers, merged, and read by transformers again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moesaic.cli.main import main
+from moesaic.dist.checkpoint import Checkpoint, candidates
+from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.facts.workload import parameters
+from moesaic.facts.workload.finetune import A, B, adapter_stem
+from moesaic.models.hf.config import CONFIG_NAME
+from moesaic.models.hf.convert import convert
+from moesaic.models.hf.origin import open_origin
+from moesaic.nn.context import Context
+from moesaic.serve.loading import load_model
+from moesaic.train.assemble import assemble
+
+JOB = """
+[model]
+from = "base"
+
+[finetune]
+method = "lora"
+rank = 4
+alpha = 8
+targets = {targets}
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = 4
+batch = 4
+device = "cpu"
+
+[optimizer]
+lr = 0.03
+
+[log]
+tensorboard = false
+"""
+
+
+def logits_of(job: Job, checkpoint: Path, tokens: Tensor) -> Tensor:
+    """What base and adapters together say, never merged."""
+    plan = lay_out(job.layout, job.model, 1)
+    run = assemble(job, plan, World.solo(torch.device("cpu")), Checkpoint.open(checkpoint))
+    run.model.eval()
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        logits: Tensor = run.model(tokens, Context(run.model.rotary(positions)))
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("llama", ["attention", "ffn"]),
+        ("mixtral", ["attention", "experts"]),
+        ("olmoe", ["experts"]),
+        ("qwen3", ["attention", "experts"]),
+        ("deepseek", ["attention", "experts", "ffn", "shared"]),
+        ("deepseek-yarn", ["attention"]),
+    ],
+)
+def test_the_merged_model_says_what_base_and_adapters_say(
+    case: str,
+    targets: list[str],
+    their_model: Callable[..., Any],
+    their_logits: Callable[[Path, Tensor], Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model(case, vocab_size=260).save_pretrained("base")
+    Path("text.txt").write_text("Of mosaics and their stones. " * 40)
+    Path("job.toml").write_text(JOB.format(targets=json.dumps(targets)))
+    assert main(["train", "job.toml", "--out", "run"]) == 0, capfd.readouterr().err
+    (checkpoint, *_) = candidates(Path("run/checkpoints"))
+    assert main(["convert", "run", "--out", "tuned"]) == 0, capfd.readouterr().err
+    tokens = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
+    job = Job.model_validate_json(Path("run/job.json").read_text())
+    ours, theirs = logits_of(job, checkpoint, tokens), their_logits(Path("tuned"), tokens)
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+    base = their_logits(Path("base"), tokens)
+    assert float((ours - base).norm() / base.norm()) > 1e-2, "nothing was learnt"
+    served = load_model(open_origin(Path("run")), torch.device("cpu"))
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        merged = served(tokens, Context(served.rotary(positions)))
+    assert float((merged - theirs).norm() / theirs.norm()) < 1e-5
+    before, after = (load_file(f"{name}/model.safetensors") for name in ("base", "tuned"))
+    assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    if case == "llama":
+        check_forms(checkpoint)
+
+
+def check_forms(checkpoint: Path) -> None:
+    """W + alpha / rank * B A element by element; a merged checkpoint is not merged again."""
+    convert(Path("run"), Path("again"), to="checkpoint")
+    merged, again = (open_origin(Path(name)) for name in ("run", "again"))
+    stored = Checkpoint.open(checkpoint)
+
+    def read(name: str) -> Tensor:
+        shape = tuple(stored.tensors[f"{PARAMETER}/{name}"].shape)
+        tensor = torch.empty(shape)
+        stored.fill([Piece(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])
+        return tensor.double()
+
+    for parameter in parameters(merged.model):
+        expected, stem = read(parameter.name), adapter_stem(parameter.name)
+        if f"{PARAMETER}/{stem}{A}" in stored.tensors:
+            expected = expected + 8 / 4 * read(f"{stem}{B}") @ read(f"{stem}{A}")
+        assert torch.equal(merged.tensors.read(parameter.name), expected.float()), parameter.name
+        assert torch.equal(again.tensors.read(parameter.name), expected.float()), parameter.name
+    assert (Path("tuned") / CONFIG_NAME).is_file()
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (['finetune.targets=["expert"]'], ('"attention", "experts", "ffn" or "shared"',)),
+        (["finetune.targets=[]"], ("finetune.targets",)),
+        (['finetune.targets=["shared"]'], ("names nothing", '["attention", "experts"]')),
+        (["finetune.rank=33"], ("finetune.rank = 33", "model.hidden = 32", "lower it")),
+        (["finetune.rank=0"], ("finetune.rank = 0",)),
+        (["finetune.alpha=0"], ("finetune.alpha = 0",)),
+        (["layout.tp=2"], ("layout.tp = 2", "set layout.tp = 1")),
+        (["finetune.router=false"], ("finetune.router",)),
+    ],
+)
+def test_mistakes_are_named(
+    sets: list[str],
+    words: tuple[str, ...],
+    peer: Callable[[str], Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    job = tmp_path / "job.toml"
+    text = JOB.format(targets='["experts"]').replace('"base"', f'"{peer("olmoe").directory}"')
+    job.write_text(text)
+    arguments = [word for item in sets for word in ("--set", item)]
+    assert main(["train", str(job), "--dry-run", *arguments]) == 2
+    told = " ".join(capfd.readouterr().err.split())
+    for word in words:
+        assert word in told
+
+
+def test_weights_must_come_from_somewhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        JOB.format(targets='["experts"]').replace("from", "preset").replace("base", "tiny-olmoe")
+    )
+    assert main(["train", str(job), "--dry-run"]) == 2
+    assert "[finetune] without model.from" in " ".join(capfd.readouterr().err.split())

@@ -1,0 +1,194 @@
+"""Fine-tuning under any layout: the same numbers, frozen tensors untouched, resumed anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import SIGMOID, Outcome, outcome, worst_element
+
+from moesaic.base.errors import UserError
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.facts.workload import Parameter, memory, parameters
+from moesaic.facts.workload.finetune import adapters, learnt
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import RankFailed, Ranks
+from moesaic.testing.watch import Silent
+from moesaic.train.assemble import assemble
+from moesaic.train.jobfile import LoadedJob
+from moesaic.train.trainer import train
+
+LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
+EVERY = ["attention", "experts", "ffn", "shared"]
+JOBS: dict[str, dict[str, Any]] = {
+    "lora": {"finetune": LORA, "train": {"micro_batches": 4}},
+    "lora of everything, routers too": {
+        **SIGMOID, "finetune": {**LORA, "targets": EVERY, "router": "train"},
+        "train": {"micro_batches": 2, "recompute": True},
+    },
+    "lora of experts alone": {"finetune": {**LORA, "targets": ["experts"]}},
+    "routers frozen": {**SIGMOID, "finetune": {}, "train": {"micro_batches": 2}},
+    "dense, tied": {
+        "model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True},
+        "finetune": {**LORA, "targets": ["attention", "ffn"]},
+    },
+}  # fmt: skip
+STEPS = 3
+
+
+def everything(job: Job) -> list[Parameter]:
+    return [*parameters(job.model), *adapters(job.model, job.finetune)]
+
+
+def initial(job: Job) -> dict[str, np.ndarray]:
+    """Initial values by logical name."""
+    pieces = [
+        Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
+              torch.empty(p.shape, dtype=torch.float64), (0,))
+        for p in everything(job)
+    ]  # fmt: skip
+    InitialSource(job.seed, job.model.init_std).fill(pieces)
+    return {piece.key: piece.tensor.numpy() for piece in pieces}
+
+
+def wide(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`state` with biases in the type of the rest."""
+    return {key: values.astype(np.float64) for key, values in state.items()}
+
+
+def check_what_changed(job: Job, result: Outcome) -> None:
+    """What learns has changed and has moments; not a bit of anything else has, nor has it any."""
+    names = {p.name for p in learnt(job)}
+    before = initial(job)
+    moments = {
+        f"{kind}/{name}" for kind in (FIRST_MOMENT, SECOND_MOMENT) for name in names
+    }  # fmt: skip
+    assert result.state.keys() == before.keys() | moments
+    assert {key.partition("/")[2] for key in result.gradients} == names
+    biases = job.finetune is not None and job.finetune.router == "train"
+    for parameter in everything(job):
+        key = f"{PARAMETER}/{parameter.name}"
+        changes = parameter.name in names or (parameter.kind == "bias" and biases)
+        assert np.array_equal(result.state[key], before[key]) != changes, key
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_layout_gives_the_same_numbers(ranks: Ranks, name: str) -> None:
+    tables = JOBS[name]
+    job = tiny_job(**tables)
+    one = outcome(ranks, 1, job, STEPS)
+    check_what_changed(job, one)
+    dense = not job.model.experts
+    for size, ep, shard in ((2, 2, 1), (2, 1, 2), (4, 2, 2)):
+        layout = {"ep": 1 if dense else ep, "shard": shard}
+        other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
+        for a, b in zip(one.steps, other.steps, strict=True):
+            assert a["counts"] == b["counts"]
+            for figure in ("loss", "balance", "z", "norm"):
+                assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
+        assert worst_element(other.gradients, one.gradients) < 1e-9
+        assert worst_element(wide(other.state), wide(one.state)) < 1e-9
+
+
+def test_bf16_stays_close_to_fp32(ranks: Ranks) -> None:
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        tables = {"finetune": {**LORA, "targets": EVERY[:2]}, "train": {"precision": precision}}
+        for ep in (1, 2):
+            result = outcome(ranks, ep, tiny_job(**tables, layout={"ep": ep}), STEPS)
+            losses[precision, ep] = [step["loss"] for step in result.steps]
+    for ep in (1, 2):
+        assert losses["bf16", ep] == pytest.approx(losses["fp32", ep], rel=0.01)
+
+
+def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of parameters, gradients and moments: those of one rank, and as predicted."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run.gradients(RandomSamples(job.model.vocab, job.data.sequence))
+    held = (
+        sum(item.local.nbytes for item in (*run.holdings, *run.frozen)),
+        sum(item.grad.nbytes for item in run.holdings),
+        sum(one.nbytes for pair in run.optimizer.moments.values() for one in pair),
+    )
+    assert all(item.parameter.grad is None for item in run.frozen)
+    run.close()
+    needs = memory(job, plan, world.rank)
+    return held, (needs.parameters_bytes, needs.gradients_bytes, needs.moments_bytes)
+
+
+@pytest.mark.parametrize("finetune", [LORA, {"router": "frozen"}])
+def test_memory_follows_what_learns(ranks: Ranks, finetune: dict[str, Any]) -> None:
+    for size, layout in ((1, {}), (2, {"ep": 2}), (2, {"ep": 2, "shard": 2})):
+        tables = {"model": {"vocab": 64}, "finetune": {**finetune, "rank": 4}, "layout": layout}
+        job = tiny_job(**tables)
+        for held, predicted in ranks.run(size, held_and_predicted, job):
+            assert held == predicted
+
+
+def run_job(
+    world: World, out: str, layout: dict[str, Any], resume: str | None, changes: dict[str, Any]
+) -> tuple[list[float], list[str]]:
+    """One rank of a run over the text beside `out`; losses, and what was said."""
+    text = Path(out).parent / "text.txt"
+    job = tiny_job(
+        **{
+            "model": {"vocab": 260}, "layout": layout, "finetune": LORA,
+            "data": {"path": str(text), "sequence": 16, "cache": str(text.parent / "cache")},
+            "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
+            "checkpoint": {"every": 2}, "log": {"tensorboard": False}, **changes,
+        }
+    )  # fmt: skip
+    watch = Silent()
+    train(LoadedJob(job, "", []), Path(out), resume, world, watch)
+    return [figures["loss"] for figures in watch.figures], watch.messages
+
+
+def read_state(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, whole."""
+    checkpoint = Checkpoint.open(path)
+    state = {}
+    for key, record in checkpoint.tensors.items():
+        tensor = torch.empty(record.shape, dtype=torch.float64)
+        kind, _, name = key.partition("/")
+        offset = (0,) * len(record.shape)
+        checkpoint.fill([Piece(kind, name, tuple(record.shape), offset, tensor, (0,))])
+        state[key] = tensor.numpy()
+    return state
+
+
+def test_any_layout_resumes_in_any_other(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
+    layouts = {"one": (1, {}), "two": (2, {"ep": 2}), "both": (4, {"ep": 2, "shard": 2})}
+    whole: dict[str, list[float]] = {}
+    for name, (size, layout) in layouts.items():
+        results = ranks.run(size, run_job, str(tmp_path / name), layout, None, {})
+        whole[name], said = results[0]
+        assert any(line.startswith("learns 9,408 of ") for line in said), said
+        assert "  layers.*.moe.experts.*.gate.lora_*: 2,688" in said
+    expected = read_state(tmp_path / "one/checkpoints/step-00000004")
+    for before, after in (("one", "one"), ("one", "both"), ("both", "two"), ("two", "one")):
+        size, layout = layouts[after]
+        start = str(tmp_path / before / "checkpoints/step-00000002")
+        out = tmp_path / f"{before}-{after}"
+        rest, _ = ranks.run(size, run_job, str(out), layout, start, {})[0]
+        exact = before == after
+        assert rest == (whole["one"][2:] if exact else pytest.approx(whole["one"][2:], rel=1e-9))
+        state = read_state(out / "checkpoints/step-00000004")
+        assert worst_element(state, expected) <= (0.0 if exact else 1e-9)
+    for changes, words in (
+        ({**LORA, "alpha": 7.0}, "finetune.alpha = 6.0, the job has 7.0"),
+        ({}, 'finetune.method = "lora", the job has "full"'),
+    ):
+        other = {"finetune": changes}
+        with pytest.raises((UserError, RankFailed), match=f"trained with {words}"):
+            ranks.run(1, run_job, str(tmp_path / "x"), {}, start, other)
+    assert not (tmp_path / "x").exists()
