@@ -43,19 +43,20 @@ class HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH) if wants_weight else None
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
-        first = slices.index * weight_VH.shape[0]
         for start in range(0, x_TH.shape[0], HEAD_ROWS):
             rows, targets = x_TH[start : start + HEAD_ROWS], targets_T[start : start + HEAD_ROWS]
             present = targets != IGNORED
-            target = (targets - first).clamp(0, weight_VH.shape[0] - 1)[:, None]
-            here = targets == target.squeeze(1) + first
+            here, target = _own(targets, present, weight_VH.shape[0], slices)
             log_p = _log_softmax((rows @ operand.T).to(wide), slices)
             picked = log_p.gather(1, target).squeeze(1)
             total -= torch.where(here, picked, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
             grad = log_p.exp_()
-            grad.scatter_add_(1, target, -here.to(wide)[:, None])
+            once = torch.full_like(picked, -1.0)
+            if here is not present:
+                once *= here
+            grad.scatter_add_(1, target, once[:, None])
             grad *= present.to(wide)[:, None] * scale
             grad = grad.to(x_TH.dtype)
             if grad_x is not None:
@@ -81,6 +82,14 @@ class HeadLoss(torch.autograd.Function):
             if formed is not None:
                 formed.data.mul_(factor.to(formed.dtype))
         return grad_x, grad_weight, None, None, None
+
+
+def _own(targets: Tensor, present: Tensor, words: int, slices: Slices) -> tuple[Tensor, Tensor]:
+    """Which targets are among this slice's words, and each as one of them, [rows, 1]."""
+    if slices.group is None:
+        return present, targets.clamp(min=0)[:, None]
+    targets = targets - slices.index * words
+    return (targets >= 0) & (targets < words), targets.clamp(0, words - 1)[:, None]
 
 
 def _log_softmax(logits: Tensor, slices: Slices) -> Tensor:
