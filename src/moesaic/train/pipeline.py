@@ -121,8 +121,9 @@ class Stage(nn.Module):
         beside = routing.balance_loss * balance + routing.z_loss * z
         for layer in self.layers:  # What stays for the record must not keep the graph.
             facts = context.layers[layer]
-            apart = {"balance": facts.balance.detach(), "z": facts.z.detach()}
-            context.layers[layer] = replace(facts, **apart)
+            context.layers[layer] = replace(
+                facts, balance=facts.balance.detach(), z=facts.z.detach()
+            )
         loss = x.detach() if self.last else zero
         total = (loss + beside).detach()
         self.flow.report(at, lm.Losses(total, loss, balance.detach(), z.detach(), context))

@@ -192,6 +192,10 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster cluster.toml --layout ep", "--layout 'ep' is not of the form"),
         ("plan job.toml --cluster cluster.toml --layout ep=3", "layout.ep = 3 does not divide"),
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
+        (
+            "plan job.toml --cluster cluster.toml --layout pp=2,schedule=gpipe",
+            "layout.pp = 2: what a pipeline takes is not worked out yet; set layout.pp = 1 here",
+        ),
         ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (
             "plan job.toml --cluster cluster.toml --set train.precision=fp64 --set model.experts=0",
