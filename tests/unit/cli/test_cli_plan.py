@@ -201,6 +201,10 @@ def test_every_rank_is_held_against_its_own_device(
             "--layout ep=2 and --set layout.ep=4 say the same key: leave one out",
         ),
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
+        (
+            "plan job.toml --cluster cluster.toml --layout pp=2,schedule=gpipe",
+            "layout.pp = 2: what a pipeline takes is not worked out yet; set layout.pp = 1 here",
+        ),
         ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (
             "plan job.toml --cluster cluster.toml --set train.precision=fp64 --set model.experts=0",
