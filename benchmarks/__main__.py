@@ -9,7 +9,7 @@ from types import ModuleType
 
 from benchmarks import generate, measure
 
-THEMES = ("foundation", "facts")
+THEMES = ("foundation", "facts", "families")
 
 
 def main(arguments: list[str] | None = None) -> int:

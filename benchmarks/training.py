@@ -19,6 +19,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import parameters
+from moesaic.models.hf.config import to_huggingface
 from moesaic.models.hf.names import choose
 from moesaic.models.initial import InitialSource
 from moesaic.models.pieces import pieces
@@ -27,7 +28,8 @@ from moesaic.train.data import Batch
 from moesaic.train.run import Run
 
 WIDTH, LAYERS, EXPERTS, TOP_K, FFN, VOCAB = 512, 4, 64, 8, 256, 4096
-PEER = f"transformers {transformers.__version__}, experts_implementation grouped_mm"
+TRANSFORMERS = f"transformers {transformers.__version__}"
+PEER = f"{TRANSFORMERS}, experts_implementation grouped_mm"
 
 
 def olmoe(batch: int, sequence: int, **tables: dict[str, object]) -> Job:
@@ -88,23 +90,16 @@ class Ours:
 class Theirs:
     """transformers' model with the weights that `ours` has now, trained as it is."""
 
-    def __init__(self, ours: Ours) -> None:
+    def __init__(self, ours: Ours, experts: str = "grouped_mm") -> None:
+        """Its products of experts are of the implementation that is called `experts`."""
         job = self.job = ours.run.job
         self.samples, self.next = UniformSamples(job), 0
-        model = job.model
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = transformers.OlmoeConfig(
-                hidden_size=model.hidden, num_hidden_layers=model.layers,
-                num_attention_heads=model.heads, num_key_value_heads=model.kv_heads,
-                vocab_size=model.vocab, intermediate_size=model.ffn, num_experts=model.experts,
-                num_experts_per_tok=model.top_k, rms_norm_eps=model.norm_epsilon,
-                rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-                max_position_embeddings=4096, use_cache=False,
-                bos_token_id=None, eos_token_id=None, pad_token_id=None,
-            )  # fmt: skip
+            keys = {**to_huggingface(job.model, "float32"), "use_cache": False}
+            config = transformers.AutoConfig.for_model(**keys)
             self.model = transformers.AutoModelForCausalLM.from_config(config).train()
-        self.model.set_experts_implementation("grouped_mm")
+        self.model.set_experts_implementation(experts)
         self._copy(ours)
         self.optimizer = self._optimizer()
 
