@@ -65,7 +65,7 @@ class HeadLoss(torch.autograd.Function):
                 _add_outer(grad_weight, grad, rows)
             del log_p, grad  # Or they would be there while the next ones are made.
         ctx.save_for_backward(grad_x, grad_weight)
-        ctx.factor = 1.0
+        ctx.factor = None
         return total * scale
 
     @staticmethod
@@ -77,7 +77,8 @@ class HeadLoss(torch.autograd.Function):
         """
         grad_x, grad_weight = ctx.saved_tensors
         (grad,) = grads
-        factor, ctx.factor = grad / ctx.factor, grad
+        factor = grad if ctx.factor is None else grad / ctx.factor
+        ctx.factor = grad
         for formed in (grad_x, grad_weight):
             if formed is not None:
                 formed.data.mul_(factor.to(formed.dtype))
