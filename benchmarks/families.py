@@ -40,7 +40,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
 
 
 def job_of(family: str) -> Job:
-    """Training of a small model of the family's shape; no bias of a router moves, as in the peer."""
+    """Training of a small model of the family's shape; no router's bias moves, as in the peer."""
     model = olmoe(BATCH, SEQUENCE).model.model_dump(
         include={"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim"}
     )

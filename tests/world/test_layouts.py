@@ -13,18 +13,11 @@ from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
 
 LAYOUTS = [
-    # ranks, ep, shard
-    (2, 1, 1),
+    # ranks, ep, shard; test_table.py has every axis
     (2, 2, 1),
-    (2, 1, 2),
-    (2, 2, 2),
     (4, 1, 1),
-    (4, 2, 1),
-    (4, 4, 1),
-    (4, 1, 4),
     (4, 2, 2),
-    (4, 4, 2),
-    (4, 4, 4),
+    (4, 1, 4),
 ]
 STEPS = 10
 _references: dict[str, Outcome] = {}
@@ -108,7 +101,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize(("size", "ep", "shard"), [(2, 2, 1), (4, 2, 2), (4, 4, 1)])
+@pytest.mark.parametrize(("size", "ep", "shard"), [(4, 2, 2)])
 def test_fp64_of_every_router(ranks: Ranks, name: str, size: int, ep: int, shard: int) -> None:
     tables = ROUTERS[name]
     one = reference(ranks, name, **tables)
@@ -154,7 +147,7 @@ def recorded(
     return _recorded[micro_batches]
 
 
-@pytest.mark.parametrize(("size", "ep", "shard"), [(1, 1, 1), (2, 2, 1), (4, 2, 2), (4, 4, 4)])
+@pytest.mark.parametrize(("size", "ep", "shard"), [(1, 1, 1), (4, 2, 2)])
 def test_bf16_stays_close_to_fp32(
     ranks: Ranks,
     tmp_path_factory: pytest.TempPathFactory,

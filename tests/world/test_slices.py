@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import Outcome, assert_same, outcome, worst_tensor
+from layouts import assert_same, outcome, worst_tensor
+from table import reference
 from test_workload_messages import Wire
 from torch import Tensor
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.models.lm import Embedding
@@ -27,51 +26,6 @@ from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
 
 STEPS = 3
-SMALL = {
-    "vocab": 60, "hidden": 32, "layers": 2, "head_dim": 8, "ffn": 24, "init_std": 0.2,
-}  # fmt: skip
-LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "tiny-dense": {"model": {"tied": True, "experts": 0, "top_k": 0}},
-    "tiny-mixtral": {
-        "model": {"window": 5},
-        "routing": {"router": "gshard", "capacity": 1.0, "balance_loss": 1.0},
-    },
-    "tiny-olmoe": {
-        "model": {"top_k": 1, "clip_qkv": 1.5},
-        "routing": {"router": "switch", "noise": 0.1, "capacity": 1.0},
-        "train": {"micro_batches": 2},
-    },
-    "tiny-qwen3": {
-        "model": {"tied": True}, "routing": {"router": "balanced"}, "train": {"recompute": True},
-    },
-    "tiny-deepseek": {
-        "model": {"layers": 3, "dense_ffn": 40, "latent": LATENT},
-        "routing": {"bias_step": 0.02},
-        "train": {"batch": 4, "micro_batches": 4, "recompute": True},
-    },
-}  # fmt: skip
-"""Between them every family, every router, drops, noise, tied heads, recomputed layers, and
-micro-batches of one sample."""
-_references: dict[str, Outcome] = {}
-
-
-def job_of(name: str, **layout: int) -> Job:
-    tables = FAMILIES[name]
-    model = {**PRESETS[name], **SMALL, **tables["model"]}
-    return tiny_job(**{**tables, "model": model, "layout": layout})
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("size", "ep", "shard"), [(2, 1, 1), (4, 2, 1), (4, 1, 2), (4, 4, 2)])
-def test_fp64_of_every_family(ranks: Ranks, name: str, size: int, ep: int, shard: int) -> None:
-    if name not in _references:
-        _references[name] = outcome(ranks, 1, job_of(name), STEPS)
-    one = _references[name]
-    ep = ep if job_of(name).model.experts else 1
-    assert_same(outcome(ranks, size, job_of(name, tp=2, ep=ep, shard=shard), STEPS), one)
-    if job_of(name).routing.capacity:
-        assert sum(step["dropped"] for step in one.steps) > 0
 
 
 def test_bf16_stays_close_to_fp64(ranks: Ranks) -> None:
@@ -165,8 +119,8 @@ def count_collectives(world: World, job: Job) -> tuple[Counter[str], float, int]
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-olmoe"])
 def test_messages_of_a_step(ranks: Ranks, name: str) -> None:
-    ((_, loss, targets),) = ranks.run(1, count_collectives, job_of(name))
-    job = job_of(name, tp=2)
+    ((_, loss, targets),) = ranks.run(1, count_collectives, reference(name).job)
+    job = reference(name)._replace(ranks=2, tp=2).job
     layers, parts = job.model.layers, job.train.micro_batches
     # Attention, and dense networks, join runs and sum them, and do the opposite backward.
     blocks = layers if job.model.experts else 2 * layers
