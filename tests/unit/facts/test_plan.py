@@ -333,7 +333,7 @@ def test_it_is_held_against_the_job(change: dict[str, Any], sentence: str | None
 def test_no_plan_cuts_adapters() -> None:
     """Nor does a job, in the same words."""
     tables = {"model": {"vocab": 64}, "finetune": {"method": "lora"}}
-    words = r'tp = 2 with finetune.method = "lora", whose adapters are not cut into slices: choose 1'
+    words = r'tp = 2 with finetune.method = "lora", whose adapters are not cut into slices: choose'
     with pytest.raises(ConfigError, match=f"^plan: {words}"):
         check(Plan(ranks=2, ep=1, shard=1, tp=2, experts=8), tiny_job(**tables), "plan")
     with pytest.raises(ConfigError, match=rf"layout\.{words}"):
