@@ -51,11 +51,17 @@ def test_layers_that_are_computed_again(ranks: Ranks, beside: dict[str, int]) ->
     check(ranks, 4, "deepseek_v3", layout=layout, train={"recompute": True})
 
 
-# Micro-batches of two samples over four replicas: half of the ranks of a part hold no token.
-def test_ranks_without_a_token(ranks: Ranks) -> None:
+def test_ranks_without_a_token(ranks: Ranks, tmp_path: Path) -> None:
+    """Micro-batches of one sample over two replicas: half of a part has none, nor any routes."""
     few = {"batch": 2, "micro_batches": 2}
     FAMILIES["olmoe, few"] = {"train": few}
     check(ranks, 4, "olmoe, few", layout={"pp": 2, "ep": 2})
+    one = tiny_job(**tables("olmoe, few"))
+    several = tiny_job(**tables("olmoe, few", layout={"pp": 2, "ep": 2}))
+    recorded = outcome(ranks, 4, several, STEPS, record=str(tmp_path))
+    replayed = outcome(ranks, 1, one, STEPS, replay=str(tmp_path))
+    assert_same(replayed, recorded)
+    assert sum(step["flips"] for step in replayed.steps) == 0
 
 
 def test_a_cut_by_hand(ranks: Ranks) -> None:
