@@ -25,7 +25,6 @@ head_dim = 8
 ffn = 16
 [layout]
 ep = 2
-shard = 2
 [data]
 path = "{text}"
 sequence = 32

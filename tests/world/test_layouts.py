@@ -19,7 +19,7 @@ LAYOUTS = [
     (4, 2, 2),
     (4, 1, 4),
 ]
-STEPS = 10
+STEPS = 6
 _references: dict[str, Outcome] = {}
 _recorded: dict[int, tuple[Outcome, Path]] = {}
 

@@ -91,8 +91,10 @@ def end(out: Path) -> Path:
     return out / "checkpoints" / "step-00000006"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "fp32") for name in LAYOUTS), ("one", "bf16"), ("ep2 x 2, sharded", "bf16")],
+)
 def test_same_layout_is_bit_identical(
     ranks: Ranks, text: Path, tmp_path: Path, name: str, precision: str
 ) -> None:

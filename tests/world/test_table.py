@@ -8,7 +8,7 @@ from table import FAMILIES, RANKS, Row, covering, reference, rows
 
 from moesaic.testing.ranks import Ranks
 
-STEPS = 3
+STEPS = 2
 ROWS = rows()
 FEW = [row for row in ROWS if max(row.ep, row.shard, row.tp) <= 4]
 _references: dict[str, Outcome] = {}

@@ -36,6 +36,8 @@ class Held:
     """The bank, if this is an arena, or what is beside it."""
     shape: tuple[int, ...]
     """Its whole shape; the parameter is narrower in the dimension that slices have cut, if any."""
+    place: int
+    """Which of the shards of its slice this rank has, if it is shared out."""
     owners: tuple[int, ...]
     """Ranks that hold the same values, in order."""
 
@@ -81,7 +83,7 @@ class Held:
             return 0
         mesh = self.parameter.device_mesh
         rows, parts = self.parameter.shape[0], mesh.size(mesh.ndim - 1)
-        return min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // parts))
+        return min(rows, self.place * -(-rows // parts))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
             owners = owners if bank is None else copies
             if model.config.tied and plan.pp > 1 and full == EMBED:
                 owners = _on_both_ends(owners, plan)
-            result.append(Held(block, full, parameter, bank, shape, owners))
+            result.append(Held(block, full, parameter, bank, shape, shard, owners))
     return result
 
 

@@ -203,7 +203,7 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
         (
             "plan job.toml --cluster cluster.toml --layout pp=2,schedule=gpipe",
-            "layout.pp = 2: what a pipeline takes is not worked out yet; set layout.pp = 1 here",
+            "pp = 2: what slices of matrices and pipelines need and take is not worked out yet",
         ),
         ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (
