@@ -87,8 +87,8 @@ def test_every_layout_gives_the_same_numbers(ranks: Ranks, name: str) -> None:
     one = outcome(ranks, 1, job, STEPS)
     check_what_changed(job, one)
     dense = not job.model.experts
-    for size, ep, shard in ((2, 2, 1), (2, 1, 2), (4, 2, 2)):
-        layout = {"ep": 1 if dense else ep, "shard": shard}
+    for size, ep, shard, pp in ((2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 2, 2)):
+        layout = {"ep": 1 if dense else ep, "shard": shard, "pp": pp, "schedule": "gpipe"}
         other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
         for a, b in zip(one.steps, other.steps, strict=True):
             assert a["counts"] == b["counts"]
