@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 from layouts import SIGMOID, Outcome, assert_same, outcome, worst_tensor
 
+from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
@@ -51,11 +53,17 @@ def test_layers_that_are_computed_again(ranks: Ranks, beside: dict[str, int]) ->
     check(ranks, 4, "deepseek_v3", layout=layout, train={"recompute": True})
 
 
-# Micro-batches of two samples over four replicas: half of the ranks of a part hold no token.
-def test_ranks_without_a_token(ranks: Ranks) -> None:
+def test_ranks_without_a_token(ranks: Ranks, tmp_path: Path) -> None:
+    """Micro-batches of one sample over two replicas: half of a part has none, nor any routes."""
     few = {"batch": 2, "micro_batches": 2}
     FAMILIES["olmoe, few"] = {"train": few}
     check(ranks, 4, "olmoe, few", layout={"pp": 2, "ep": 2})
+    one = tiny_job(**tables("olmoe, few"))
+    several = tiny_job(**tables("olmoe, few", layout={"pp": 2, "ep": 2}))
+    recorded = outcome(ranks, 4, several, STEPS, record=str(tmp_path))
+    replayed = outcome(ranks, 1, one, STEPS, replay=str(tmp_path))
+    assert_same(replayed, recorded)
+    assert sum(step["flips"] for step in replayed.steps) == 0
 
 
 def test_a_cut_by_hand(ranks: Ranks) -> None:
@@ -88,6 +96,42 @@ def test_bf16_is_computed_in_bf16_forward_only(ranks: Ranks) -> None:
     layout = {"pp": 2, "schedule": "zero-bubble"}
     several = outcome(ranks, 2, tiny_job(**tables("olmoe", train=train, layout=layout)), 1)
     assert worst_tensor(several.gradients, one.gradients) < 1e-5
+
+
+class Loud(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fail(world: World, job: Job) -> tuple[type, list[str]]:
+    """A step in which every part meets a mistake: what ends it, and what is logged."""
+    met: list[int] = []
+
+    def meet(*_: Any) -> None:
+        met.append(1)
+        if len(met) + world.rank == 2:  # The first part has sent something by then.
+            raise DataError("a mistake")
+
+    plan, loud = lay_out(job.layout, job.model, world.size), Loud()
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    run.model.layers[0].register_forward_hook(meet)
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    logger.addHandler(loud)
+    with pytest.raises(DataError) as caught:
+        run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    logger.removeHandler(loud)
+    return caught.type, loud.lines
+
+
+def test_a_mistake_is_all_that_is_said_of_a_step_that_fails(ranks: Ranks) -> None:
+    job = tiny_job(**tables("olmoe", layout={"pp": 2, "schedule": "zero-bubble"}))
+    assert ranks.run(2, fail, job) == [(DataError, [])] * 2
 
 
 def validate(world: World, job: Job, limits: list[int]) -> list[tuple[float, int]]:

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.base.errors import ConfigError
 from moesaic.dist.state import (
     FIRST_CODES,
     FIRST_MOMENT,
@@ -34,7 +33,8 @@ from moesaic.dist.state import (
     Piece,
 )
 from moesaic.facts.job import OptimizerConfig
-from moesaic.facts.workload.sizes import MOMENT_BLOCK, MOMENT_CHUNK
+from moesaic.facts.job.train import MOMENT_BLOCK
+from moesaic.facts.workload.sizes import MOMENT_CHUNK
 from moesaic.models.pieces import Held
 from moesaic.nn.randomness import bits
 from moesaic.train.optim import AdamW
@@ -154,15 +154,11 @@ class ByteMoments:
         self._unsigned = Levels.of(dynamic_levels(signed=False), device)
 
     def zeros(self, values: Piece) -> tuple[Tensor, ...]:
-        """Codes in the boxes of values, scales in boxes of blocks."""
+        """Codes in the boxes of values, scales in boxes of blocks, none of which is cut."""
         (_, first), (rows, columns) = values.offset, values.tensor.shape
         end = first + columns
-        if first % MOMENT_BLOCK or (end % MOMENT_BLOCK and end != values.shape[1]):
-            raise ConfigError(
-                f'optimizer.moments = "8bit" has blocks of {MOMENT_BLOCK} columns, but this layout '
-                f"cuts {values.name} at columns {first} and {end}: set optimizer.moments to "
-                '"bf16" or "full", or choose a layout that does not cut columns'
-            )
+        assert not first % MOMENT_BLOCK, values.name
+        assert not end % MOMENT_BLOCK or end == values.shape[1], values.name
         blocks, device = -(-columns // MOMENT_BLOCK), values.tensor.device
         codes = torch.zeros_like(values.tensor, dtype=torch.int8)
         scales = torch.zeros(rows, blocks, device=device)

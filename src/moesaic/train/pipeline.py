@@ -7,6 +7,7 @@ itself, so that a stage is told no more than its number.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -156,6 +157,8 @@ class Pipeline:
         between = self._stream(rows, job.data.sequence)
         told: list[Any] = [self._told(index, between) for index in mine]
         more: dict[str, Any] = {"loss_fn": lambda total, _: total, "scale_grads": False}
+        # Of a step that fails they would log, on every rank, what all ranks do when.
+        logging.getLogger(Schedule1F1B.__module__).setLevel(logging.CRITICAL)
         self._schedule: Any
         if plan.schedule in _ONE_STAGE:
             self._schedule = _ONE_STAGE[plan.schedule](told[0], micro_batches, **more)

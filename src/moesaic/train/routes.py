@@ -52,8 +52,10 @@ class RouteRecorder:
         self._writer = RecordWriter(directory, SCHEMA.with_metadata({_DIGEST: digest}))
 
     def record(self, step: int, samples: Tensor, choices: Mapping[int, Tensor]) -> None:
-        """Add one micro-batch's choices, by layer."""
+        """Add one micro-batch's choices, by layer; a rank may have none of its samples."""
         ids = samples.tolist()
+        if not ids:
+            return
         for layer, experts_TK in choices.items():
             flat = experts_TK.cpu().reshape(len(ids), -1).to(torch.int16).numpy()
             self._writer.add(

@@ -103,6 +103,18 @@ WRONG = [
     (["layout.tp=2", "model.vocab=321"],
      "job.toml: layout.tp = 2 does not divide model.vocab = 321, which the slices share out: "
      "choose a divisor"),
+    (["layout.tp=2", 'optimizer.moments="8bit"', "model.head_dim=32"],
+     'job.toml: layout.tp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
+     "slices of the output of attention have 64 columns, set optimizer.moments to "
+     '"bf16" or "full", or tp = 1'),
+    ([DEEPSEEK, "layout.tp=2", 'optimizer.moments="8bit"', "model.dense_ffn=256",
+      "model.latent={width=8, rotary=4, value=64}", "model.ffn=64"],
+     'job.toml: layout.tp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
+     "slices of the output of shared experts have 32 columns, set optimizer.moments to "
+     '"bf16" or "full", or tp = 1'),
+    (["layout.tp=2", 'finetune.method="lora"'],
+     'job.toml: layout.tp = 2 with finetune.method = "lora": adapters are not cut into slices, '
+     "set tp = 1"),
     ([DENSE, "layout.ep=2"],
      "job.toml: layout.ep = 2 with a dense model (model.experts = 0): "
      "set layout.ep = 1, or choose a model with experts"),

@@ -14,6 +14,7 @@ from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
 from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
+    MOMENT_BLOCK,
     CheckpointConfig,
     LayoutConfig,
     LogConfig,
@@ -128,6 +129,33 @@ class Job(Section):
                 return (
                     f"tp = {tp} does not divide {key} = {width}, which the slices share out: "
                     "choose a divisor"
+                )
+        if tp == 1:
+            return None
+        if self.finetune is not None and self.finetune.method == "lora":
+            return (
+                f'tp = {tp} with finetune.method = "lora": adapters are not cut into slices, set '
+                "tp = 1"
+            )
+        return self._cut_block(tp)
+
+    def _cut_block(self, tp: int) -> str | None:
+        """Which matrix `tp` slices would cut inside a block of its moments; None: none."""
+        model = self.model
+        if self.optimizer.moments != "8bit":
+            return None
+        values = model.head_dim if model.latent is None else model.latent.value
+        columns = {"the output of attention": model.heads * values}
+        for layer in range(model.layers - len(model.expert_layers)):
+            columns[f"the output of feed-forward network {layer}"] = model.inner(layer)
+        if model.shared:
+            columns["the output of shared experts"] = model.shared * model.ffn
+        for matrix, width in columns.items():
+            if width // tp % MOMENT_BLOCK:
+                return (
+                    f'tp = {tp} with optimizer.moments = "8bit", which has blocks of '
+                    f"{MOMENT_BLOCK} columns: slices of {matrix} have {width // tp} columns, set "
+                    'optimizer.moments to "bf16" or "full", or tp = 1'
                 )
         return None
 

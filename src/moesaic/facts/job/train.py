@@ -11,6 +11,9 @@ from moesaic.base.config import Section
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """Orders in which the parts of a pipeline go through micro-batches."""
 
+MOMENT_BLOCK = 128
+"""Numbers of a row that share a scale where moments have eight bits."""
+
 
 class LayoutConfig(Section):
     """How the ranks share the model; data parallelism takes whatever is left."""

@@ -13,7 +13,8 @@ from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.model import Latent
-from moesaic.facts.workload.sizes import MOMENT_BLOCK, SCALE_BYTES, STORED_BYTES
+from moesaic.facts.job.train import MOMENT_BLOCK
+from moesaic.facts.workload.sizes import SCALE_BYTES, STORED_BYTES
 
 
 @dataclass(frozen=True)

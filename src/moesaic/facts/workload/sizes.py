@@ -26,9 +26,6 @@ SHARE_BYTES = 2 << 20
 
 INDEX_BYTES = 8
 
-MOMENT_BLOCK = 128
-"""Numbers of a row that share a scale where moments have eight bits."""
-
 MOMENT_CHUNK = 1 << 16
 """Elements updated at a time on a CPU where moments are narrow: what lies between two passes stays
 in the cache."""
