@@ -17,7 +17,7 @@ from typing import Any
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, covers, parse, parse_toml, read_text
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, LayoutConfig
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, basis, check, load_plan, ruled
 from moesaic.models.hf.config import CONFIG_NAME, read_config, to_huggingface
@@ -79,7 +79,7 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
         ]
         plan = plan.model_copy(update={"predictions": None})
     said = apply_sets({}, sets)
-    decided = [("layout", name) for name in ("ep", "shard", "tp", "pp", "schedule")]
+    decided = [("layout", name) for name in LayoutConfig.model_fields]
     for table, name in (*decided, ("train", "recompute")):
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
         if before != now and name in said.get(table, {}):

@@ -110,6 +110,11 @@ class Job(Section):
     def uncut(self, tp: int) -> str | None:
         """Why `tp` slices cannot share this job's matrices and tokens equally; None: they can."""
         model = self.model
+        if tp > 1 and self.finetune is not None and self.finetune.method == "lora":
+            return (
+                f'tp = {tp} with finetune.method = "lora", whose adapters are not cut into slices: '
+                "choose 1"
+            )
         widths = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
         widths["model.vocab"] = model.vocab
         for layer in range(model.layers - len(model.expert_layers)):
@@ -140,11 +145,6 @@ class Job(Section):
             raise ValueError(
                 f"finetune.rank = {finetune.rank} is more than model.hidden = {model.hidden}, the "
                 "rank that the matrices themselves can have: lower it"
-            )
-        if self.layout.tp > 1:
-            raise ValueError(
-                f'finetune.method = "lora" with layout.tp = {self.layout.tp}: adapters are not '
-                "cut into slices, set layout.tp = 1"
             )
 
     def _idle_finetune(self) -> list[str]:

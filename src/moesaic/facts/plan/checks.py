@@ -104,6 +104,8 @@ def basis(job: Job, plan: Plan) -> str:
         "data": job.data.model_dump(include={"sequence", "packing"}),
         "train": job.train.model_dump(include={"batch", "micro_batches", "precision", "recompute"}),
         "clips": job.train.clip > 0,
+        "moments": job.optimizer.moments,
+        "finetune": job.finetune and job.finetune.model_dump(exclude={"alpha"}),
         "asynchronous": job.checkpoint.asynchronous,
         "plan": plan.model_dump(include=_DECISIVE),
     }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from moesaic.base import keys
 from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
-from moesaic.models.chat import ChatTemplate, Span
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer
 from moesaic.train.data.text import TextSource, read_records
+
+if TYPE_CHECKING:
+    from moesaic.models.chat import Span
 
 FORMS = ("messages", "conversations", "prompt")
 """The key by which each form is known; the first that a line has goes."""
@@ -59,6 +61,8 @@ class Chat:
     """How conversations become tokens."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        from moesaic.models.chat import ChatTemplate  # Brings Jinja along, which other runs spare.
+
         assert isinstance(tokenizer, FileTokenizer), "data.format = chat refuses bytes"
         self._tokenizer, self._ends, self._system = tokenizer, tokenizer.added(), config.system
         self._template = ChatTemplate(
