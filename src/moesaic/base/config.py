@@ -311,7 +311,7 @@ def _wrong(field: FieldInfo, place: str, depth: int, value: object, out_of_range
     expected = keys.element(field, depth) if depth else keys.expects(field)
     if isinstance(value, dict):
         return f"{place} is a table where a value is needed: give {expected}"
-    shown, words = f"{place} = {keys.show(value)}", keys.choices(field)
+    shown, words = f"{place} = {keys.show(value)}", keys.choices(field, depth)
     if words and isinstance(value, str):
         return f"{shown} is not known: {keys.choose(value, words, expected)}"
     if isinstance(value, list) and out_of_range:

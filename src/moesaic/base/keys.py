@@ -110,12 +110,17 @@ def expects(field: FieldInfo) -> str:
 
 def element(field: FieldInfo, depth: int) -> str:
     """What stands `depth` lists or tables deep in a field, in words."""
-    kind = field.annotation
+    kind = _inside(field, depth)
+    return "a value" if kind is None else _phrase(kind, ())
+
+
+def _inside(field: FieldInfo, depth: int) -> Any:
+    kind: Any = field.annotation
     for _ in range(depth):
         if typing.get_origin(kind) in (types.UnionType, typing.Union):
             kind = next(one for one in typing.get_args(kind) if one is not type(None))
         kind = typing.get_args(kind)[-1] if typing.get_args(kind) else None
-    return "a value" if kind is None else _phrase(kind, ())
+    return kind
 
 
 def is_table(annotation: object) -> bool:
@@ -123,9 +128,9 @@ def is_table(annotation: object) -> bool:
     return typing.get_origin(annotation) is dict
 
 
-def choices(field: FieldInfo) -> list[str]:
-    """The words that a field takes, if it takes words of a list."""
-    return [value for value in _literals(field.annotation) if isinstance(value, str)]
+def choices(field: FieldInfo, depth: int) -> list[str]:
+    """The words that may stand `depth` lists or tables deep in a field, if it takes words only."""
+    return [value for value in _literals(_inside(field, depth)) if isinstance(value, str)]
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:

@@ -45,6 +45,13 @@ WRONG = [
      'job.toml: model.preset = [1] is not known: give "tiny-dense", "tiny-mixtral", "tiny-olmoe", '
      '"tiny-qwen3", "tiny-deepseek", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b" or '
      '"deepseek-v3"'),
+    (['finetune.targets=["experts", "q_proj"]'],
+     '--set finetune.targets=["experts", "q_proj"]: '
+     'finetune.targets[1] = "q_proj" is not known: give "attention", "experts", "ffn" or "shared"'),
+    (['finetune.targets=["expert"]'],
+     '--set finetune.targets=["expert"]: '
+     'finetune.targets[0] = "expert" is not known: did you mean "experts" (it takes "attention", '
+     '"experts", "ffn" or "shared")?'),
     (["model.heads=6"],
      "job.toml: model.kv_heads = 4 does not divide model.heads = 6: "
      "choose a divisor of the number of heads"),
