@@ -330,16 +330,6 @@ def test_it_is_held_against_the_job(change: dict[str, Any], sentence: str | None
     assert str(caught.value).startswith(f"plan: {sentence}")
 
 
-def test_no_plan_cuts_adapters() -> None:
-    """Nor does a job, in the same words."""
-    tables = {"model": {"vocab": 64}, "finetune": {"method": "lora"}}
-    words = r'tp = 2 with finetune.method = "lora", whose adapters are not cut into slices: choose'
-    with pytest.raises(ConfigError, match=f"^plan: {words}"):
-        check(Plan(ranks=2, ep=1, shard=1, tp=2, experts=8), tiny_job(**tables), "plan")
-    with pytest.raises(ConfigError, match=rf"layout\.{words}"):
-        tiny_job(**tables, layout={"tp": 2})
-
-
 def test_a_dense_model_has_no_experts_to_share_out() -> None:
     dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0}, routing={})
     plan = Plan.model_validate({"ranks": 2, "ep": 2, "shard": 1, "experts": 0})

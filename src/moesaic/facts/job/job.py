@@ -111,11 +111,6 @@ class Job(Section):
     def uncut(self, tp: int) -> str | None:
         """Why `tp` slices cannot share this job's matrices and tokens equally; None: they can."""
         model = self.model
-        if tp > 1 and self.finetune is not None and self.finetune.method == "lora":
-            return (
-                f'tp = {tp} with finetune.method = "lora", whose adapters are not cut into slices: '
-                "choose 1"
-            )
         widths = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
         widths["model.vocab"] = model.vocab
         for layer in range(model.layers - len(model.expert_layers)):
