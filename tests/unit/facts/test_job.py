@@ -254,7 +254,7 @@ def test_every_key_is_documented() -> None:
         (["finetune.rank=4"], ['finetune.rank has no effect: finetune.method = "full"']),
         (['finetune.method="lora"', "finetune.rank=4"], []),
         (['finetune.method="lora"', 'finetune.targets=["ffn", "attention"]'],
-         ['finetune.targets: the model has no "ffn"']),
+         ['finetune.targets: the model has no "ffn", leave it out']),
         ([DENSE, 'finetune.method="lora"'], []),
         ([DENSE, 'finetune.router="train"'],
          ["finetune.router has no effect: the model is dense"]),

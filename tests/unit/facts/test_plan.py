@@ -78,6 +78,11 @@ def test_a_layout_is_resolved() -> None:
             "choose a divisor of 2, or start another number of ranks (--nproc)",
         ),
         (
+            LayoutConfig(pp=2), 1,
+            "layout.pp = 2 does not divide the number of ranks (1): "
+            "start another number of ranks (--nproc)",
+        ),
+        (
             LayoutConfig(shard=3), 4,
             "layout.shard = 3 does not divide the number of ranks (4): "
             "choose a divisor of 4, or start another number of ranks (--nproc)",

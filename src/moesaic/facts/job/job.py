@@ -183,7 +183,7 @@ class Job(Section):
             ]
         elif "targets" in given:
             found += [
-                f'finetune.targets: the model has no "{target}"'
+                f'finetune.targets: the model has no "{target}", leave it out'
                 for target in sorted(set(finetune.targets) - _targets(self.model))
             ]
         if "router" in given and not self.model.experts:

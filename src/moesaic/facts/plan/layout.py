@@ -24,9 +24,10 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     ):
         if many % value:
             of = "the number of ranks" if many == ranks else what
+            ways = f"choose a divisor of {many}, or " * (many > 1)
             raise ConfigError(
                 f"{key} = {value} does not divide {of} ({many}): "
-                f"choose a divisor of {many}, or start another number of ranks (--nproc)"
+                f"{ways}start another number of ranks (--nproc)"
             )
     if layout.ep > 1 and model.experts % layout.ep:
         raise ConfigError(
