@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,8 @@ def main() -> int:
     """The process of one rank: `python -m moesaic.cli.measure PART-AS-JSON`."""
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
+    with at_once():  # Some of what is imported swallows an interrupt.
+        importlib.import_module("moesaic.dist.probe.probe")
     return bounded(lambda: take_part(part), LESS_MEMORY)
 
 

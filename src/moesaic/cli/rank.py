@@ -7,6 +7,7 @@ the parent, which reads them all, tells the user once. It ends when its parent d
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -89,6 +90,8 @@ def main() -> int:
     """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
+    with at_once():  # Some of what is imported swallows an interrupt.
+        importlib.import_module("moesaic.train.trainer")
     return bounded(lambda: take_part(part), LESS_MEMORY)
 
 
