@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,7 @@ def predicted_parts() -> Iterator[measure.Row]:
         measure.wait_for_quiet()
         return products_s(shapes), pool.run(RANKS, take_messages, asked, timeout_s=600.0)[0]
 
-    products, messages = list[list[float]](), list[list[float]]()
+    products, messages = Part(), Part()
     try:
         for _ in range(PART_ROUNDS):
             before, cluster, after = take(), probed(PART_PROBE_S), take()
@@ -286,19 +286,17 @@ def predicted_parts() -> Iterator[measure.Row]:
             grid = next(d for d in host.devices if d.count == 1).speed("fp32").products
             curves = {one.name: one.times for one in link.collectives}
             assert grid is not None
-            products.append(_ratios([grid.at(*shape) for shape in shapes], before[0], after[0]))
-            foretold = [curves[name].at(size) for name, size in asked]
-            messages.append(_ratios(foretold, before[1], after[1]))
+            products.add([grid.at(*shape) for shape in shapes], before[0], after[0])
+            messages.add([curves[name].at(size) for name, size in asked], before[1], after[1])
     finally:
         pool.close()
-    yield _error(
+    yield from products.rows(
         f"a product's predicted time, median of {PRODUCTS}", "<= 0.05",
         f"torch.mm, fp32, {devices.num_cores()} threads, the mean of a layer's three ways",
-        products,
     )  # fmt: skip
-    yield _error(
+    yield from messages.rows(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
-        f"gloo, {RANKS} ranks, from when the last one comes", messages,
+        f"gloo, {RANKS} ranks, from when the last one comes",
     )  # fmt: skip
 
 
@@ -307,20 +305,40 @@ def _widths(draw: random.Random) -> tuple[int, int]:
     return draw.randrange(64, 1025, 32), draw.randrange(64, 1025, 32)
 
 
-def _ratios(
-    foretold: Sequence[float], before: Sequence[float], after: Sequence[float]
-) -> list[float]:
-    return [2 * one / (b + a) for one, b, a in zip(foretold, before, after, strict=True)]
+@dataclass(frozen=True)
+class Part:
+    """Single operations, foretold by several probes, each between two takes."""
 
-
-def _error(of: str, bar: str, against: str, rounds: Sequence[Sequence[float]]) -> measure.Row:
+    errors: list[float] = field(default_factory=list)
     """How far predicted over measured is from one; every probe counts by itself."""
-    errors = [abs(ratio - 1.0) for ratios in rounds for ratio in ratios]
-    return measure.row(
-        f"error of {of}", statistics.median(errors), "share", bar=bar,
-        against=f"{against}; {len(rounds)} probes, each between two takes",
-        interval=measure.bootstrap(errors), repeats=len(rounds),
-    )  # fmt: skip
+    moved: list[float] = field(default_factory=list)
+    """How far the later take is from the one before the probe."""
+    rounds: list[int] = field(default_factory=list)
+    """Operations of each probe."""
+
+    def add(
+        self, foretold: Sequence[float], before: Sequence[float], after: Sequence[float]
+    ) -> None:
+        """What one probe says of operations that took so long before it, and so long after."""
+        for one, b, a in zip(foretold, before, after, strict=True):
+            self.errors.append(abs(2 * one / (b + a) - 1.0))
+            self.moved.append(abs(a / b - 1.0))
+        self.rounds.append(len(foretold))
+
+    def rows(self, of: str, bar: str, against: str) -> Iterator[measure.Row]:
+        """The median error, and what it would be if a take were foretold by another one."""
+        said, repeats = (
+            f"{against}; {len(self.rounds)} probes, each between two takes",
+            len(self.rounds),
+        )
+        for name, values, its_bar in (
+            (f"error of {of}", self.errors, bar),
+            (f"where the take before foretells the one after: error of {of}", self.moved, ""),
+        ):
+            yield measure.row(
+                name, statistics.median(values), "share", bar=its_bar, against=said,
+                interval=measure.bootstrap(values), repeats=repeats,
+            )  # fmt: skip
 
 
 def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:

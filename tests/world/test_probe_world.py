@@ -66,7 +66,7 @@ def test_everything_that_is_there_is_measured(
             assert device.pop("special_s") >= 0.0
         assert all(number > 0 for number in numbers(host))
     for link in found.cluster.model_dump()["links"]:
-        assert (link.pop("drag") > 0.0) == bool(link["collectives"])
+        assert (link.pop("skew_s") > 0.0) == bool(link["collectives"])
         assert all(number > 0 for number in numbers(link))
     assert len(found.repeats) == 2
     assert [one.what for one in headlines(found.repeats[1])] == [

@@ -75,7 +75,7 @@ def run(events: Iterable[Event], ranks: int) -> Timeline:
             key = id(event.groups)
             if key not in tables:
                 tables[key] = Members(event.groups)
-            begin = tables[key].meet(now, event.drag * computed)
+            begin = tables[key].meet(now, event.skew_s * np.sqrt(computed))
             computed = tables[key].start_again(computed)
         else:
             computed = computed + event.seconds

@@ -51,7 +51,7 @@ def message(first: int, second: int, bandwidth: float, both: float = 1.0) -> Fig
 
 def operations(where: str, ranks: int, bandwidth: float) -> Figures:
     times = [size / bandwidth for size in collective_bytes(ranks, 16 << 20)]
-    return {**{f"{name} {where}": times for name in COLLECTIVES}, f"drag {where}": [0.05]}
+    return {**{f"{name} {where}": times for name in COLLECTIVES}, f"skew {where}": [0.05]}
 
 
 def whole(links: bool = True) -> Cluster:
@@ -128,7 +128,7 @@ def test_links_join_devices_and_hosts() -> None:
         assert link.bandwidth == pytest.approx(bandwidth, rel=1e-3)
         assert link.latency_s == pytest.approx(2e-6, rel=1e-3)
         assert [one.name for one in link.collectives] == list(COLLECTIVES)
-        assert link.drag == 0.05
+        assert link.skew_s == 0.05
         assert {one.ranks for one in link.collectives} == {ranks}
     assert whole(links=False).links == []
 

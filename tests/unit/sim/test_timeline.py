@@ -31,7 +31,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Event]]:
         if draw(st.booleans()):
             groups = groups[:1]
         one = event(str(number), seconds, *groups)
-        events.append(replace(one, drag=draw(st.floats(0, 1))))
+        events.append(replace(one, skew_s=draw(st.floats(0, 1))))
     return ranks, events
 
 
@@ -43,7 +43,9 @@ def slowly(ranks: int, events: list[Event]) -> tuple[list[float], list[float]]:
         for rank in range(ranks):
             seconds = float(one.seconds[rank])
             group = next((g for g in one.groups if rank in g), [])
-            begin = max([arrived[rank], *(arrived[g] + one.drag * before[g] for g in group)])
+            begin = max(
+                [arrived[rank], *(arrived[g] + one.skew_s * before[g] ** 0.5 for g in group)]
+            )
             waited[rank] += begin - arrived[rank]
             clock[rank] = begin + seconds
             computed[rank] = 0.0 if group else before[rank] + seconds * (not one.groups)
@@ -72,11 +74,11 @@ def test_equal_ranks_take_the_sum_of_the_events() -> None:
 def test_who_has_computed_is_late_and_who_has_just_met_is_not() -> None:
     ranks = list(range(4))
     work, said = event("work", [0.1] * 4), event("sum", [0.01] * 4, ranks)
-    said = replace(said, drag=0.05)
+    said = replace(said, skew_s=0.02)
     alone, twice = run([work, said], 4), run([work, said, said], 4)
-    assert alone.step_s == pytest.approx(0.1 + 0.005 + 0.01)
+    assert alone.step_s == pytest.approx(0.1 + 0.02 * 0.1**0.5 + 0.01)
     assert twice.step_s == pytest.approx(alone.step_s + 0.01)
-    assert twice.waiting_s(2) == pytest.approx(0.005)
+    assert twice.waiting_s(2) == pytest.approx(0.02 * 0.1**0.5)
 
 
 def straggling() -> Timeline:

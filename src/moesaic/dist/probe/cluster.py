@@ -137,8 +137,8 @@ class Assembly:
             )
             for name in COLLECTIVES
         ]
-        (drag,) = figures[f"drag {where}"]
-        return link.model_copy(update={"collectives": collectives, "drag": _short(drag)})
+        (skew_s,) = figures[f"skew {where}"]
+        return link.model_copy(update={"collectives": collectives, "skew_s": _short(skew_s)})
 
 
 def _joined_by(kind: str, bandwidth: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from statistics import fmean
@@ -17,7 +18,7 @@ from moesaic.dist.probe.timing import Figures, powers, seconds, together
 from moesaic.dist.world import Group, World
 
 _OWN_S = 8e-3
-_LEAST_DRAG = 1e-4
+_LEAST_LATE_S = 1e-6
 _WEIGHT = 3
 """An operation is given so many times as long as a message, as ranks compute between them."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -48,8 +49,8 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
     """Seconds of messages and operations: `A-B one way`, `A-B both`, `NAME within`, `NAME across`.
 
     `within` are operations of each host's ranks, all hosts at once; `across` are those of everyone.
-    They count from when the last rank has come; `drag within` is by what share their computing takes
-    longer until then than it takes where there are no operations.
+    They count from when the last rank has come; `skew within` is how much later that is, after a
+    second of computing, than the same computing takes where there are no operations.
     """
     chosen = pairs(hosts)
     groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
@@ -132,7 +133,8 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
             times.append(float(_by_rank(met.calls_s, world, group).amin(dim=0).mean()))
             between_s += _by_rank(met.own_s, world, group).amax(dim=0).tolist()
     alone_s.append(_alone_s(compute, world.device, group, share_s))
-    found[f"drag {where}"] = [max(fmean(between_s) / fmean(alone_s) - 1, _LEAST_DRAG)]
+    late_s = max(fmean(between_s) - fmean(alone_s), _LEAST_LATE_S)
+    found[f"skew {where}"] = [late_s / math.sqrt(fmean(alone_s))]
     return found
 
 

@@ -177,9 +177,9 @@ class Wire(Section):
     collectives: list[Collective] = Field(default_factory=list)
     """Measured times of whole operations over it, from when the last rank comes; unset: by latency
     and bandwidth."""
-    drag: float = Field(default=0.0, ge=0)
-    """By what share computing between operations takes longer, until the last of equal ranks is
-    done, than computing alone."""
+    skew_s: float = Field(default=0.0, ge=0)
+    """Seconds by which the last of equal ranks is later than computing alone takes, where they
+    compute for one second between operations; of other times it is as their square root."""
 
     @model_validator(mode="after")
     def _measured_once(self) -> Self:

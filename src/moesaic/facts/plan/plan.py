@@ -64,6 +64,9 @@ class Plan(Section):
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
     """The experts on each of the `ep` ranks, in the order of its slots; unset: in turn."""
+    copies: list[list[int]] = Field(default_factory=list)
+    """Experts that each of the `ep` ranks has beside its own for a step: none, as nothing sends
+    them there yet."""
     stages: list[list[str]] | None = None
     """Names of the blocks of each stage, which parts take in turn; unset: an even cut."""
     tiers: Tiers = Tiers()
@@ -114,6 +117,7 @@ class Plan(Section):
                 f"ep = {self.ep} does not divide experts = {self.experts}: choose a divisor"
             )
         self._check_homes()
+        self._check_copies()
         if self.stages is not None and len(self.stages) != self.num_stages:
             of = f" and schedule = '{self.schedule}'" if self.pp > 1 else ""
             raise ValueError(
@@ -161,6 +165,14 @@ class Plan(Section):
                 raise ValueError(
                     f"homes[{rank}] has {len(homes)} experts where each rank has {share}: "
                     "make the shares equal"
+                )
+
+    def _check_copies(self) -> None:
+        for rank, copies in enumerate(self.copies):
+            if copies:
+                raise ValueError(
+                    f"copies[{rank}] names expert {copies[0]}, and nothing sends an expert to "
+                    "where it has no home yet: empty copies"
                 )
 
     def _check_timeline(self) -> None:

@@ -29,5 +29,6 @@ class Event:
     """How long it takes, by rank."""
     groups: Sequence[Sequence[int]] = field(default_factory=tuple)
     """Ranks that do it together: they begin when the last of them has come."""
-    drag: float = 0.0
-    """Share of their computing by which the last of them comes later than each by itself would."""
+    skew_s: float = 0.0
+    """How much later the last of them comes than each by itself would, after a second of computing;
+    as the square root of other times."""

@@ -114,7 +114,7 @@ class Lanes:
             paces = self._paces[messages[0].operation, messages[0].ranks]
             yield Event(
                 said, phase or PHASES.get(said, "reduce"), name, seconds, groups,
-                max(pace.drag for pace in paces),
+                max(pace.skew_s for pace in paces),
             )  # fmt: skip
 
     def _slower(self, device: Device) -> Calibration | None:

@@ -40,7 +40,7 @@ class Pace:
     """How many times as long the bytes take as they would with no other group about."""
     measured: Curve | None
     """Seconds by size of this operation alone, where they were measured."""
-    drag: float = 0.0
+    skew_s: float = 0.0
     """As the narrowest link has it."""
 
     def seconds(self, num_bytes: float) -> float:
@@ -121,7 +121,7 @@ class Traffic:
         byte_s = sum(self._busy(demand, total) for demand, total in zip(own, sums, strict=False))
         latency_s = sum(demand.turns * demand.turn_s for demand in own)
         sharing = byte_s / alone if alone else 1.0
-        return Pace(latency_s, byte_s, sharing, measured, link.drag)
+        return Pace(latency_s, byte_s, sharing, measured, link.skew_s)
 
     def _busy(self, demand: Demand, among: Mapping[Port, float]) -> float:
         """Seconds a byte of the fullest port that `demand` uses, when all bring `among`."""
