@@ -132,7 +132,7 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
             # Whoever comes last waits for nobody.
             times.append(float(_by_rank(met.calls_s, world, group).amin(dim=0).mean()))
             between_s += _by_rank(met.own_s, world, group).amax(dim=0).tolist()
-    alone_s.append(_alone_s(compute, world.device, group, share_s))
+        alone_s.append(_alone_s(compute, world.device, group, share_s))
     late_s = max(fmean(between_s) - fmean(alone_s), _LEAST_LATE_S)
     found[f"skew {where}"] = [late_s / math.sqrt(fmean(alone_s))]
     return found
