@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, committed, go_back_to, newest_intact
+from moesaic.dist.checkpoint import (
+    Checkpoint,
+    Saver,
+    candidates,
+    committed,
+    go_back_to,
+    newest_intact,
+)
 from moesaic.dist.checkpoint.manifest import Manifest, commit_record
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import World

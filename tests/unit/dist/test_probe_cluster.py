@@ -10,7 +10,13 @@ import pytest
 from moesaic.base.config import parse
 from moesaic.dist.probe.cluster import Assembly, Place, headlines
 from moesaic.dist.probe.compute import (
-    ATTENTIONS, CHAIN, FUNCTION_ELEMENTS, HEADS, KINDS, WAYS, Sizes,
+    ATTENTIONS,
+    CHAIN,
+    FUNCTION_ELEMENTS,
+    HEADS,
+    KINDS,
+    WAYS,
+    Sizes,
 )  # fmt: skip
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
@@ -39,7 +45,8 @@ def computed(name: str, flops: float, bandwidth: float) -> Figures:
             for place, way in enumerate(ATTENTIONS)
         },
         f"{name} products fp32": [
-            WAYS * 2 * rows * columns * inner / flops for rows, columns, inner in SIZES.products("fp32")
+            WAYS * 2 * rows * columns * inner / flops
+            for rows, columns, inner in SIZES.products("fp32")
         ],
     }
 
@@ -74,7 +81,12 @@ def whole(links: bool = True) -> Cluster:
 
 def test_devices_have_the_median_of_their_ranks() -> None:
     first, second = whole().hosts
-    assert (first.name, second.name, first.memory_bytes, first.price_per_hour) == ("a", "b", 64e9, 3)
+    assert (first.name, second.name, first.memory_bytes, first.price_per_hour) == (
+        "a",
+        "b",
+        64e9,
+        3,
+    )
     gpu, cpu = first.devices
     assert (gpu.kind, gpu.model, gpu.count, gpu.memory_bytes) == ("gpu", "a gpu", 2, 16e9)
     assert (gpu.price_per_hour, cpu.price_per_hour) == (2.0, 0.0)

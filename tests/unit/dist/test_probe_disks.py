@@ -64,7 +64,7 @@ def test_a_file_system_without_direct_access_is_told_of(
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(disks.NoDirectAccess, match="was not measured: .* name a directory"):
+    with pytest.raises(disks.NoDirectAccess, match=r"was not measured: .* name a directory"):
         disks.measure(tmp_path, 1 << 20, 0.1)
     disks.check(tmp_path)
     assert list(tmp_path.iterdir()) == []

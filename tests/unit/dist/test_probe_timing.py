@@ -94,7 +94,11 @@ def test_times_that_do_not_rise_make_a_latency_and_a_speed_all_the_same() -> Non
 
 
 def test_medians_are_taken_point_by_point() -> None:
-    found = [{"a": [1.0, 9.0], "b": [5.0]}, {"a": [3.0, 1.0], "b": [6.0]}, {"a": [2.0, 2.0], "b": [0.0]}]
+    found = [
+        {"a": [1.0, 9.0], "b": [5.0]},
+        {"a": [3.0, 1.0], "b": [6.0]},
+        {"a": [2.0, 2.0], "b": [0.0]},
+    ]
     assert medians(found) == {"a": [2.0, 2.0], "b": [5.0]}
 
 

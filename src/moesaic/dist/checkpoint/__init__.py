@@ -8,4 +8,12 @@ from moesaic.dist.checkpoint.directory import candidates, committed, go_back_to
 from moesaic.dist.checkpoint.reader import Checkpoint, newest_intact
 from moesaic.dist.checkpoint.writer import PHASES, Saver
 
-__all__ = ["PHASES", "Checkpoint", "Saver", "candidates", "committed", "go_back_to", "newest_intact"]
+__all__ = [
+    "PHASES",
+    "Checkpoint",
+    "Saver",
+    "candidates",
+    "committed",
+    "go_back_to",
+    "newest_intact",
+]

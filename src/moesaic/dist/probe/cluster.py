@@ -8,16 +8,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moesaic.dist.probe.compute import (
-    ATTENTIONS, CHAIN, FUNCTION_ELEMENTS, HEAD_DIM, HEADS, KINDS, WAYS, Sizes,
+    ATTENTIONS,
+    CHAIN,
+    FUNCTION_ELEMENTS,
+    HEAD_DIM,
+    HEADS,
+    KINDS,
+    WAYS,
+    Sizes,
 )  # fmt: skip
 from moesaic.dist.probe.disks import SMALL
 from moesaic.dist.probe.links import COLLECTIVES, collective_bytes, message_bytes, pairs
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.probe.timing import Figures, line, medians
-from moesaic.facts.workload.ops import PASSED_BYTES
 from moesaic.facts.cluster import (
-    Cluster, Collective, Curve, Device, Disk, Grid, Heads, Host, Link, Matmul, Passes,
+    Cluster,
+    Collective,
+    Curve,
+    Device,
+    Disk,
+    Grid,
+    Heads,
+    Host,
+    Link,
+    Matmul,
+    Passes,
 )  # fmt: skip
+from moesaic.facts.workload.ops import PASSED_BYTES
 
 _AT_ONCE = 1.5
 """Both ways at once may take this much longer than one way and still count as duplex."""
@@ -188,14 +205,17 @@ def _matmul(dtype: str, figures: Figures, sizes: Sizes) -> Matmul:
     rows = [float(size) for size in sizes.rows(dtype)]
     grid = Grid(rows=rows, columns=columns, inner=columns, seconds=_shorts(times))
     flops = 2 * rows[-1] * columns[-1] ** 2 / times[-1]
-    return Matmul.model_validate({"dtype": dtype, "flops": _short(flops), "products": grid, "attention": heads})
+    return Matmul.model_validate(
+        {"dtype": dtype, "flops": _short(flops), "products": grid, "attention": heads}
+    )
 
 
 def _disk(path: str, figures: Figures) -> Disk:
     rates = {name: _short(values[0]) for name, values in _with(figures, f"disk {path} ").items()}
     return Disk(
-        path=os.path.abspath(path), read=rates["read"], write=rates["write"], random_read=rates["random read"],
-        random_write=rates["random write"], mixed=rates["mixed"], block_bytes=SMALL,
+        path=os.path.abspath(path), read=rates["read"], write=rates["write"],
+        random_read=rates["random read"], random_write=rates["random write"],
+        mixed=rates["mixed"], block_bytes=SMALL,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ _TYPES = {
 }  # fmt: skip
 _SMALLEST_COPY_BYTES = 4096
 _LARGEST_PASS = 4
-"""The largest tensor of an update is so many times smaller than the largest copy: there are four."""
+"""By what the largest tensor of an update is smaller than the largest copy: there are four."""
 _MOST_TENSORS = 64
 _MOST_WEIGHTS = 1024
 CHAIN = 16
@@ -213,7 +213,7 @@ KINDS: dict[str, Callable[[torch.device, Sizes, int], _Work]] = {
 def _attention(
     device: torch.device, dtype: str, way: str, lengths: Sequence[int]
 ) -> Iterator[_Work]:
-    """Attention of `HEADS` heads of `HEAD_DIM`, causal or with a mask, or its backward pass alone."""
+    """Attention of `HEADS` heads of `HEAD_DIM`, causal or masked, or its backward pass alone."""
     with _precision(dtype):
         for length in lengths:
             shape = (1, HEADS, length, HEAD_DIM)

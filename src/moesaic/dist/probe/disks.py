@@ -29,7 +29,7 @@ _PATTERNS = {
 }
 """Size of the blocks, what is done with them, and whether in no order."""
 _IN_FLIGHT = 4
-"""Requests that are on their way at once; a disk that gets one at a time waits more than it works."""
+"""Requests that are on their way at once; with one at a time a disk waits more than it works."""
 _ROUNDS = 3
 _MOST_PREPARING_S = 5.0
 """A slow disk is measured with as much of the file as it takes in this time."""

@@ -30,12 +30,12 @@ def message_bytes(most: int) -> list[int]:
 
 
 def collective_bytes(ranks: int, most: int) -> list[int]:
-    """Bytes that a rank holds in the operations of `ranks` ranks: whole numbers for each of them."""
+    """Bytes that a rank holds in operations of `ranks` ranks: whole numbers for each of them."""
     return [-(-size // (4 * ranks)) * 4 * ranks for size in powers(1 << 12, most, 8)]
 
 
 def pairs(hosts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The ranks whose link is measured: neighbours and farthest of a host, and first ones of two."""
+    """Ranks whose link is measured: neighbours and farthest of a host, and first ones of two."""
     inside = [
         (host[0], other)
         for host in hosts
@@ -149,7 +149,9 @@ def _alone_s(
 ) -> float:
     """What `work` takes ranks on average that do it at once and do not meet."""
     dist.barrier(group)
-    mine = torch.tensor([seconds(work, lambda: devices.now(device), budget_s)], dtype=torch.float64, device=device)
+    mine = torch.tensor(
+        [seconds(work, lambda: devices.now(device), budget_s)], dtype=torch.float64, device=device
+    )
     return float(gather(mine, group).mean())
 
 

@@ -178,7 +178,9 @@ class _Words:
         self._store.set(f"{self._said}/{self._rank}", json.dumps(word))
         names = [f"{self._said}/{rank}" for rank in range(self._size)]
         if not self._world.await_words(self._store, names):
-            raise StoreError(f"no word from some rank for {self._world.deadline}: see that all live")
+            raise StoreError(
+                f"no word from some rank for {self._world.deadline}: see that all live"
+            )
         return [json.loads(self._store.get(name)) for name in names]
 
 

@@ -17,7 +17,7 @@ class ProbeConfig(Section):
     name: str | None = None
     """What the cluster is called; unset: as its first host."""
     seconds: float = Field(default=20.0, gt=0, le=3600)
-    """About how long it takes, starting aside; slow devices take longer, as nothing is timed once."""
+    """About how long it takes, starting aside; slow devices take longer: nothing is timed once."""
     repeats: int = Field(default=2, ge=2, le=100)
     """Times that everything is measured; the figures are medians, the spread is between them."""
     device: str = "auto"
@@ -27,7 +27,7 @@ class ProbeConfig(Section):
     largest: int | None = Field(default=None, ge=64, le=65536)
     """Side of the largest matrices; unset: 1024 on a CPU, 8192 on a GPU."""
     copy_bytes: int | None = Field(default=None, ge=1 << 14, le=1 << 34)
-    """Size of the largest copy, which no cache should hold; unset: 128 MiB on a CPU, 1 GiB on a GPU."""
+    """Size of the largest copy, which no cache should hold; unset: 128 MiB (CPU), 1 GiB (GPU)."""
     links: bool = True
     """Whether to measure messages between ranks."""
     message_bytes: int = Field(default=16 << 20, ge=1 << 14, le=1 << 30)

@@ -97,8 +97,7 @@ def line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
         if slope <= 0 or start <= 0:
             continue
         off = sum(
-            abs(start + slope * size - time) / time
-            for size, time in zip(sizes, times, strict=True)
+            abs(start + slope * size - time) / time for size, time in zip(sizes, times, strict=True)
         )
         if off < least:
             best, least = (start, slope), off

@@ -50,6 +50,8 @@ class Sizes:
     """`train.precision`."""
     mask: int
     """Elements of the mask by which attention ends at documents or looks back on a window."""
+    slices: int = 1
+    """Ranks that hold the same samples and share out every dense matrix."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int) -> Sizes:
@@ -67,27 +69,61 @@ class Sizes:
             mask = rows * length**2
         elif window is not None and window < length:  # The same for all rows.
             mask = length**2
-        return cls(job.model, rows, length, job.train.precision, mask)
+        return cls(job.model, rows, length, job.train.precision, mask, plan.tp)
 
     @property
     def tokens(self) -> int:
-        """Of the micro-batch."""
+        """Of the micro-batch: what attention, networks and head of every slice go through."""
         return self.batch * self.sequence
 
     @property
+    def run(self) -> int:
+        """Tokens that this slice has between blocks, where norms and routers work."""
+        return self.tokens // self.slices
+
+    @property
     def stream(self) -> int:
-        """Elements of the residual stream."""
+        """Elements of the residual stream: of this slice's run of tokens."""
+        return self.run * self.model.hidden
+
+    @property
+    def joined(self) -> int:
+        """Elements of the residual stream of all slices."""
         return self.tokens * self.model.hidden
 
     @property
+    def heads(self) -> int:
+        """Query heads of this slice."""
+        return self.model.heads // self.slices
+
+    @property
+    def kv_heads(self) -> int:
+        """Key heads of this slice."""
+        return self.model.kv_heads // self.slices
+
+    @property
     def queries(self) -> int:
-        """Width of all query heads."""
-        return self.model.heads * self.model.head_dim
+        """Width of this slice's query heads."""
+        return self.heads * self.model.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of all key heads."""
-        return self.model.kv_heads * self.model.head_dim
+        """Width of this slice's key heads."""
+        return self.kv_heads * self.model.head_dim
+
+    @property
+    def vocab(self) -> int:
+        """Words of this slice."""
+        return self.model.vocab // self.slices
+
+    @property
+    def shared(self) -> int:
+        """Inner width of this slice of the shared experts."""
+        return self.model.shared * self.model.ffn // self.slices
+
+    def inner(self, layer: int) -> int:
+        """Inner width of this slice of the dense network of `layer`."""
+        return self.model.inner(layer) // self.slices
 
     @property
     def masked(self) -> bool:
