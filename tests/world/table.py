@@ -46,6 +46,7 @@ class Row(NamedTuple):
     pp: int
     tp: int
     ep: int
+    etp: int
     shard: int
     schedule: str | None
     recompute: bool
@@ -54,7 +55,7 @@ class Row(NamedTuple):
     def job(self) -> Job:
         """Micro-batches of two samples, of which half of the ranks have none if there are eight."""
         given = FAMILIES[self.family]
-        layout = {"pp": self.pp, "tp": self.tp, "ep": self.ep, "shard": self.shard}
+        layout = {axis: getattr(self, axis) for axis in AXES}
         if self.schedule is not None:
             layout |= {"schedule": self.schedule}
         return tiny_job(
@@ -70,23 +71,23 @@ class Row(NamedTuple):
         return ", ".join([*filter(None, words), *["recompute"] * self.recompute])
 
 
-AXES = ("pp", "tp", "ep", "shard")
+AXES = ("pp", "tp", "ep", "etp", "shard")
 
 
 def reference(family: str) -> Row:
     """The row that all others of a family are held against."""
-    return Row(family, 1, 1, 1, 1, 1, None, False)
+    return Row(family, 1, 1, 1, 1, 1, 1, None, False)
 
 
 def rows() -> list[Row]:
     """Every family under every layout that there is for it."""
     found = []
-    for ranks, pp, tp, ep, shard in product(RANKS, repeat=5):
-        if ranks % (pp * tp) or (ranks // pp) % ep or (ranks // pp // tp) % shard:
+    for ranks, pp, tp, ep, etp, shard in product(RANKS, repeat=6):
+        if ranks % (pp * tp) or (ranks // pp) % (ep * etp) or (ranks // pp // tp) % shard:
             continue
         schedules: Sequence[str | None] = SCHEDULES if pp > 1 else (None,)
         for family, schedule, recompute in product(FAMILIES, schedules, (False, True)):
-            row = Row(family, ranks, pp, tp, ep, shard, schedule, recompute)
+            row = Row(family, ranks, pp, tp, ep, etp, shard, schedule, recompute)
             if _possible(row):
                 found.append(row)
     return found
@@ -99,7 +100,8 @@ def _possible(row: Row) -> bool:
     return (
         stages <= SMALL["layers"]
         and model["kv_heads"] % row.tp == 0
-        and (row.ep == 1 or bool(model["experts"]))
+        and row.tp % row.etp == 0
+        and (row.ep == row.etp == 1 or bool(model["experts"]))
         and not (row.schedule == "zero-bubble" and row.recompute)
     )
 

@@ -32,6 +32,7 @@ LAYOUTS = {
     "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
     "sharded": (2, {"shard": 2}),
     "sliced": (4, {"tp": 2, "ep": 2, "shard": 2}),
+    "experts sliced": (4, {"tp": 2, "ep": 2, "etp": 2}),
     "two parts, sharded": (4, {"pp": 2, "shard": 2}),
 }
 

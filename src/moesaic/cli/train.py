@@ -321,5 +321,7 @@ def describe(plan: Plan, experts: int) -> str:
         parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
     if plan.tp > 1:
         parts.append(f"matrices in {plan.tp} slices")
+    if plan.etp > 1:
+        parts.append(f"those of experts in {plan.etp}")
     parts.append(f"dense over {plan.shard}" if plan.shard > 1 else "dense parameters on every rank")
     return ", ".join(parts)

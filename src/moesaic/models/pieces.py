@@ -69,8 +69,7 @@ class Held:
             layer = self.block.removeprefix("layers.")
             for expert, part, view in self.bank.matrices(values):
                 name = f"layers.{layer}.moe.experts.{expert}.{part}"
-                shape = tuple(view.shape)
-                yield Piece(kind, name, shape, (0,) * len(shape), view, self.owners)
+                yield Piece(kind, name, *self.bank.place(part, view), view, self.owners)
             return
         here = zip(self.shape, self.parameter.shape, strict=True)
         first, *rest = (rank % (whole // part) * part for whole, part in here)
@@ -103,7 +102,7 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     shard = plan.replica(rank) % plan.shard
     dense = tuple(r for r in part if plan.replica(r) % plan.shard == shard)
     alike = tuple(r for r in dense if r % plan.tp == rank % plan.tp)
-    copies = tuple(r for r in part if r % plan.ep == rank % plan.ep)
+    copies = next(tuple(group) for group in plan.replica_groups() if rank in group)
     shapes = {p.name: p.shape for p in parameters(model.config) if p.expert is None}
     result: list[Held] = []
     seen: set[int] = set()

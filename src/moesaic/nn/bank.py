@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from moesaic.nn.grouped import GatedExperts, arena_views
 from moesaic.nn.lora import AdaptedExperts, Adapters
+from moesaic.nn.slices import WHOLE, Slices
 
 
 class Bank(nn.Module):
-    """The home slots of one layer on this rank."""
+    """The home slots of one layer on this rank; of several slices each has inner channels of its
+    own of every expert."""
 
-    def __init__(self, experts: Sequence[int], hidden: int, ffn: int) -> None:
+    def __init__(
+        self, experts: Sequence[int], hidden: int, ffn: int, slices: Slices = WHOLE
+    ) -> None:
         super().__init__()
-        self.experts = list(experts)
-        self.hidden, self.ffn = hidden, ffn
-        self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * ffn * hidden))
+        self.experts, self.slices = list(experts), slices
+        self.hidden, self.ffn = hidden, ffn // slices.count
+        self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * self.ffn * hidden))
         self.adapters: Adapters | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
@@ -56,3 +60,11 @@ class Bank(nn.Module):
             yield expert, "gate", gate_up[slot, : self.ffn]
             yield expert, "up", gate_up[slot, self.ffn :]
             yield expert, "down", down[slot]
+
+    def place(self, part: str, view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of a whole matrix, and where in it the `view` of this rank begins."""
+        cut = 1 if part == "down" else 0
+        shape, first = list(view.shape), [0, 0]
+        first[cut] = self.slices.index * shape[cut]
+        shape[cut] *= self.slices.count
+        return tuple(shape), tuple(first)

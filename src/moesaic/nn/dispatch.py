@@ -20,18 +20,25 @@ from torch import Tensor
 from moesaic.dist.collectives import Exchange, gather
 from moesaic.dist.world import Group
 from moesaic.nn.router import NOBODY
+from moesaic.nn.slices import WHOLE, Slices
 
 _BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part: this rank, everyone, and the group that shares out the experts."""
+    """Who takes part: this rank, everyone, and the group that shares out the experts.
+
+    Where slices of several ranks make up an expert, tokens of all of them go to each, and those
+    ranks are one place; `everyone` are then the ranks of all places with the same slice.
+    """
 
     rank: int = 0
     everyone: Group | None = None
     group: Group | None = None
     group_ranks: tuple[int, ...] = (0,)
+    slices: Slices = WHOLE
+    """Ranks that share out the matrices of the same experts."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ class Adapters(nn.Module):
                 yield expert, f"{name}.lora_a", pair.a[slot]
                 yield expert, f"{name}.lora_b", pair.b[slot]
 
+    def place(self, part: str, view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of a whole matrix, and where in it the `view` of this rank begins."""
+        del part
+        return tuple(view.shape), (0, 0)
+
 
 class Pair(NamedTuple):
     """A and B of one matrix of every slot: [slots, rank, inputs] and [slots, outputs, rank]."""

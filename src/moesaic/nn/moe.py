@@ -12,7 +12,11 @@ from moesaic.nn.router import Router, Routing, balance_share, z_share
 
 
 class MoE(nn.Module):
-    """A feed-forward network of experts, beside one that is `shared` by all tokens."""
+    """A feed-forward network of experts, beside one that is `shared` by all tokens.
+
+    Where the experts' matrices are cut, the slices' tokens are joined on their way to them, and
+    what comes back are sums over the slices, of each slice's own tokens.
+    """
 
     def __init__(
         self,
@@ -28,16 +32,17 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
         tokens_TH = x.reshape(-1, x.shape[-1])
-        routing = self.router(tokens_TH, context)
-        counted = self.dispatcher.count(routing.experts_TK, training=context.training)
+        routing, slices = self.router(tokens_TH, context), self.bank.slices
+        experts_TK, weights_TK = slices.rows(routing.experts_TK), slices.rows(routing.weights_TK)
+        counted = self.dispatcher.count(experts_TK, training=context.training)
         # A layer that is recomputed in backward must not leave its second graph here.
         context.layers.setdefault(self.router.layer, self._facts(routing, counted))
-        sent = self.dispatcher.start(tokens_TH.to(compute_dtype(x)), counted)
+        sent = self.dispatcher.start(slices.rows(tokens_TH.to(compute_dtype(x))), counted)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
         rows, slot_counts = self.dispatcher.finish(sent)
         results = self.bank.compute(rows, slot_counts)
-        combined = self.dispatcher.combine(results, routing.weights_TK, counted, sent)
-        combined = combined.view(x.shape)
+        combined = self.dispatcher.combine(results, weights_TK, counted, sent)
+        combined = slices.sum_runs(combined).view(x.shape)
         return combined if shared is None else combined + shared
 
     def _facts(self, routing: Routing, counted: Counted) -> LayerFacts:

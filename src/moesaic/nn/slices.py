@@ -36,6 +36,11 @@ class Slices:
         joined: Tensor = JoinRuns.apply(x[0].to(compute_dtype(x)), self.group)
         return joined[None]
 
+    def rows(self, x: Tensor) -> Tensor:
+        """All slices' rows of `x`, [tokens, ...], as they are."""
+        joined: Tensor = x if self.group is None else JoinRuns.apply(x, self.group)
+        return joined
+
     def samples(self, context: Context, *parts: Tensor) -> tuple[Tensor, ...]:
         """What all slices have of each of `parts`, [batch, sequence, channels], in one message."""
         if self.group is None:

@@ -51,13 +51,13 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
     """
-    groups = _groups(plan, world)
+    ranks = _ranks(plan, world)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
     alike = world.partition(plan.same_slice_groups())
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
     names = [name for stage in mine for name in stage]
     with torch.device("meta"):
-        model = LanguageModel(job.model, job.routing, plan, groups[0], slices, names)
+        model = LanguageModel(job.model, job.routing, plan, ranks, slices, names)
         if job.finetune is not None:
             prepare(model, job.finetune)
     model.to(DTYPES[job.train.precision])
@@ -80,7 +80,8 @@ def assemble(
     devices.activate(world.device)
     run = Run(
         job, plan, world, model, holdings, optimizer,
-        part=groups[0].everyone, replicas=groups[1], alike=alike, ends=_ends(job, plan, world),
+        part=world.partition(plan.part_groups()),
+        replicas=world.partition(plan.replica_groups()), alike=alike, ends=_ends(job, plan, world),
         pipeline=pipeline, frozen=frozen,
     )  # fmt: skip
     run.counters.update(counters or {})
@@ -89,16 +90,17 @@ def assemble(
     return run
 
 
-def _groups(plan: Plan, world: World) -> tuple[Ranks, Group | None]:
-    """The ranks that dispatch, by place in their part of the pipeline, and the group that holds
-    copies of this rank's experts."""
-    everyone = world.partition(plan.part_groups())
+def _ranks(plan: Plan, world: World) -> Ranks:
+    """The ranks that dispatch, by place in their part of the pipeline."""
     expert_groups = plan.expert_groups()
     mine = next(group for group in expert_groups if world.rank in group)
-    exchange = world.partition(expert_groups)
-    replicas = world.partition(plan.replica_groups())
-    places = tuple(rank % plan.span for rank in mine)
-    return Ranks(world.rank % plan.span, everyone, exchange, places), replicas
+    return Ranks(
+        rank=world.rank % plan.span // plan.etp,
+        everyone=world.partition(plan.same_expert_slice_groups()),
+        group=world.partition(expert_groups),
+        group_ranks=tuple(rank % plan.span // plan.etp for rank in mine),
+        slices=Slices(world.rank % plan.etp, plan.etp, world.partition(plan.expert_slice_groups())),
+    )
 
 
 def _ends(job: Job, plan: Plan, world: World) -> Group | None:

@@ -119,6 +119,14 @@ WRONG = [
      'job.toml: layout.tp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
      "slices of the output of shared experts have 32 columns, set optimizer.moments to "
      '"bf16" or "full", or tp = 1'),
+    (["layout.etp=2"],
+     "job.toml: layout.etp = 2 does not divide tp = 1, and slices of experts are slices of all "
+     "else too: choose a divisor, or raise tp"),
+    (["layout.tp=2", "layout.etp=2", 'optimizer.moments="8bit"', "model.head_dim=64",
+      "model.ffn=128"],
+     'job.toml: layout.etp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
+     "slices of the output of experts have 64 columns, set optimizer.moments to "
+     '"bf16" or "full", or etp = 1'),
     (["layout.tp=2", 'finetune.method="lora"'],
      'job.toml: layout.tp = 2 with finetune.method = "lora": adapters are not cut into slices, '
      "set tp = 1"),

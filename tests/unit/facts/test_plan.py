@@ -179,6 +179,8 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
     [
         ({"ep": 3}, "ep = 3 does not divide ranks = 4: choose a divisor"),
         ({"shard": 8}, "shard = 8 does not divide ranks = 4: choose a divisor"),
+        ({"etp": 2}, "etp = 2 does not divide tp = 1, and slices of experts are slices of all"),
+        ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide ranks = 4: choose a divisor"),
         ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
         ({"homes": [[0, 1]]}, "homes has 1 lists for ep = 2: give each of the ranks"),
         ({"homes": [[0, 1], [1, 2]]}, "homes names expert 1 twice, in homes[0] and in homes[1]"),
@@ -354,6 +356,17 @@ def test_slices_are_held_against_all_that_they_would_cut() -> None:
             check(plan, tiny_job(model={"vocab": 60}, **tables), "plan")
     borders = {"vocab": 60, "head_dim": 64}
     check(plan, tiny_job(model=borders, optimizer={"moments": "8bit"}), "plan")
+
+
+def test_slices_of_experts_are_places_of_their_own() -> None:
+    plan = Plan(ranks=8, ep=2, shard=1, tp=2, etp=2, experts=4)
+    assert plan.expert_slice_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert plan.expert_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert plan.same_expert_slice_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert plan.replica_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [plan.homes(rank) for rank in range(5)] == [(0, 1), (0, 1), (2, 3), (2, 3), (0, 1)]
+    with pytest.raises(ConfigError, match=r"^plan: etp = 2 does not divide model\.ffn = 15, which"):
+        check(plan, tiny_job(model={"vocab": 60, "experts": 4, "ffn": 15}), "plan")
 
 
 def test_work_follows_the_homes() -> None:

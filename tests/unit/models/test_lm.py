@@ -47,14 +47,16 @@ def test_pieces_are_the_parameters_that_the_facts_name(name: str, tied: bool) ->
     assert live == {p.name: p.shape for p in parameters(config)}
 
 
+@pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"])
-def test_slices_are_boxes_of_the_whole(name: str) -> None:
+def test_slices_are_boxes_of_the_whole(name: str, etp: int) -> None:
     config = small(name, vocab=20, tied=True)
     whole = {piece.name: piece.tensor for piece in pieces(build(config))}
-    plan = Plan(ranks=4, ep=1, shard=1, tp=2, experts=config.experts)
+    plan = Plan(ranks=4, ep=1, shard=1, tp=2, etp=etp, experts=config.experts)
     held = dict.fromkeys(whole, 0)
     for rank in (2, 3):
-        model = LanguageModel(config, None, plan, Ranks(rank), Slices(rank % 2, 2)).double()
+        ranks = Ranks(rank // etp, slices=Slices(rank % etp, etp))
+        model = LanguageModel(config, None, plan, ranks, Slices(rank % 2, 2)).double()
         found = pieces(model, plan, rank)
         InitialSource(0, 0.3).fill(found)
         for piece in found:

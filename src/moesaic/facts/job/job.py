@@ -57,7 +57,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Job:
         self._check_experts()
-        uncut = self.uncut(self.layout.tp)
+        uncut = self.uncut(self.layout.tp, self.layout.etp)
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
         self._check_finetune()
@@ -108,8 +108,9 @@ class Job(Section):
             f"but model.top_k = {model.top_k}: set model.top_k = {needs}"
         )
 
-    def uncut(self, tp: int) -> str | None:
-        """Why `tp` slices cannot share this job's matrices and tokens equally; None: they can."""
+    def uncut(self, tp: int, etp: int) -> str | None:
+        """Why `tp` slices, `etp` of an expert, cannot share this job's matrices and tokens equally;
+        None: they can."""
         model = self.model
         widths = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
         widths["model.vocab"] = model.vocab
@@ -125,6 +126,10 @@ class Job(Section):
                     f"tp = {tp} does not divide {key} = {width}, which the slices share out: "
                     "choose a divisor"
                 )
+        if etp > 1:
+            uncut = self._uncut_expert(tp, etp)
+            if uncut is not None:
+                return uncut
         if tp == 1:
             return None
         if self.finetune is not None and self.finetune.method == "lora":
@@ -132,25 +137,44 @@ class Job(Section):
                 f'tp = {tp} with finetune.method = "lora": adapters are not cut into slices, set '
                 "tp = 1"
             )
-        return self._cut_block(tp)
+        return self._cut_block(tp, etp)
 
-    def _cut_block(self, tp: int) -> str | None:
-        """Which matrix `tp` slices would cut inside a block of its moments; None: none."""
+    def _uncut_expert(self, tp: int, etp: int) -> str | None:
+        model = self.model
+        if not model.experts:
+            return f"etp = {etp} with a dense model (model.experts = 0): set etp = 1"
+        if tp % etp:
+            return (
+                f"etp = {etp} does not divide tp = {tp}, and slices of experts are slices of all "
+                "else too: choose a divisor, or raise tp"
+            )
+        if model.ffn % etp:
+            return (
+                f"etp = {etp} does not divide model.ffn = {model.ffn}, which the slices of an "
+                "expert share out: choose a divisor"
+            )
+        return None
+
+    def _cut_block(self, tp: int, etp: int) -> str | None:
+        """Which matrix slices would cut inside a block of its moments; None: none."""
         model = self.model
         if self.optimizer.moments != "8bit":
             return None
         values = model.head_dim if model.latent is None else model.latent.value
-        columns = {"the output of attention": model.heads * values}
+        columns = {"the output of attention": ("tp", tp, model.heads * values)}
         for layer in range(model.layers - len(model.expert_layers)):
-            columns[f"the output of feed-forward network {layer}"] = model.inner(layer)
+            name = f"the output of feed-forward network {layer}"
+            columns[name] = ("tp", tp, model.inner(layer))
         if model.shared:
-            columns["the output of shared experts"] = model.shared * model.ffn
-        for matrix, width in columns.items():
-            if width // tp % MOMENT_BLOCK:
+            columns["the output of shared experts"] = ("tp", tp, model.shared * model.ffn)
+        if etp > 1:
+            columns["the output of experts"] = ("etp", etp, model.ffn)
+        for matrix, (key, slices, width) in columns.items():
+            if width // slices % MOMENT_BLOCK:
                 return (
-                    f'tp = {tp} with optimizer.moments = "8bit", which has blocks of '
-                    f"{MOMENT_BLOCK} columns: slices of {matrix} have {width // tp} columns, set "
-                    'optimizer.moments to "bf16" or "full", or tp = 1'
+                    f'{key} = {slices} with optimizer.moments = "8bit", which has blocks of '
+                    f"{MOMENT_BLOCK} columns: slices of {matrix} have {width // slices} columns, "
+                    f'set optimizer.moments to "bf16" or "full", or {key} = 1'
                 )
         return None
 

@@ -24,6 +24,9 @@ class LayoutConfig(Section):
     """Replicas that share out the dense parameters (FSDP2): 1: none do; "all": every one."""
     tp: int = Field(default=1, ge=1)
     """Tensor parallelism: consecutive ranks that share out every dense matrix."""
+    etp: int = Field(default=1, ge=1)
+    """Tensor parallelism of experts: of those ranks, consecutive ones that share out every expert's
+    matrices too. 1: an expert is whole, and only `ep` shares experts out."""
     pp: int = Field(default=1, ge=1)
     """Pipeline parallelism: parts that the layers are cut into, each on ranks of its own."""
     schedule: Schedule = "1f1b"

@@ -15,7 +15,7 @@ from moesaic.facts.plan.layout import block_names, pipeline_fault
 from moesaic.facts.plan.plan import Plan, RankPlace
 
 _DIGITS = 16
-_DECISIVE = {"ranks", "ep", "shard", "tp", "pp", "schedule", "homes_by_rank", "stages"}
+_DECISIVE = {"ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "homes_by_rank", "stages"}
 """What of a plan a step's cost depends on, besides its places."""
 
 
@@ -35,7 +35,7 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.ep > 1 and not plan.experts:
         raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
-    uncut = job.uncut(plan.tp)
+    uncut = job.uncut(plan.tp, plan.etp)
     if uncut is not None:
         raise ConfigError(f"{origin}: {uncut}")
     wanted = job.train.micro_batches

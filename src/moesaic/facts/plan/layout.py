@@ -19,7 +19,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     for key, value, what, many in (
         ("layout.pp", layout.pp, "the number of ranks", ranks),
         ("layout.tp", layout.tp, "the ranks of a part of the pipeline", part),
-        ("layout.ep", layout.ep, "the ranks of a part of the pipeline", part),
+        (*_homes(layout), "the ranks of a part of the pipeline", part),
         ("layout.shard", shard, "the replicas", replicas),
     ):
         if many % value:
@@ -35,9 +35,16 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             "choose a divisor of the number of experts"
         )
     return Plan(
-        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, pp=layout.pp,
+        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
     )  # fmt: skip
+
+
+def _homes(layout: LayoutConfig) -> tuple[str, int]:
+    """Ranks that between them hold all experts once, and what the job calls their number."""
+    if layout.etp == 1:
+        return "layout.ep", layout.ep
+    return "layout.ep * layout.etp", layout.ep * layout.etp
 
 
 def planned(job: Job, ranks: int) -> Plan:

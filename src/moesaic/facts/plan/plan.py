@@ -43,9 +43,10 @@ class Plan(Section):
     A pipeline of `pp` parts, each a run of `span` ranks; in a part, runs of `tp` ranks that share
     out every matrix and hold the same samples, so that rank `(part * replicas + replica) * tp +
     slice` has its name. Every replica holds its own samples of each global micro-batch, and each of
-    its slices an equal run of their tokens wherever a matrix is not cut. In a part, ranks
-    `[i * ep, (i + 1) * ep)` share out the experts; ranks that are `ep` apart hold copies of the
-    same ones. `shard` replicas in a row share out what dense parameters each slice has.
+    its slices an equal run of their tokens wherever a matrix is not cut. In a part, runs of `etp`
+    ranks have the same experts, each a slice of them, and `ep` such runs in a row share out the
+    experts; ranks that are `ep * etp` apart hold copies of the same ones. `shard` replicas in a row
+    share out what dense parameters each slice has.
     """
 
     ranks: int = Field(ge=1, le=MOST_RANKS)
@@ -56,6 +57,8 @@ class Plan(Section):
     """Replicas that share out the dense parameters."""
     tp: int = Field(default=1, ge=1)
     """Ranks that share out every dense matrix."""
+    etp: int = Field(default=1, ge=1)
+    """Of those, ranks that share out every expert's matrices too."""
     pp: int = Field(default=1, ge=1)
     """Parts of the pipeline."""
     schedule: Schedule = "1f1b"
@@ -103,8 +106,14 @@ class Plan(Section):
                 f"tp * pp = {self.tp} * {self.pp} does not divide ranks = {self.ranks}: "
                 "choose divisors"
             )
+        if self.tp % self.etp:
+            raise ValueError(
+                f"etp = {self.etp} does not divide tp = {self.tp}, and slices of experts are "
+                "slices of all else too: choose a divisor"
+            )
+        cut = self.etp > 1
         for name, value, of, many in (
-            ("ep", self.ep, "ranks of a part", self.span),
+            ("ep * etp" if cut else "ep", self.ep * self.etp, "ranks of a part", self.span),
             ("shard", self.shard, "replicas", self.replicas),
         ):
             if many % value:
@@ -196,8 +205,8 @@ class Plan(Section):
         return _json(self.model_dump(mode="json", by_alias=True), "", top=True) + "\n"
 
     def homes(self, rank: int) -> tuple[int, ...]:
-        """The experts that live on `rank`, in the order of its slots."""
-        return tuple(self.homes_by_rank[rank % self.ep])
+        """The experts that live on `rank`, or slices of them, in the order of its slots."""
+        return tuple(self.homes_by_rank[rank // self.etp % self.ep])
 
     def slots(self) -> list[int]:
         """The experts of all slots of an expert group, rank by rank."""
@@ -233,7 +242,7 @@ class Plan(Section):
     @property
     def priced(self) -> bool:
         """Whether it is worked out what ranks under such a plan need and take."""
-        return self.tp == self.pp == 1
+        return self.tp == self.pp == self.etp == 1
 
     def counts(self, rank: int) -> bool:
         """Whether `rank` counts its samples: other slices hold the same."""
@@ -253,11 +262,21 @@ class Plan(Section):
 
     def expert_groups(self) -> list[list[int]]:
         """Groups of ranks that exchange tokens."""
-        return _runs(self.ranks, self.ep)
+        homes = _runs(self.ranks, self.ep * self.etp)
+        return [ranks[i :: self.etp] for ranks in homes for i in range(self.etp)]
+
+    def expert_slice_groups(self) -> list[list[int]]:
+        """Groups of ranks that share out the matrices of the same experts."""
+        return _runs(self.ranks, self.etp)
+
+    def same_expert_slice_groups(self) -> list[list[int]]:
+        """Groups of ranks that between them send each token of a part to experts once."""
+        return [part[i :: self.etp] for part in self.part_groups() for i in range(self.etp)]
 
     def replica_groups(self) -> list[list[int]]:
-        """Groups of ranks that hold the same experts."""
-        return [part[i :: self.ep] for part in self.part_groups() for i in range(self.ep)]
+        """Groups of ranks that hold the same experts, or slices of them."""
+        apart = self.ep * self.etp
+        return [part[i::apart] for part in self.part_groups() for i in range(apart)]
 
     def same_slice_groups(self) -> list[list[int]]:
         """Groups of ranks that hold the same slices of the same blocks, shared out or not."""
