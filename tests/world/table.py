@@ -111,7 +111,7 @@ def covering(whole: Sequence[Row]) -> list[Row]:
     left = {row: set(combinations(enumerate(row), 2)) for row in whole}
     chosen: list[Row] = []
     while left:
-        best = max(left, key=lambda row: len(left[row]) / (4 + row.ranks))
+        best = max(left, key=lambda row: len(left[row]) / row.ranks)
         met = left.pop(best)
         chosen.append(best)
         left = {row: pairs - met for row, pairs in left.items() if pairs - met}
