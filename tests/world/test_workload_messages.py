@@ -53,6 +53,10 @@ CUT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tp": 2, "shard": 2}),
     (4, {"tp": 2, "shard": 2, "ep": 2}),
     (4, {"tp": 4}),
+    (2, {"tp": 2, "etp": 2}),
+    (4, {"tp": 2, "ep": 2, "etp": 2}),
+    (4, {"tp": 4, "etp": 2}),
+    (4, {"tp": 2, "etp": 2, "shard": 2}),
     (2, {"pp": 2, "schedule": "gpipe"}),
     (2, {"pp": 2, "schedule": "zero-bubble"}),
     (4, {"pp": 2, "schedule": "interleaved", "ep": 2}),
@@ -206,7 +210,7 @@ def cut_job(name: str, layout: dict[str, Any]) -> Job:
     given = CUT_JOBS[name]
     tables = {table: {**CUT.get(table, {}), **given.get(table, {})} for table in {**CUT, **given}}
     if CUT_JOBS[name].get("model", {}).get("experts") == 0:
-        layout = {**layout, "ep": 1}
+        layout = {**layout, "ep": 1, "etp": 1}
     return tiny_job(**tables, layout=layout)
 
 

@@ -152,7 +152,7 @@ def _dense(name: str, slices: Slices, ffn: int, *, again: bool) -> Block:
         *_gated(s, ffn),
         ops.residual(s),
     ]
-    return _block(name, parts, _beside(slices), again=again)
+    return _block(name, parts, _beside(slices), again=again, sums=s.slices > 1)
 
 
 def _gated(s: Sizes, ffn: int, of: str = "") -> list[Part]:
@@ -190,16 +190,24 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
     ]
     row_bytes = s.model.hidden * s.narrow
     to, back = ([n * row_bytes for n in rows] for rows in traffic(counts, plan, rank, group))
-    talk = messages.counts(job, plan, rank).then(
+    talk = slices.join_choices().then(
+        messages.counts(job, plan, rank),
+        slices.join_sent(),
         messages.exchange("tokens", group, to, back),
         _beside(slices) if shared else Talk(),
         messages.exchange("results", group, back, to),
+        slices.sum_results(),
     )
-    return _block(name, parts, talk, again=job.train.recompute)
+    return _block(name, parts, talk, again=job.train.recompute, sums=s.expert_slices > 1)
 
 
-def _block(name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False) -> Block:
-    """A block without its update; computed `again` in backward but for what nobody needs there."""
+def _block(
+    name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False, sums: bool = False
+) -> Block:
+    """A block without its update; computed `again` in backward but for what nobody needs there.
+
+    That is the last message too where it `sums` what nobody computes with.
+    """
     first = tuple(op for op, _ in parts)
     last = tuple(op for _, op in reversed(parts))
     repeated: tuple[Op, ...] = ()
@@ -209,8 +217,8 @@ def _block(name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False)
         said = talk.forward
         if not name.endswith("attention"):
             repeated = tuple(op for op in repeated if op.name not in ("residual", "shared"))
-        if name.endswith("ffn"):
-            said = said[:-1]  # The sum of what `down` would make.
+        if sums:
+            said = said[:-1]
     backward = Work((*repeated, *last), (*said, *talk.backward))
     return Block(name, Work(first, talk.forward), backward, Work())
 
@@ -317,7 +325,7 @@ def _step(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> Work
         ]  # fmt: skip
     else:  # FSDP has summed over ranks that hold the same slices.
         groups = [("dense", messages.group_of(plan.slice_groups(), rank), sizes(whole))]
-    arena = 3 * model.ffn * model.hidden * len(plan.homes(rank)) * width
+    arena = 3 * model.ffn // plan.etp * model.hidden * len(plan.homes(rank)) * width
     layers = sum(p.kind == "router" for p in holding)
     copies = messages.group_of(plan.replica_groups(), rank)
     groups.append(("experts", copies, [arena] * layers))

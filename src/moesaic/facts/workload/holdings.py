@@ -27,7 +27,8 @@ def held(model: ModelConfig, plan: Plan, rank: int) -> list[Parameter]:
         if parameter.expert is not None and parameter.expert not in homes:
             continue
         if model_block(parameter) in here:
-            found.append(parameter.on_slice(plan.tp))
+            slices = plan.tp if parameter.expert is None else plan.etp
+            found.append(parameter.on_slice(slices))
         elif parameter.kind == "embedding" and model.tied and "head" in here:
             copy.append(replace(parameter.on_slice(plan.tp), kind="head"))
     return found + copy
@@ -46,7 +47,7 @@ def is_first(parameter: Parameter, plan: Plan, rank: int) -> bool:
     It is the one that counts them in the gradient's norm.
     """
     if parameter.expert is not None:
-        return rank % plan.span < plan.ep
+        return rank % plan.span < plan.ep * plan.etp
     if parameter.kind == "head" and parameter.name.startswith("embed."):
         return False  # The embedding itself is on another part.
     return plan.replica(rank) < plan.shard and (parameter.cut is not None or not rank % plan.tp)

@@ -18,7 +18,8 @@ Counts = NDArray[np.int64]
 def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
     """Assignments [ranks, experts] of one layer over one global micro-batch, none dropped.
 
-    In a pipeline the ranks are those of the part that has the layer, by their place in it.
+    In a pipeline the ranks are those of the part that has the layer, by their place in it; slices
+    of the same experts are one, as their tokens are joined.
 
     Args:
         job: the job.
@@ -28,17 +29,19 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
             they are. None: even.
     """
     given = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
-    if given.shape == (plan.span, plan.experts):
+    places = plan.span // plan.etp
+    if given.shape == (places, plan.experts):
         return given.astype(np.int64)
     if given.shape != (plan.experts,):
         raise ConfigError(
-            f"a load of shape {given.shape} does not fit {plan.experts} experts on {plan.span} "
-            f"ranks: give it by expert [{plan.experts}], or [{plan.span}, {plan.experts}]"
+            f"a load of shape {given.shape} does not fit {plan.experts} experts on {places} "
+            f"ranks: give it by expert [{plan.experts}], or [{places}, {plan.experts}]"
         )
     if not (given.sum() > 0 and given.min() >= 0):
         raise ConfigError("a load of no assignments, or of less than none: give some above 0")
     size = job.train.batch // job.train.micro_batches
-    ends = np.array([_end(plan, place, size, job.data.sequence) for place in range(plan.span)])
+    last = range(plan.etp - 1, plan.span, plan.etp)
+    ends = np.array([_end(plan, rank, size, job.data.sequence) for rank in last])
     reached = _shared_out(ends * job.model.top_k, given.astype(np.float64))
     counts: Counts = np.diff(reached, axis=0, prepend=0)
     return counts
@@ -78,20 +81,20 @@ def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> lis
 
 
 def leaving(counts: Counts, plan: Plan, rank: int) -> int:
-    """Assignments of the tokens of `rank` itself."""
-    return int(counts[rank % plan.span].sum())
+    """Assignments of the tokens that go to experts from `rank`."""
+    return int(counts[_places(plan, [rank])].sum())
 
 
 def _places(plan: Plan, group: Sequence[int]) -> list[int]:
-    """Of ranks in their part of the pipeline."""
-    return [rank % plan.span for rank in group]
+    """Of ranks in their part of the pipeline; those that have the same experts are one."""
+    return [rank % plan.span // plan.etp for rank in group]
 
 
 class Routed(NamedTuple):
     """Rows of one rank in one expert layer."""
 
     leaving: int
-    """Assignments of its own tokens."""
+    """Assignments of the tokens that go to experts from it."""
     slots: list[int]
     """Rows that arrive at each of its slots."""
 

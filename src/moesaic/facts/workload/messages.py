@@ -61,12 +61,14 @@ class Slices:
 
     s: Sizes
     ranks: tuple[int, ...]
+    alike: tuple[int, ...]
+    """Those of them that have the same experts."""
 
     @classmethod
     def of(cls, s: Sizes, plan: Plan, rank: int) -> Slices:
         """Those that `rank` is among."""
-        first = rank - rank % plan.tp
-        return cls(s, tuple(range(first, first + plan.tp)))
+        groups = plan.slice_groups(), plan.expert_slice_groups()
+        return cls(s, *(group_of(some, rank) for some in groups))
 
     def join_runs(self, width: int) -> Talk:
         """All tokens, `width` channels each, where each slice has a run of them."""
@@ -93,6 +95,32 @@ class Slices:
             sums += times * self._say("log-sums", "all_gather", num_bytes)
         return self.join_runs(self.s.model.hidden).then(Talk(sums))
 
+    def join_choices(self) -> Talk:
+        """Experts of all tokens that go to the same ones, and their weights."""
+        chosen = self.s.sent * self.s.model.top_k
+        weights = self._among_alike("all_gather", chosen * self.s.wide)
+        back = self._among_alike("reduce_scatter", chosen * self.s.wide)
+        return Talk((*self._among_alike("all_gather", chosen * _NUMBER_BYTES), *weights), back)
+
+    def join_sent(self) -> Talk:
+        """Those tokens."""
+        num_bytes = self.s.sent * self.s.model.hidden * self.s.narrow
+        return Talk(
+            self._among_alike("all_gather", num_bytes),
+            self._among_alike("reduce_scatter", num_bytes),
+        )
+
+    def sum_results(self) -> Talk:
+        """What slices of experts make of them, of which each gets its own tokens' sum."""
+        joined = self.join_sent()
+        return Talk(joined.backward, joined.forward)
+
+    def _among_alike(self, operation: Operation, num_bytes: int) -> tuple[Message, ...]:
+        if self.s.expert_slices == 1:
+            return ()
+        name = "join tokens" if operation == "all_gather" else "sum results"
+        return (Message(name, operation, self.alike, num_bytes),)
+
     def _joined(self, num_bytes: int) -> tuple[Message, ...]:
         return self._say("join runs", "all_gather", num_bytes)
 
@@ -118,10 +146,11 @@ def part_of(plan: Plan, rank: int) -> tuple[int, ...]:
 
 def counts(job: Job, plan: Plan, rank: int) -> Talk:
     """How many tokens go where: an all-gather before each exchange."""
-    if plan.span == 1:
+    ranks = group_of(plan.same_expert_slice_groups(), rank)
+    if len(ranks) == 1:
         return Talk()
     own = _NUMBER_BYTES * (job.model.top_k * (job.model.experts + 1) + 1)
-    return Talk((Message("counts", "all_gather", part_of(plan, rank), plan.span * own),))
+    return Talk((Message("counts", "all_gather", ranks, len(ranks) * own),))
 
 
 def exchange(name: str, ranks: tuple[int, ...], out: Sequence[int], back: Sequence[int]) -> Talk:

@@ -289,19 +289,19 @@ def router(s: Sizes) -> Part:
 
 def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     """Tokens copied once for each of their experts, and put in the order of slots."""
-    hidden, chosen = s.model.hidden, s.run * s.model.top_k
+    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
     rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
     return (
         Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order,
            21 + s.casts + 8 * travels),
-        Op("dispatch", (), rows + s.stream * s.narrow + s.cast(s.stream) + order,
+        Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream) + order,
            3 + s.casts + travels),
     )  # fmt: skip
 
 
 def experts(s: Sizes, slots: Sequence[int]) -> Part:
     """The products of each slot's rows with its expert, gate and up in one."""
-    hidden, ffn = s.model.hidden, s.model.ffn
+    hidden, ffn = s.model.hidden, s.ffn
     rows = sum(slots)
     busy = {count: slots.count(count) for count in sorted(set(slots)) if count}
     num_busy = sum(busy.values())
@@ -326,11 +326,11 @@ def experts(s: Sizes, slots: Sequence[int]) -> Part:
 
 def combine(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     """Results back in the order of tokens, and added up by weight."""
-    hidden, chosen = s.model.hidden, s.run * s.model.top_k
+    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
     rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
     weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
     return (
-        Op("combine", (), rows + s.stream * s.narrow + weights + order,
+        Op("combine", (), rows + s.sent * hidden * s.narrow + weights + order,
            5 + s.casts + 3 * travels),
         Op("combine", (), 8 * rows + 2 * weights + order, 11 + s.casts + travels),
     )  # fmt: skip

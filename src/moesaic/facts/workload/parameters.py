@@ -28,7 +28,8 @@ class Parameter:
     layer: int | None = None
     expert: int | None = None
     cut: int | None = None
-    """Dimension that slices share out equally; None: each of them has all of it."""
+    """Dimension that slices (of an expert: its own ones) share out equally; None: each of them has
+    all of it."""
 
     @property
     def size(self) -> int:
@@ -96,8 +97,10 @@ def _moe(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     if model.score == "sigmoid":
         yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
     for expert in range(model.experts):
-        for name, shape, _ in _gated(hidden, model.ffn):
-            yield Parameter(expert_name(layer, expert, name), shape, "expert", layer, expert)
+        for name, shape, cut in _gated(hidden, model.ffn):
+            yield Parameter(
+                expert_name(layer, expert, name), shape, "expert", layer, expert, cut=cut
+            )
     for name, shape, cut in _gated(hidden, model.shared * model.ffn) if model.shared else ():
         yield Parameter(f"{at}.moe.shared.{name}.weight", shape, "dense", layer, cut=cut)
 

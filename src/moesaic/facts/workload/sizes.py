@@ -51,6 +51,8 @@ class Sizes:
     """Elements of the mask by which attention ends at documents or looks back on a window."""
     slices: int = 1
     """Ranks that hold the same samples and share out every dense matrix."""
+    expert_slices: int = 1
+    """Of those, ranks that share out every expert's matrices too."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int) -> Sizes:
@@ -62,7 +64,7 @@ class Sizes:
             mask = rows * length**2
         elif window is not None and window < length:  # The same for all rows.
             mask = length**2
-        return cls(job.model, rows, length, job.train.precision, mask, plan.tp)
+        return cls(job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp)
 
     @property
     def tokens(self) -> int:
@@ -83,6 +85,16 @@ class Sizes:
     def joined(self) -> int:
         """Elements of the residual stream of all slices."""
         return self.tokens * self.model.hidden
+
+    @property
+    def sent(self) -> int:
+        """Tokens that go to experts from here: those of all slices of the same experts."""
+        return self.run * self.expert_slices
+
+    @property
+    def ffn(self) -> int:
+        """Inner width of this slice of an expert."""
+        return self.model.ffn // self.expert_slices
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
