@@ -38,8 +38,8 @@ def attention(s: Sizes, latent: Latent) -> list[Part]:
 
 
 def unturned(s: Sizes) -> int:
-    """Width of what all heads do not turn."""
-    return s.queries - s.model.heads * s.model.turned
+    """Width of what no head of this slice turns."""
+    return s.queries - s.heads * s.model.turned
 
 
 def attended(s: Sizes, latent: Latent) -> int:
