@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from numpy.typing import ArrayLike
 
+from moesaic.facts.plan import stages
 from moesaic.facts.plan.order import order
 from moesaic.facts.workload.kept import captured_bytes, logits_bytes
 from moesaic.facts.workload.parameters import Parameter
 from moesaic.facts.workload.peaks import Step
-from moesaic.facts.workload.share import Share, own_stages
+from moesaic.facts.workload.share import Share
 
 
 @dataclass
@@ -57,11 +58,9 @@ class Flight(Step):
         plan, times = share.plan, share.job.train.micro_batches
         part = plan.part(share.rank)
         self.stream = self.s.stream * self.s.wide
-        own = own_stages(plan, share.job.model, share.rank)
-        numbers = range(part, plan.num_stages, plan.pp)
-        self.stages = {
-            number: self._stage(number, names) for number, names in zip(numbers, own, strict=True)
-        }
+        names = stages(plan, share.job.model)
+        mine = range(part, plan.num_stages, plan.pp)
+        self.stages = {number: self._stage(number, names[number]) for number in mine}
         received = sum(2 - stage.first - stage.last for stage in self.stages.values())
         self.buffers = received * times * self.stream
         self.there = self.made = self.most_there = self.most_forward = self.most_backward = 0
@@ -146,7 +145,9 @@ class Flight(Step):
             if name == list(stage.kept)[-1] and not stage.last:
                 working -= self.stream  # The gradient that it begins with has been received.
             if self.recompute:
-                working += self.kept[name] - self.stream
+                again = self.kept[name] - self.stream
+                self.most_there = max(self.most_there, self.there + again)
+                working += again
             self._note(there + working + (not stage.begun) * coming)
             there -= stage.kept[name]
             coming += self.own[index] * wide

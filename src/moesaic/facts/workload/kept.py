@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import Latent
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.holdings import blocks_on
 from moesaic.facts.workload.latent import attended
 from moesaic.facts.workload.loads import Routed, routed
-from moesaic.facts.workload.share import own_stages
 from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, Sizes
 
 
@@ -39,11 +39,8 @@ def activations(
         "head": _head_bytes(s),
     }
     angles = s.tokens * job.model.turned * s.wide
-    own = {name for stage in own_stages(plan, job.model, rank) for name in stage}
-    return {
-        "context": angles + s.mask,
-        **{name: num_bytes for name, num_bytes in kept.items() if name in own},
-    }
+    own = {name: kept[name] for name in blocks_on(job.model, plan, rank)}
+    return {"context": angles + s.mask, **own}
 
 
 def _embedding_bytes(s: Sizes) -> int:

@@ -7,23 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.plan import Plan, stages
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
 from moesaic.facts.workload.finetune import adapters, learnt
-from moesaic.facts.workload.parameters import (
-    Parameter,
-    moment_bytes,
-    parameters,
-    rank_size,
-)
+from moesaic.facts.workload.holdings import blocks_on, held, model_block
+from moesaic.facts.workload.parameters import Parameter, moment_bytes, rank_size
 from moesaic.facts.workload.sizes import BIAS_BYTES, STORED_BYTES
-
-_EMBED = "embed.weight"
-
-
-def own_stages(plan: Plan, model: ModelConfig, rank: int) -> list[list[str]]:
-    """Names of the blocks of each stage that `rank` has; without a pipeline there is one stage."""
-    return stages(plan, model)[plan.part(rank) :: plan.pp]
 
 
 @dataclass(frozen=True)
@@ -43,21 +32,20 @@ class Share:
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int) -> Share:
         """Those of `rank`."""
-        own = {name for stage in own_stages(plan, job.model, rank) for name in stage}
-        homes = set(plan.homes(rank))
-        held = [
+        here, homes = set(blocks_on(job.model, plan, rank)), set(plan.homes(rank))
+        beside = [
             p
-            for p in (*parameters(job.model), *adapters(job.model, job.finetune))
-            if (p.expert is None or p.expert in homes)
-            and not own.isdisjoint(_blocks_of(p, job.model))
+            for p in adapters(job.model, job.finetune)
+            if (p.expert is None or p.expert in homes) and model_block(p) in here
         ]
+        found = [*held(job.model, plan, rank), *beside]
         return cls(
             job,
             plan,
             rank,
-            [p.on_slice(plan.tp) for p in held if p.is_dense],
-            [p for p in held if p.expert is not None],
-            [p for p in held if p.kind == "bias"],
+            [p for p in found if p.is_dense],
+            [p for p in found if p.expert is not None],
+            [p for p in found if p.kind == "bias"],
             frozenset(p.name for p in learnt(job)),
         )
 
@@ -97,34 +85,26 @@ class Share:
     def _pieces(self) -> Iterator[tuple[tuple[int, ...], list[int]]]:
         """Owners of tensors of this rank, and bytes of those tensors."""
         plan, part = self.plan, self.rank - self.rank % self.plan.span
-        first, step = part + plan.replica(self.rank) % plan.shard * plan.tp, plan.shard * plan.tp
-        alike = range(first + self.rank % plan.tp, part + plan.span, step)
-        slices = tuple(
-            rank + index
-            for rank in range(first, part + plan.span, step)
-            for index in range(plan.tp)
-        )
-        for p in self.dense:
-            owners = tuple(alike) if self.is_cut(p) else slices
-            if p.name == _EMBED and self.job.model.tied and plan.pp > 1:
-                ends = (0, plan.ranks - plan.span)
-                owners = tuple(end + rank - part for end in ends for rank in owners)
-            yield owners, self._tensors(p, self.rank_size(p))
+        shard = part + plan.replica(self.rank) % plan.shard * plan.tp
+        firsts = range(shard, part + plan.span, plan.shard * plan.tp)
+        whole = tuple(first + index for first in firsts for index in range(plan.tp))
+        alike = tuple(first + self.rank % plan.tp for first in firsts)
+        tied = [p for p in self.dense if p.name == "embed.weight"]
+        tied = tied if self.job.model.tied and plan.pp > 1 else []
+        alone = [p for p in self.dense if p not in tied]
+        yield whole, self._dense([p for p in alone if not self.is_cut(p)])
+        yield alike, self._dense([p for p in alone if self.is_cut(p)])
+        if tied:  # It is cut, or there are no slices.
+            ends = (-part, plan.ranks - plan.span - part)
+            yield tuple(end + rank for end in ends for rank in alike), self._dense(tied)
         copies = tuple(range(part + self.rank % plan.ep, part + plan.span, plan.ep))
-        for p in self.experts:
-            yield copies, self._tensors(p, p.size)
+        yield copies, [n for p in self.experts for n in self._tensors(p, p.size)]
         everyone = tuple(range(part, part + plan.span))
         yield everyone, [p.size * BIAS_BYTES for p in self.biases]
+
+    def _dense(self, some: Sequence[Parameter]) -> list[int]:
+        return [n for p in some for n in self._tensors(p, self.rank_size(p))]
 
     def _tensors(self, p: Parameter, size: int) -> list[int]:
         moments = moment_bytes(p, size, self.job) if p.name in self.learning else ()
         return [size * STORED_BYTES[self.job.train.precision], *moments]
-
-
-def _blocks_of(parameter: Parameter, model: ModelConfig) -> set[str]:
-    """Names of the blocks that need it; a tied weight is the embedding's and the head's."""
-    if parameter.layer is not None:
-        return {f"layers.{parameter.layer}"}
-    if parameter.name == _EMBED and model.tied:
-        return {"embed", "head"}
-    return {parameter.name.partition(".")[0]}
