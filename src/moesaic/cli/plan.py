@@ -265,9 +265,9 @@ def _relief(job: Job, layout: Plan) -> str:
     """What would take memory off a rank, of what has not been done to the utmost."""
     at_once = job.train.batch // job.train.micro_batches
     more = {
-        "layout.ep": layout.experts and layout.ep < gcd(layout.ranks, layout.experts),
-        "layout.shard": layout.shard < layout.ranks,
-        "train.micro_batches": at_once > layout.ranks,
+        "layout.ep": layout.experts and layout.ep < gcd(layout.span, layout.experts),
+        "layout.shard": layout.shard < layout.replicas,
+        "train.micro_batches": at_once > layout.replicas,
     }
     raised = [key for key, some in more.items() if some]
     ways = [f"raise {listed(raised)}"] if raised else []
