@@ -132,6 +132,9 @@ SLICES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
     (2, {**TWO, "ep": 2}, "mixtral", {"precision": "bf16", **AGAIN}),
     (4, {**TWO, "shard": 2}, "dense", {}),
     (4, {**TWO, "ep": 4, "shard": 2}, "deepseek", PARTS),
+    (2, {**TWO, "etp": 2}, "olmoe", {}),
+    (2, {**TWO, "etp": 2}, "deepseek", {**PARTS, "precision": "bf16"}),
+    (4, {**TWO, "etp": 2, "ep": 2}, "mixtral", {}),
 ]
 
 

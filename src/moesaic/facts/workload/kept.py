@@ -123,17 +123,17 @@ def _gated_bytes(s: Sizes, ffn: int) -> int:
 def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
     model, t, (leaving, slots) = s.model, s.run, routed
     arriving = sum(slots)
-    scores, chosen = t * model.experts, t * model.top_k
+    scores, chosen, sent = t * model.experts, t * model.top_k, s.sent * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
     if model.score == "sigmoid":  # What makes odds of them.
         routing += t * s.wide
     if model.renormalise:
         routing += (chosen + t) * s.wide
-    indices = (2 * chosen + leaving + len(slots)) * INDEX_BYTES + 2 * chosen
+    indices = (2 * sent + leaving + len(slots)) * INDEX_BYTES + 2 * sent
     if plan.ep > 1:
         indices += 2 * arriving * INDEX_BYTES
-    rows = arriving * (model.hidden + 2 * model.ffn) + leaving * model.hidden
-    kept = _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + chosen) * s.narrow
+    rows = arriving * (model.hidden + 2 * s.ffn) + leaving * model.hidden
+    kept = _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + sent) * s.narrow
     if model.shared:
         weights = 3 * s.shared * model.hidden
         if s.slices > 1 or s.casts:  # Else it is the stream, which the router has kept already.

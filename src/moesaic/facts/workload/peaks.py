@@ -122,7 +122,7 @@ class Step:
         routed = self.routed[index]
         most = self.arena * s.wide + self._rows(routed) * s.narrow
         if model.shared:  # Their gradients come when those of experts are done.
-            gone = 2 * model.ffn * sum(routed.slots) + model.hidden * routed.leaving
+            gone = 2 * s.ffn * sum(routed.slots) + model.hidden * routed.leaving
             arena = stays * self.arena * s.wide
             most = max(most, arena + self._gated(s.shared, stays) - gone * s.narrow)
         return stream + most
@@ -213,15 +213,15 @@ class Step:
         shares = self._shares(routed.slots)
         most, done = 2 * rows * model.hidden if len(shares) > 1 else 0, 0
         for num_slots, num_rows in shares:
-            inner, before = num_rows * model.ffn, done * model.hidden
+            inner, before = num_rows * self.s.ffn, done * model.hidden
             done += num_rows
-            weights = self.s.casts * num_slots * 2 * model.ffn * model.hidden
+            weights = self.s.casts * num_slots * 2 * self.s.ffn * model.hidden
             most = max(most, before + 5 * inner, done * model.hidden + 4 * inner + weights)
         return (rows - routed.leaving) * model.hidden + most
 
     def _shares(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Slots and rows of each share that an expert layer takes at a time: on a GPU all."""
-        limit = SHARE_BYTES // (2 * self.s.model.ffn * self.s.narrow) if self.on_cpu else sum(slots)
+        limit = SHARE_BYTES // (2 * self.s.ffn * self.s.narrow) if self.on_cpu else sum(slots)
         shares = [(0, 0)]
         for rows in slots:
             num_slots, num_rows = shares[-1]

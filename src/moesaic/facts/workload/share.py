@@ -97,7 +97,8 @@ class Share:
         if tied:  # It is cut, or there are no slices.
             ends = (-part, plan.ranks - plan.span - part)
             yield tuple(end + rank for end in ends for rank in alike), self._dense(tied)
-        copies = tuple(range(part + self.rank % plan.ep, part + plan.span, plan.ep))
+        apart = plan.ep * plan.etp
+        copies = tuple(range(part + self.rank % apart, part + plan.span, apart))
         yield copies, [n for p in self.experts for n in self._tensors(p, p.size)]
         everyone = tuple(range(part, part + plan.span))
         yield everyone, [p.size * BIAS_BYTES for p in self.biases]
