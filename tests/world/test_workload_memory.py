@@ -201,6 +201,7 @@ def holdings(world: World, job: Job) -> tuple[int, int, int]:
         (2, {"pp": 2}),
         (4, {"tp": 2, "shard": 2, "ep": 4}),
         (4, {"pp": 2, "tp": 2}),
+        (4, {"tp": 2, "etp": 2}),
         (4, {"pp": 2, "ep": 2, "schedule": "interleaved"}),
     ],
 )

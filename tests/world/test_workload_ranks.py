@@ -41,12 +41,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
 }  # fmt: skip
+CUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (2, {"tp": 2, "etp": 2}),
+]  # fmt: skip
 CASES = [
     (size, layout, name, precision, recompute)
     for at, name in enumerate(FAMILIES)
-    for number, (size, layout) in enumerate([(2, {"tp": 2}), (4, {"tp": 2, "ep": 2})])
+    for number, (size, layout) in enumerate(CUTS)
     for precision, recompute in (("fp32", False), ("bf16", False), ("bf16", True), ("fp64", True))
     if recompute == bool((number + at) % 2) or precision == "bf16"
+    if number < 2 or FAMILIES[name]["model"].get("experts", 8)
 ]
 
 

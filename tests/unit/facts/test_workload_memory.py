@@ -24,6 +24,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pp": 2, "schedule": "interleaved", "shard": 2}),
     (4, {"pp": 2, "schedule": "zero-bubble", "ep": 2}),
     (8, {"pp": 2, "tp": 2, "ep": 2, "shard": 2}),
+    (8, {"tp": 4, "etp": 2, "ep": 2}),
 ]
 
 
