@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
@@ -26,8 +25,8 @@ from moesaic.facts.workload import Block, Work, count, memory, parameters, workl
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.facts.workload.kept import activations
 from moesaic.models.initial import InitialSource
-from moesaic.models.kernels import Passes, Seen
-from moesaic.testing.flops import UNCOUNTED, flops
+from moesaic.testing.blocks import Watched, watch
+from moesaic.testing.flops import flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
@@ -61,60 +60,8 @@ def alone(job: Job) -> Plan:
     return lay_out(job.layout, job.model, 1)
 
 
-@dataclass
-class Watched:
-    """One micro-batch of a real model, block by block: layers in one piece."""
-
-    forward: dict[str, Seen] = field(default_factory=dict)
-    backward: dict[str, Seen] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
-
-
-def watch(job: Job) -> Watched:
-    """Runs every block on its own, forward and backward."""
-    plan = alone(job)
-    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-    batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
-    if job.data.packing == "stream":
-        batch.documents.zero_()
-    context = lm.make_context(run.model, batch, job, 0)
-    context.training, context.targets, context.loss_scale = True, batch.targets, 1.0
-    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
-    shared = (context.rotary.cosine, context.rotary.sine)
-    known |= {t.untyped_storage().data_ptr() for t in shared}
-    watched, x = Watched(), batch.inputs.clone()
-    for name, block in run.model.blocks():
-        found: dict[int, int] = {}
-
-        def keep(tensor: Tensor, found: dict[int, int] = found) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        x = x.detach().requires_grad_() if x.is_floating_point() else x
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, run._precision():
-            watched.forward[name], out = observe(lambda b=block, x=x: b(x, context))
-        index = int(name.partition(".")[2]) if name.startswith("layers") else -1
-        facts = [context.layers[index]] if index in context.layers else []
-        roots = [out, *(part for one in facts for part in (one.balance, one.z))]
-        seeds = [torch.ones_like(root) for root in roots]
-        watched.kept[name] = sum(found.values())
-        watched.backward[name], _ = observe(lambda r=roots, s=seeds: torch.autograd.backward(r, s))
-        for parameter in run.model.parameters():
-            parameter.grad = None
-        x = out.detach()
-    return watched
-
-
-def observe(work: Any) -> tuple[Seen, Any]:
-    seen = Seen()
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:  # noqa: SIM117
-        with Passes(lambda: seen):
-            result = work()
-    assert flops(seen) == counter.get_total_flops()
-    return seen, result
+def watched_alone(job: Job) -> Watched:
+    return watch(job, alone(job), World.solo())
 
 
 def by_layer(blocks: list[Block], way: str) -> Iterator[tuple[str, list[Work]]]:
@@ -149,7 +96,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
 def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -> None:
     job = make_job(name, **changes)
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         seen = getattr(watched, way)
         predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
@@ -179,7 +126,7 @@ def test_latent_attention(
         latent, train__precision=precision, train__recompute=recompute, data__packing=packing,
         data__sequence=64, train__batch=4, hidden=96, ffn=16,
     )  # fmt: skip
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         seen = getattr(watched, way)["layers.0"]
         works = dict(by_layer(blocks, way))["layers.0"]
@@ -201,7 +148,7 @@ def test_passes_are_those_that_torch_makes(name: str, precision: str, packing: s
         name, train__precision=precision, data__packing=packing, data__sequence=64,
         train__batch=4, hidden=96,
     )  # fmt: skip
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         for key, works in by_layer(blocks, way):
             seen = getattr(watched, way)[key]
@@ -214,7 +161,7 @@ def test_passes_are_those_that_torch_makes(name: str, precision: str, packing: s
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
 def test_autograd_keeps_what_is_predicted(name: str, changes: dict[str, Any]) -> None:
     job = make_job(name, **changes)
-    kept, predicted = watch(job).kept, activations(job, alone(job), 0)
+    kept, predicted = watched_alone(job).kept, activations(job, alone(job), 0)
     expected = {key: num_bytes for key, num_bytes in predicted.items() if key != "context"}
     if job.train.recompute:  # A layer leaves its input; the rest comes back in backward.
         stored = 8 if job.train.precision == "fp64" else 4
@@ -229,7 +176,7 @@ def test_a_window_is_a_mask(name: str, packing: str) -> None:
     """Of every row where documents end, else one for all of them."""
     shape = {"data__packing": packing, "data__sequence": 64, "train__batch": 4, "hidden": 96}
     job, wide = (make_job(name, window=window, **shape) for window in (63, 64))
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     kept, without = activations(job, alone(job), 0), activations(wide, alone(wide), 0)
     rows = 4 if packing == "documents" else 1
     assert kept["context"] - without["context"] == (64 * 64 if packing == "stream" else 0)
@@ -250,7 +197,7 @@ def test_a_window_is_a_mask(name: str, packing: str) -> None:
 
 def test_a_clamp_keeps_what_it_clamps() -> None:
     job = make_job("tiny-olmoe", clip_qkv=0.1)
-    watched = watch(job)
+    watched = watched_alone(job)
     assert watched.kept["layers.0"] == activations(job, alone(job), 0)["layers.0"]
     for way in ("forward", "backward"):
         works = dict(by_layer(workload(job, alone(job)), way))["layers.0"]
