@@ -19,10 +19,13 @@ from numpy.typing import ArrayLike
 
 from moesaic.facts.plan import stages
 from moesaic.facts.plan.order import order
-from moesaic.facts.workload.kept import captured_bytes, logits_bytes
+from moesaic.facts.workload.kept import captured_attention, captured_network, logits_bytes
 from moesaic.facts.workload.parameters import Parameter
 from moesaic.facts.workload.peaks import Step
 from moesaic.facts.workload.share import Share
+
+_NORM_STREAMS = 5
+"""Tensors as large as the residual stream that backward of a norm makes on its way."""
 
 
 @dataclass
@@ -64,16 +67,16 @@ class Flight(Step):
         received = sum(2 - stage.first - stage.last for stage in self.stages.values())
         self.buffers = received * times * self.stream
         self.there = self.made = self.most_there = self.most_forward = self.most_backward = 0
-        for kind, number, _ in order(plan.schedule, plan.pp, len(self.stages), times, part):
+        for kind, number, batch in order(plan.schedule, plan.pp, len(self.stages), times, part):
             stage = self.stages[number]
             if kind == "forward":
                 self._pass(number, stage)
             elif kind == "input":
                 self._first_half(stage)
             elif kind == "backward" or stage.first:  # Nothing comes before its weights.
-                self._back(stage)
+                self._back(stage, batch)
             else:
-                self._second_half(stage)
+                self._second_half(stage, batch)
 
     def most_gathered(self) -> int:
         """All that FSDP shares out: it stays together until the last backward is done."""
@@ -115,7 +118,10 @@ class Flight(Step):
         first, last = number == 0, number == self.plan.num_stages - 1
         if not first:
             kept[names[0]] -= self.stream  # It has been received.
-        captured = sum(captured_bytes(self.s, i, self.routed.get(i)) for i in layers)
+        captured = sum(
+            captured_attention(self.s) + captured_network(self.s, i, self.routed.get(i))
+            for i in layers
+        )
         if last and (self.s.casts or self.s.slices > 1):  # Else it is what the head has formed.
             captured += self.stream
         gradients = sum(self.own[index] for index in layers) + (first or last) * self.root_grads
@@ -135,7 +141,7 @@ class Flight(Step):
         if number == max(self.stages) and not self.recompute:
             self.there -= self.s.mask
 
-    def _back(self, stage: _Stage) -> None:
+    def _back(self, stage: _Stage, batch: int) -> None:
         """All of backward, layer by layer."""
         wide, coming = self.s.wide, stage.last * self.root_grads * self.s.wide
         there = self.there + self.made - stage.kept.get("head", 0)
@@ -154,7 +160,7 @@ class Flight(Step):
         if stage.first:  # Of slices, the gradient of all their tokens comes before the embedding's.
             joined = (self.s.slices > 1) * self.s.joined
             self._note(there + (not stage.begun) * coming + (self.words + joined) * wide)
-        self._done(stage, stage.all_kept)
+        self._done(stage, batch, stage.all_kept)
 
     def _first_half(self, stage: _Stage) -> None:
         """Gradients for the stage before; nothing that forward kept goes."""
@@ -162,26 +168,36 @@ class Flight(Step):
             return
         self.there += stage.captured
         self.most_there = max(self.most_there, self.there)
-        self._note(self.there + self.made + self.stream)
+        there = self.there + self.made + self.stream
+        self._note(there + _NORM_STREAMS * self.stream)
+        for index in stage.layers[:1]:
+            if index in self.routed:  # With the gradients of experts, which nobody asks for yet.
+                routed = self.routed[index]
+                gradients = sum(routed.slots) * self.s.model.hidden * self.s.narrow
+                later = captured_attention(self.s) + captured_network(self.s, index, routed)
+                working = self.arena * self.s.wide + self._rows(routed) * self.s.narrow
+                self._note(there - later + gradients + working)
 
-    def _second_half(self, stage: _Stage) -> None:
+    def _second_half(self, stage: _Stage, batch: int) -> None:
         """Gradients of weights."""
         there = self.there + self.made
         self._note(there + self.arena * self.s.wide)
         if not stage.begun:
             self._note(there + stage.gradients - stage.captured)
-        self._done(stage, stage.all_kept + stage.captured)
+        self._done(stage, batch, stage.all_kept + stage.captured)
 
     def _note(self, num_bytes: int) -> None:
         """That so much is there in backward."""
         self.most_backward = max(self.most_backward, num_bytes)
 
-    def _done(self, stage: _Stage, kept: int) -> None:
-        """With backward of one micro-batch, and what was kept of it; the gradient of its input has
-        been sent, and of 1f1b only the latest is still there."""
+    def _done(self, stage: _Stage, batch: int, kept: int) -> None:
+        """With backward of a micro-batch: what was kept of it goes, and what was sent may stay."""
         self.there -= kept
-        keeps = self.plan.schedule != "1f1b"
-        self.there -= 0 if keeps else stage.sent
-        self.there += (not stage.first and (keeps or not stage.begun)) * self.stream
+        if self.plan.schedule != "1f1b":
+            self.there += (not stage.first) * self.stream
+        else:  # The latest gradient stays, and the last result that was sent by itself.
+            self.there += (not stage.first and not stage.begun) * self.stream
+            ahead = min(self.plan.pp - self.plan.part(self.rank), self.job.train.micro_batches)
+            self.there -= stage.sent * (batch != ahead - 2)
         self.made += 0 if stage.begun else stage.gradients
         stage.begun = True

@@ -129,7 +129,9 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
         routing += t * s.wide
     if model.renormalise:
         routing += (chosen + t) * s.wide
-    indices = (2 * sent + leaving + len(slots)) * INDEX_BYTES + 2 * sent
+    # Counts of its slots are cut from those of all places, unless several ones' are added up.
+    counts = len(slots) * (plan.span // plan.etp if plan.ep == 1 else 1)
+    indices = (2 * sent + leaving + counts) * INDEX_BYTES + 2 * sent
     if plan.ep > 1:
         indices += 2 * arriving * INDEX_BYTES
     rows = arriving * (model.hidden + 2 * s.ffn) + leaving * model.hidden
@@ -159,21 +161,25 @@ def logits_bytes(s: Sizes) -> int:
     return read + weight + max(2 * logits * s.wide, logits * (s.wide + s.narrow) + weight)
 
 
-def captured_bytes(s: Sizes, layer: int, routed: Routed | None) -> int:
-    """Gradients that a layer's backward in halves keeps for its weights: those of the results of
-    its products and norms. `routed`: rows of its experts, if it has some."""
-    model, latent, joined = s.model, s.model.latent, joined_bytes(s)
-    kept = 2 * s.stream * s.wide + joined  # Both norms, and the way out of attention.
+def captured_attention(s: Sizes) -> int:
+    """Gradients that backward in halves keeps for the weights of attention: those of the results of
+    its products and norms."""
+    model, latent = s.model, s.model.latent
+    kept = s.stream * s.wide + joined_bytes(s)
     if latent is None:
         kept += s.tokens * (s.queries + 2 * s.keys) * s.narrow
         if model.normed is not None:
             kept += s.tokens * (s.queries + s.keys) * s.wide
-    else:
-        up = s.queries + s.heads * (latent.value + model.head_dim - latent.rotary)
-        kept += s.tokens * up * s.narrow
-        for width in (latent.width, latent.queries or 0):
-            kept += s.run * width * (s.wide + s.narrow)
-        kept += s.run * latent.rotary * s.narrow
+        return kept
+    up = s.queries + s.heads * (latent.value + model.head_dim - latent.rotary)
+    kept += s.tokens * up * s.narrow + s.run * latent.rotary * s.narrow
+    return kept + s.run * (latent.width + (latent.queries or 0)) * (s.wide + s.narrow)
+
+
+def captured_network(s: Sizes, layer: int, routed: Routed | None) -> int:
+    """The same of a layer's network; `routed`: rows of its experts, if it has some."""
+    model, joined = s.model, joined_bytes(s)
+    kept = s.stream * s.wide
     if routed is None:
         return kept + joined + 2 * s.tokens * s.inner(layer) * s.narrow
     kept += s.run * model.experts * s.wide + sum(routed.slots) * model.hidden * s.narrow

@@ -120,7 +120,8 @@ class Step:
         if index not in self.routed:
             return stream + self._gated(s.inner(index), stays)
         routed = self.routed[index]
-        most = self.arena * s.wide + self._rows(routed) * s.narrow
+        handed = (sum(routed.slots) - routed.leaving) * model.hidden
+        most = self.arena * s.wide + (handed + self._rows(routed)) * s.narrow
         if model.shared:  # Their gradients come when those of experts are done.
             gone = 2 * s.ffn * sum(routed.slots) + model.hidden * routed.leaving
             arena = stays * self.arena * s.wide
@@ -207,8 +208,8 @@ class Step:
         return max(most, joined + cast + max(joined, rows + weight * s.narrow))
 
     def _rows(self, routed: Routed) -> int:
-        """The same of an expert layer's rows, in elements: gradients of results, which are gone
-        themselves, and those of rows: share by share, and then all shares joined."""
+        """Elements that an expert layer's rows take beside the gradients of their results: share by
+        share, and then all shares joined."""
         model, rows = self.s.model, sum(routed.slots)
         shares = self._shares(routed.slots)
         most, done = 2 * rows * model.hidden if len(shares) > 1 else 0, 0
@@ -217,7 +218,7 @@ class Step:
             done += num_rows
             weights = self.s.casts * num_slots * 2 * self.s.ffn * model.hidden
             most = max(most, before + 5 * inner, done * model.hidden + 4 * inner + weights)
-        return (rows - routed.leaving) * model.hidden + most
+        return most
 
     def _shares(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Slots and rows of each share that an expert layer takes at a time: on a GPU all."""
