@@ -21,7 +21,7 @@ from moesaic.policy.cost.traffic import Pace, Traffic
 
 PHASES = {
     "targets": "data", "accumulate": "backward", "copies": "backward", "reduce": "reduce",
-    "norm": "clip", "losses": "log",
+    "norm": "clip", "losses": "log", "loads": "log",
 }  # fmt: skip
 """Phases of what is done once a step, by its name: else the optimizer's, and of messages reduce."""
 ORDER = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
@@ -69,7 +69,7 @@ class Lanes:
             found.append(kinds[host, entry])
         return found
 
-    def events(
+    def block_events(
         self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: Sequence[list[int]]
     ) -> Iterator[Event]:
         """What one block does one way: first it computes, then it speaks.

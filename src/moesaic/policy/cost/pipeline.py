@@ -132,14 +132,14 @@ class Part:
         """What one of its stages does once a step in the pipeline, of such `names`."""
         for row in self._of(stage):
             works = [_only(block.update, names) for block in row]
-            yield from self.lanes.events(PIPELINE, row, works, self.ranks)
+            yield from self.lanes.block_events(PIPELINE, row, works, self.ranks)
 
     def after(self) -> Iterator[Event]:
         """What it does once a step by itself, but for what is done in the pipeline."""
         inside = _OPENING | _CLOSING | _ADDING
         for row in reversed(self.rows):
             works = [self._own(block.update, inside) for block in row]
-            yield from self.lanes.events("", row, works, self.ranks)
+            yield from self.lanes.block_events("", row, works, self.ranks)
 
     def _own(self, update: Work, inside: Container[str]) -> Work:
         return Work(

@@ -88,12 +88,12 @@ def sequential(
     ranks = list(alike.values())
     once: list[Event] = []
     for row in blocks:
-        once += lanes.events("forward", row, [block.forward for block in row], ranks)
+        once += lanes.block_events("forward", row, [block.forward for block in row], ranks)
     for row in reversed(blocks):
-        once += lanes.events("backward", row, [block.backward for block in row], ranks)
+        once += lanes.block_events("backward", row, [block.backward for block in row], ranks)
     update: list[Event] = []
     for row in reversed(blocks):
-        update += lanes.events("", row, [block.update for block in row], ranks)
+        update += lanes.block_events("", row, [block.update for block in row], ranks)
     update.sort(key=lambda event: (ORDER.index(event.phase), bool(event.groups)))
     first = sum(event.phase == "data" for event in update)
     return [*update[:first], *(once * micro_batches), *update[first:]]
