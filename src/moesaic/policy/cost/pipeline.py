@@ -30,6 +30,8 @@ _CLOSING = frozenset({"reshard", "gradients", "copies"})
 """What a stage does once after its last backward: it adds up and shares out their gradients."""
 _ADDING = frozenset({"accumulate"})
 """What backwards do, and an update tells of all of them together."""
+_LAST = frozenset({"backward", "weight"})
+"""Kinds of actions with which a micro-batch is done with a stage."""
 _AT_ONCE = frozenset({"experts"})
 """What autograd takes for one function: each half of a backward computes all of it."""
 _AHEAD = frozenset({"interleaved", "zero-bubble"})
@@ -158,33 +160,19 @@ class Part:
 
     def _pieces(self, kind: str, stage: int) -> Iterator[Piece]:
         """The blocks of a stage one way, or one half of it."""
-        rows = self._of(stage)
-        if kind == "forward":
-            for row in rows:
-                yield self._piece(row, [block.forward for block in row])
-            return
-        for row in reversed(rows):
-            added = [_only(block.update, _ADDING if kind != "input" else ()).ops for block in row]
-            works = [_back(block, kind, first=stage == 0) for block in row]
-            yield self._piece(row, works, added)
-
-    def _piece(
-        self,
-        row: Sequence[Block],
-        works: Sequence[Work],
-        added: Sequence[Sequence[Op]] | None = None,
-    ) -> Piece:
-        """A block, and a micro-batch's share of what is `added` in all of them."""
-        name, lanes, ranks = row[0].name, self.lanes, self.ranks
-        each = lanes.computing([work.ops for work in works], ranks)
-        if added is not None:
-            more = lanes.computing(added, ranks)
-            each = tuple(a + b / self.flow.micro_batches for a, b in zip(each, more, strict=True))
-        said = tuple(
-            lanes.message(PIPELINE, name, messages, ranks)
-            for messages in zip(*(work.messages for work in works), strict=True)
-        )
-        return Piece(name, lanes.spread(each, ranks), said)
+        lanes, ranks, times = self.lanes, self.ranks, self.flow.micro_batches
+        adds, rows = kind in _LAST, self._of(stage)
+        for row in rows if kind == "forward" else reversed(rows):
+            works = [one_way(block, kind, first=stage == 0) for block in row]
+            each = lanes.computing([work.ops for work in works], ranks)
+            if adds:
+                more = lanes.computing([_only(one.update, _ADDING).ops for one in row], ranks)
+                each = tuple(a + b / times for a, b in zip(each, more, strict=True))
+            said = tuple(
+                lanes.message(PIPELINE, row[0].name, messages, ranks)
+                for messages in zip(*(work.messages for work in works), strict=True)
+            )
+            yield Piece(row[0].name, lanes.spread(each, ranks), said)
 
 
 def _only(work: Work, names: Container[str]) -> Work:
@@ -194,12 +182,14 @@ def _only(work: Work, names: Container[str]) -> Work:
     )
 
 
-def _back(block: Block, kind: str, *, first: bool) -> Work:
-    """Backward of a block, or one half of it: the `first` stage has all in the second half."""
-    if kind == "backward":
+def one_way(block: Block, kind: str, *, first: bool) -> Work:
+    """What a kind of action does with a block: the `first` stage has its backward in `weight`."""
+    if kind == "forward":
+        return block.forward
+    if kind == "backward" or (first and kind == "weight"):
         return block.backward
     if first:
-        return block.backward if kind == "weight" else Work()
+        return Work()
     inputs, weights = halves(block)
     return Work(inputs, block.backward.messages) if kind == "input" else Work(weights)
 
@@ -250,7 +240,7 @@ def _inside(lanes: Lanes, flow: Flow, parts: Sequence[Part]) -> Iterator[Event]:
             coming[taker] = ways.taking(action, taker)
             events[-1] = replace(events[-1], leaves=coming[taker].takes)
         yield from events
-        if action.kind in ("backward", "weight") and action.batch == flow.micro_batches - 1:
+        if action.kind in _LAST and action.batch == flow.micro_batches - 1:
             yield from part.once(action.stage, _CLOSING)
 
 
