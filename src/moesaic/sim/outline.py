@@ -31,9 +31,7 @@ def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:
 
     Of a pipeline how it begins and how it ends: there ranks wait for each other.
     """
-    # In a pipeline most of what happens is none of this rank's.
-    pieces = [one for one in _pieces(timeline, rank) if one.seconds or one.phase != PIPELINE]
-    passes = [list(run) for _, run in groupby(pieces, lambda one: one.phase)]
+    passes = [list(run) for _, run in groupby(_pieces(timeline, rank), lambda one: one.phase)]
     told = (*WAYS, PIPELINE)
     first = {way: next((run for run in passes if run[0].phase == way), None) for way in told}
     start = next((place for place, run in enumerate(passes) if run[0].phase in told), 0)
@@ -52,9 +50,13 @@ def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:
 def _pieces(timeline: Timeline, rank: int) -> list[RankSpan]:
     """What one rank does, block by block."""
     found = []
-    for (phase, block), run in groupby(
-        timeline.spans, lambda span: (span.event.phase, span.event.block)
-    ):
+    # In a pipeline most of what happens is none of this rank's.
+    own = (
+        span
+        for span in timeline.spans
+        if span.event.phase != PIPELINE or span.end_s[rank] > span.start_s[rank]
+    )
+    for (phase, block), run in groupby(own, lambda span: (span.event.phase, span.event.block)):
         computing = messages = waiting = 0.0
         for span in run:
             spent = float(span.end_s[rank] - span.begin_s[rank])
