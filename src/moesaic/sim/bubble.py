@@ -30,8 +30,8 @@ def bubble(timeline: Timeline) -> float:
 def closed_form(schedule: Schedule, parts: int, stages_per_part: int, micro_batches: int) -> float:
     """The same share where stages are equal and nothing takes time between them.
 
-    For `interleaved` micro-batches come in whole rounds of `parts`; for `zero-bubble` forward and
-    both halves of backward take equally long.
+    For `interleaved` and `zero-bubble` there are as many micro-batches as parts, or more; for
+    `zero-bubble` forward and both halves of backward take equally long.
     """
     pieces = 3 if schedule == "zero-bubble" else 1
     waiting = parts - 1
