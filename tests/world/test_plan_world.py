@@ -252,13 +252,21 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
     for change, flags, words in (
         ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, and --nproc 2: start 1, or"),
         ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
-        (again, ["--set", "train.recompute=false"], "which has train.recompute = true: leave one"),
+        (
+            again,
+            ["--set", "train.recompute=false"],
+            "'plan.json', which has recompute = true: leave one",
+        ),
         (
             {},
             ["--set", "layout={shard=2}"],
-            "--set layout={shard=2} beside --plan 'plan.json', whi",
+            "--set layout={shard=2} beside --plan 'plan.json', which has shard = 1: leave one",
         ),
-        ({}, ["--set", "layout.shard=2"], "--set layout.shard=2 beside --plan 'plan.json', which"),
+        (
+            {},
+            ["--set", "layout.shard=2"],
+            "layout.shard=2 beside --plan 'plan.json', which has shard = 1: leave",
+        ),
         ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
         ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),
     ):
