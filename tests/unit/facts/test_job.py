@@ -48,6 +48,9 @@ WRONG = [
     (['finetune.targets=["experts", "q_proj"]'],
      '--set finetune.targets=["experts", "q_proj"]: '
      'finetune.targets[1] = "q_proj" is not known: give "attention", "experts", "ffn" or "shared"'),
+    (["finetune.targets=[]"],
+     "--set finetune.targets=[]: finetune.targets = [] is empty: give a list of one or more of "
+     '"attention", "experts", "ffn" or "shared"'),
     (['finetune.targets=["expert"]'],
      '--set finetune.targets=["expert"]: '
      'finetune.targets[0] = "expert" is not known: did you mean "experts" (it takes "attention", '
