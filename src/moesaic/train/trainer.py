@@ -187,9 +187,9 @@ def _compare(
     kept, wanted = before.get("optimizer.moments", "full"), now["optimizer.moments"]
     if kept != wanted:
         raise ConfigError(
-            f"--resume: '{path}' has moments of optimizer.moments = \"{kept}\", the job has "
-            f'"{wanted}": restore it, or start a new run from its weights (moesaic convert, then '
-            "[model] from)"
+            f"--resume: '{path}' has moments of optimizer.moments = {_shown(kept)}, the job has "
+            f"{_shown(wanted)}: restore it, or start a new run from its weights (moesaic convert, "
+            "then [model] from)"
         )
     for key in (key for key in (*now, *before) if key.startswith("finetune")):
         if before.get(key) != now.get(key):
@@ -200,12 +200,12 @@ def _compare(
             )
     for key in sorted(now):
         if key in before and before[key] != now[key]:
+            new, old = _shown(now[key]), _shown(before[key])
             if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
                 raise ConfigError(
-                    f"--resume: '{path}' is of a model with {key} = {before[key]}, the job has "
-                    f"{now[key]}: restore it, or start a new run"
+                    f"--resume: '{path}' is of a model with {key} = {old}, the job has {new}: "
+                    "restore it, or start a new run"
                 )
-            new, old = _shown(now[key]), _shown(before[key])
             progress.message(f"changed since the checkpoint: {key} = {new}, was {old}")
 
 
