@@ -217,6 +217,10 @@ def test_auto_takes_the_newest_and_says_what_changed(
         ({"model": {"layers": 1}}, "model.layers = 2"),
         ({"model": {"tied": True}}, "model.tied = false, the job has true"),
         ({"model": {"clip_qkv": 8.0}}, "model.clip_qkv = unset, the job has 8.0"),
+        (
+            {"model": {"rope_scaling": {"kind": "linear", "factor": 2.0}}},
+            "model.rope_scaling.factor = unset, the job has 2.0",
+        ),
         ({"optimizer": {"moments": "8bit"}}, 'optimizer.moments = "full", the job has "8bit"'),
     ],
 )
