@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.state import PARAMETER, Piece
+from moesaic.facts.job import ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import parameters
 from moesaic.models.lm import LanguageModel
@@ -97,6 +98,11 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "device_mesh")
 
 
+def logical(config: ModelConfig, name: str) -> str:
+    """The logical name of the parameter that a model calls `name`: a tied head's is another."""
+    return EMBED if config.tied and name == "head.weight" else name
+
+
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     """Every parameter of `model` as `rank` holds it under `plan`, in the order of the blocks."""
     part = plan.part_groups()[plan.part(rank)]
@@ -114,9 +120,7 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
                 continue
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
-            full, here = f"{block}.{name}", tuple(parameter.shape)
-            if model.config.tied and full == "head.weight":
-                full = EMBED  # In a pipeline; elsewhere it has been seen.
+            full, here = logical(model.config, f"{block}.{name}"), tuple(parameter.shape)
             shape = here if bank is not None else shapes.get(full, here)  # Adapters are whole.
             owners = dense if shape == here else alike
             owners = owners if bank is None else copies

@@ -9,11 +9,12 @@ import pytest
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import Job, ModelConfig, Preset
-from moesaic.facts.job.job import fill_preset
+from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset
+from moesaic.facts.job.finetune import Target
+from moesaic.facts.job.job import _targets, fill_preset
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import count
-from moesaic.facts.workload.finetune import describe
+from moesaic.facts.workload.finetune import adapters, describe
 
 GOOD = """
 [model]
@@ -267,6 +268,21 @@ def test_settings_of_fine_tuning_without_effect_are_told(
     sets: list[str], expected: list[str]
 ) -> None:
     assert job(*sets).idle() == expected
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("tiny-")])
+@pytest.mark.parametrize("changes", [{}, {"layers": 1, "dense_layers": 0, "shared": 0}])
+def test_a_model_has_the_targets_that_adapters_are_made_for(
+    preset: str, changes: dict[str, int]
+) -> None:
+    """The job refuses targets before there are parameters to look at."""
+    model = parse(ModelConfig, {**PRESETS[preset], **changes}, "preset")
+    found = {
+        target
+        for target in get_args(Target)
+        if list(adapters(model, FinetuneConfig(method="lora", targets=[target])))
+    }
+    assert _targets(model) == found
 
 
 def test_what_is_learnt_is_told_by_name() -> None:
