@@ -222,6 +222,9 @@ def test_a_cluster_learns_from_its_runs(trained: Path, capfd: pytest.CaptureFixt
     assert Path("cluster.toml").read_text() == learnt
     assert main([*line, "--out", "copy.toml", "--json"]) == 0
     assert Path("copy.toml").read_text() == learnt
+    Path("marked.toml").write_text(original, encoding="utf-8-sig")
+    assert main([*line[:-1], "marked.toml"]) == 0
+    assert Path("marked.toml").read_bytes() == b"\xef\xbb\xbf" + learnt.encode()
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
