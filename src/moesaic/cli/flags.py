@@ -18,7 +18,7 @@ from rich.table import Table
 from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse
 from moesaic.base.errors import UserError, unwritable
-from moesaic.base.files import replacing
+from moesaic.base.files import adding, replacing
 from moesaic.cli import screen
 
 Sets = Annotated[
@@ -105,6 +105,20 @@ def check_place(flag: str, place: Path, name: str) -> None:
             pass
     except OSError as error:
         raise unwritable(f"{flag} '{place}'", error) from None
+
+
+def write_new(flag: str, path: Path, text: str) -> None:
+    """Write the file that `flag` names and `check_new` has found not to be there."""
+    try:
+        with adding(path.resolve()) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise UserError(
+            f"{flag} '{path}' has come to be there meanwhile, and stays as it is: do this again "
+            "with the name of another file"
+        ) from None
+    except OSError as error:
+        raise unwritable(f"{flag} '{path}'", error) from None
 
 
 def need(value: Path | None, name: str, verb: str) -> Path:

@@ -18,9 +18,7 @@ from rich.table import Table
 
 from moesaic import __version__
 from moesaic.base.config import parse
-from moesaic.base.errors import unwritable
-from moesaic.base.files import replacing
-from moesaic.cli import screen
+from moesaic.cli import flags, screen
 from moesaic.cli.rank import at_once, bounded, end_with_parent
 from moesaic.dist.probe.settings import ProbeConfig
 
@@ -81,16 +79,11 @@ def _watched(shown: bool, total: int) -> Iterator[Watch]:
 
 
 def _write(path: Path, found: Found) -> None:
-    """The file, whole or not at all."""
     opening = (
         f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
         f"{len(found.repeats)} times over.\n# {_agreement(found)}.\n\n"
     )
-    try:
-        with replacing(path) as partial:
-            partial.write_text(opening + found.cluster.to_toml(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(f"--out '{path}'", error) from None
+    flags.write_new("--out", path, opening + found.cluster.to_toml())
 
 
 def _agreement(found: Found) -> str:
