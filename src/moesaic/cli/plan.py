@@ -87,7 +87,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     `moesaic train JOB.toml --plan FILE` obeys.
     """
     if explain is not None:
-        flags.explain(Job, explain, as_json)
+        flags.explain_job(flags.JobPlanAndCluster, explain, as_json)
         return 0
     path = flags.need(job or workload, "JOB.toml", "plan")
     if cluster is None:

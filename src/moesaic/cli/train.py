@@ -72,7 +72,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
 ) -> int | None:
     """Train a model as JOB.toml says."""
     if explain is not None:
-        flags.explain(Job, explain, as_json)
+        flags.explain_job(flags.JobAndPlan, explain, as_json)
         return 0
     path = flags.need(job, "JOB.toml", "train")
     loaded = load_job(path, sets or ())
