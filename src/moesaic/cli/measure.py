@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from rich.table import Table
 from moesaic import __version__
 from moesaic.base.config import parse
 from moesaic.cli import flags, screen
-from moesaic.cli.rank import at_once, bounded, end_with_parent
+from moesaic.cli.rank import bounded
+from moesaic.cli.start import at_once
 from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ class Part:
 
 def take_part(part: Part) -> None:
     """Measure; rank 0 writes the file and says what was found."""
-    from moesaic.dist.probe.probe import deadline, num_parts, probe
-    from moesaic.dist.world import World
+    with at_once():
+        from moesaic.dist.probe.probe import deadline, num_parts, probe
+        from moesaic.dist.world import World
 
     config = parse(ProbeConfig, part.settings, "settings")
     with at_once():
@@ -142,14 +143,7 @@ def encode(part: Part) -> str:
 
 
 def main() -> int:
-    """The process of one rank: `python -m moesaic.cli.measure PART-AS-JSON`."""
+    """The process of one rank, which `cli.start` begins with a part as JSON."""
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
-    with at_once():  # Some of what is imported swallows an interrupt.
-        importlib.import_module("moesaic.dist.probe.probe")
     return bounded(lambda: take_part(part), LESS_MEMORY)
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    sys.exit(main())

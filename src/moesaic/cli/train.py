@@ -33,6 +33,7 @@ from moesaic.cli.launch import (
 )
 from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
+from moesaic.cli.start import at_once
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, planned
 from moesaic.facts.workload import count
@@ -168,8 +169,9 @@ def _check_weights(job: Job) -> None:
 
 def _check_machine(job: Job, ranks: int) -> None:
     """What needs torch or a look into the data: still nothing is written."""
-    from moesaic.dist import device
-    from moesaic.train.data import check_text
+    with at_once():
+        from moesaic.dist import device
+        from moesaic.train.data import check_text
 
     device.resolve(job.train.device, ranks - 1)
     check_text(job.data)
