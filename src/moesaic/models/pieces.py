@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -13,6 +13,7 @@ from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import parameters
+from moesaic.facts.workload.finetune import A, B
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
 from moesaic.nn.lora import Adapters
@@ -121,13 +122,29 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
             full, here = logical(model.config, f"{block}.{name}"), tuple(parameter.shape)
-            shape = here if bank is not None else shapes.get(full, here)  # Adapters are whole.
+            shape = here if bank is not None else _whole(full, here, shapes)
             owners = dense if shape == here else alike
             owners = owners if bank is None else copies
             if model.config.tied and plan.pp > 1 and full == EMBED:
                 owners = _on_both_ends(owners, plan)
             result.append(Held(block, full, parameter, bank, shape, shard, owners))
     return result
+
+
+def _whole(
+    name: str, here: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The whole shape of a parameter of which a rank has `here`; an adapter is cut as its matrix.
+
+    So slices of rows of W [outputs, inputs] have their rows of B and all of A, and slices of
+    columns their columns of A and all of B.
+    """
+    stem, _, half = name.rpartition(".")
+    if f".{half}" == A:
+        return here[0], shapes[f"{stem}.weight"][1]
+    if f".{half}" == B:
+        return shapes[f"{stem}.weight"][0], here[1]
+    return shapes[name]
 
 
 def _on_both_ends(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:

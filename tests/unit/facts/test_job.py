@@ -123,9 +123,6 @@ WRONG = [
      'job.toml: layout.tp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
      "slices of the output of shared experts have 32 columns, set optimizer.moments to "
      '"bf16" or "full", or tp = 1'),
-    (["layout.tp=2", 'finetune.method="lora"'],
-     'job.toml: layout.tp = 2 with finetune.method = "lora": adapters are not cut into slices, '
-     "set tp = 1"),
     ([DENSE, "layout.ep=2"],
      "job.toml: layout.ep = 2 with a dense model (model.experts = 0): "
      "set layout.ep = 1, or choose a model with experts"),

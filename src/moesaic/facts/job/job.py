@@ -125,14 +125,7 @@ class Job(Section):
                     f"tp = {tp} does not divide {key} = {width}, which the slices share out: "
                     "choose a divisor"
                 )
-        if tp == 1:
-            return None
-        if self.finetune is not None and self.finetune.method == "lora":
-            return (
-                f'tp = {tp} with finetune.method = "lora": adapters are not cut into slices, set '
-                "tp = 1"
-            )
-        return self._cut_block(tp)
+        return None if tp == 1 else self._cut_block(tp)
 
     def _cut_block(self, tp: int) -> str | None:
         """Which matrix `tp` slices would cut inside a block of its moments; None: none."""
