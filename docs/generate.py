@@ -27,7 +27,9 @@ DOCS = Path(__file__).parent
 OPENING = """# Configuration
 
 Every key that moesaic knows, generated from the code by `make docs`. The command line says the
-same: `moesaic train --explain train.batch`, `moesaic generate --explain all`.
+same: `moesaic train --explain train.batch`, `moesaic generate --explain all`. It knows the keys of
+a plan and of a cluster too, whose pages are [plan.md](plan.md) and [facts.md](facts.md):
+`moesaic plan --explain plan.homes`, `moesaic plan --explain cluster.hosts`.
 
 What `moesaic train` is told stands in a job file; `--set train.steps=100` changes one key of it.
 The other verbs have no file: their keys are set by `--set` alone. Values are TOML; what is no TOML

@@ -2,6 +2,13 @@
 
 import sys
 
-from moesaic.cli.main import main
+from moesaic.cli.start import begin
 
-sys.exit(main())
+
+def main() -> int:
+    """The command line."""
+    return begin("moesaic.cli.main")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

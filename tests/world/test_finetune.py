@@ -102,6 +102,24 @@ def test_every_layout_gives_the_same_numbers(ranks: Ranks, name: str) -> None:
         assert worst_element(wide(other.state), wide(one.state)) < 1e-9
 
 
+@pytest.mark.parametrize("name", [name for name in JOBS if "alone" not in name])
+def test_slices_give_the_same_numbers(ranks: Ranks, name: str) -> None:
+    """Of a matrix cut by rows B is cut and A whole, of one cut by columns A is cut and B whole."""
+    tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
+    job = tiny_job(**tables)
+    one = outcome(ranks, 1, job, STEPS)
+    ep = 2 if job.model.experts else 1
+    halves = {"pp": 2, "schedule": "gpipe", "ep": ep}
+    for size, layout in ((2, {}), (4, {"ep": ep, "shard": 2}), (4, halves)):
+        other = outcome(ranks, size, tiny_job(**tables, layout={**layout, "tp": 2}), STEPS)
+        for a, b in zip(one.steps, other.steps, strict=True):
+            assert a["counts"] == b["counts"]
+            for figure in ("loss", "balance", "z", "norm"):
+                assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
+        assert worst_element(other.gradients, one.gradients) < 1e-9
+        assert worst_element(wide(other.state), wide(one.state)) < 1e-9
+
+
 def test_bf16_stays_close_to_fp32(ranks: Ranks) -> None:
     losses = {}
     for precision in ("fp32", "bf16"):
@@ -172,6 +190,7 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
 def test_any_layout_resumes_in_any_other(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
     layouts = {"one": (1, {}), "two": (2, {"ep": 2}), "both": (4, {"ep": 2, "shard": 2})}
+    layouts["sliced"] = (4, {"tp": 2, "ep": 2, "shard": 2})
     whole: dict[str, list[float]] = {}
     for name, (size, layout) in layouts.items():
         results = ranks.run(size, run_job, str(tmp_path / name), layout, None, {})
@@ -179,7 +198,9 @@ def test_any_layout_resumes_in_any_other(ranks: Ranks, tmp_path: Path) -> None:
         assert any(line.startswith("learns 9,408 of ") for line in said), said
         assert "  layers.*.moe.experts.*.gate.lora_*: 2,688" in said
     expected = read_state(tmp_path / "one/checkpoints/step-00000004")
-    for before, after in (("one", "one"), ("one", "both"), ("both", "two"), ("two", "one")):
+    for before, after in (
+        ("one", "one"), ("one", "both"), ("both", "two"), ("two", "sliced"), ("sliced", "one"),
+    ):  # fmt: skip
         size, layout = layouts[after]
         start = str(tmp_path / before / "checkpoints/step-00000002")
         out = tmp_path / f"{before}-{after}"

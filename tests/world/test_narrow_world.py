@@ -40,7 +40,7 @@ def go(
     resume: str | None, save: str | None,
 ) -> Any:  # fmt: skip
     """Some steps, a save, more steps; the state at the start and at the end."""
-    job = tiny_job(layout=layout, model=SIZES, **tables)
+    job = tiny_job(**{**tables, "layout": layout, "model": {**SIZES, **tables.get("model", {})}})
     plan = lay_out(job.layout, job.model, world.size)
     source: Any = InitialSource(job.seed, job.model.init_std)
     counters = None
@@ -92,16 +92,36 @@ def test_any_layout_goes_on_from_any_other(ranks: Ranks, tmp_path: Path, moments
         if before != "one":
             assert same(whole(rest, 0), starts[-1]), "a checkpoint fills any layout bit by bit"
         assert [loss for loss, _ in rest[0][2]] == pytest.approx(losses[2:], rel=1e-9)
-        found = whole(rest, 1)
-        assert found.keys() == expected.keys()
-        exact = [key for key in narrow if str(found[key].dtype).startswith(("int", "uint"))]
-        assert all(np.array_equal(found[key], expected[key]) for key in exact)
-        real = found.keys() - set(exact)
-        apart = ({k: values[k].astype(float) for k in real if values[k].dtype == np.float64}
-                 for values in (found, expected))  # fmt: skip
-        assert worst_element(*apart) < 1e-9
-        for key in real:
-            assert np.allclose(found[key], expected[key], rtol=1e-6, atol=0)
+        assert_alike(whole(rest, 1), expected)
+
+
+def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every code the same, every number all but the same."""
+    assert found.keys() == expected.keys()
+    exact = [key for key in found if str(found[key].dtype).startswith(("int", "uint"))]
+    assert all(np.array_equal(found[key], expected[key]) for key in exact)
+    real = found.keys() - set(exact)
+    apart = ({k: values[k].astype(float) for k in real if values[k].dtype == np.float64}
+             for values in (found, expected))  # fmt: skip
+    assert worst_element(*apart) < 1e-9
+    for key in real:
+        assert np.allclose(found[key], expected[key], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+@pytest.mark.parametrize("finetune", [{}, {"finetune": {"method": "lora", "rank": 3}}])
+def test_slices_have_the_moments_of_what_they_cut(
+    ranks: Ranks, moments: str, finetune: dict[str, Any]
+) -> None:
+    """The output of attention, and its A, are cut between blocks of 128 columns."""
+    tables = {
+        "optimizer": {"moments": moments, "lr": 0.01}, "train": {"micro_batches": 2},
+        "model": {"vocab": 60, "head_dim": 64}, **finetune,
+    }  # fmt: skip
+    expected = whole(ranks.run(1, go, {}, tables, (3, 0), None, None), 1)
+    for size, layout in ((2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "shard": 2})):
+        found = ranks.run(size, go, layout, tables, (3, 0), None, None)
+        assert_alike(whole(found, 1), expected)
 
 
 @pytest.mark.parametrize("name", ["one", "ep2 x 2, sharded"])

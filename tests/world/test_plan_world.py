@@ -222,6 +222,9 @@ def test_a_cluster_learns_from_its_runs(trained: Path, capfd: pytest.CaptureFixt
     assert Path("cluster.toml").read_text() == learnt
     assert main([*line, "--out", "copy.toml", "--json"]) == 0
     assert Path("copy.toml").read_text() == learnt
+    Path("marked.toml").write_text(original, encoding="utf-8-sig")
+    assert main([*line[:-1], "marked.toml"]) == 0
+    assert Path("marked.toml").read_bytes() == b"\xef\xbb\xbf" + learnt.encode()
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
@@ -252,13 +255,21 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
     for change, flags, words in (
         ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, and --nproc 2: start 1, or"),
         ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
-        (again, ["--set", "train.recompute=false"], "which has train.recompute = true: leave one"),
+        (
+            again,
+            ["--set", "train.recompute=false"],
+            "'plan.json', which has recompute = true: leave one",
+        ),
         (
             {},
             ["--set", "layout={shard=2}"],
-            "--set layout={shard=2} beside --plan 'plan.json', whi",
+            "--set layout={shard=2} beside --plan 'plan.json', which has shard = 1: leave one",
         ),
-        ({}, ["--set", "layout.shard=2"], "--set layout.shard=2 beside --plan 'plan.json', which"),
+        (
+            {},
+            ["--set", "layout.shard=2"],
+            "layout.shard=2 beside --plan 'plan.json', which has shard = 1: leave",
+        ),
         ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
         ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),
     ):

@@ -214,9 +214,14 @@ def test_auto_takes_the_newest_and_says_what_changed(
     [
         ({"data": {"sequence": 24}}, "other samples"),
         ({"train": {"steps": 3}}, "has done 3 already"),
-        ({"model": {"ffn": 28}}, "model.ffn = 24"),
+        ({"model": {"ffn": 28}}, "model.ffn = 24, the job has 28: restore it, or start a new run"),
         ({"model": {"layers": 1}}, "model.layers = 2"),
-        ({"model": {"tied": True}}, "model.tied = False"),
+        ({"model": {"tied": True}}, "model.tied = false, the job has true"),
+        ({"model": {"clip_qkv": 8.0}}, "model.clip_qkv = unset, the job has 8.0"),
+        (
+            {"model": {"rope_scaling": {"kind": "linear", "factor": 2.0}}},
+            "model.rope_scaling.factor = unset, the job has 2.0",
+        ),
         ({"optimizer": {"moments": "8bit"}}, 'optimizer.moments = "full", the job has "8bit"'),
     ],
 )

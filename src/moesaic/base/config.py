@@ -314,10 +314,10 @@ def _wrong(field: FieldInfo, place: str, depth: int, value: object, out_of_range
     shown, words = f"{place} = {keys.show(value)}", keys.choices(field, depth)
     if words and isinstance(value, str):
         return f"{shown} is not known: {keys.choose(value, words, expected)}"
+    if value == "" or (value == [] and out_of_range):
+        return f"{shown} is empty: give {expected}"
     if isinstance(value, list) and out_of_range:
         return f"{shown} is {len(value)} long: give {expected}"
-    if value == "":
-        return f"{shown} is empty: give {expected}"
     if out_of_range:
         return f"{shown} is out of range: give {expected}"
     return f"{shown} is {_kind(value)}: give {expected}"

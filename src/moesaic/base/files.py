@@ -15,10 +15,27 @@ def replacing(path: Path) -> Iterator[Path]:
     Nothing of it stays if anything fails. A crash of the machine may still lose it: what must
     outlast that is flushed to disk by whoever writes it.
     """
+    with _partial(path) as partial:
+        yield partial
+        partial.replace(path)
+
+
+@contextmanager
+def adding(path: Path) -> Iterator[Path]:
+    """As `replacing`, for a `path` that nothing is at.
+
+    What has come to be there by the end stays, and FileExistsError is raised.
+    """
+    with _partial(path) as partial:
+        yield partial
+        os.link(partial, path)
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         yield partial
-        partial.replace(path)
     finally:
         with suppress(OSError):  # Mostly there is none by then.
             partial.unlink()

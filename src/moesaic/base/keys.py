@@ -257,6 +257,7 @@ def _list_phrase(kind: object, constraints: Iterable[Any]) -> str:
     size = f"{shortest[0]} " if shortest and shortest == longest else ""
     one = _phrase(kind, ()).removeprefix("an ").removeprefix("a ")
     if typing.get_origin(kind) is typing.Literal:
+        size = "one or more of " if shortest and not longest else size
         return f"a list of {size}{one}"
     many = one.replace("list of", "lists of", 1) if one.startswith("list of") else f"{one}s"
     return f"a list of {size}{many}"

@@ -74,9 +74,12 @@ def calibrate(
     models = sorted({model for run in taken for model in _models(run, bare)})
     learnt = Calibration(runs=len(steps), devices=models, **factors)
     others = left_out(steps) if len(steps) > 1 else [fit(steps)]
-    text = with_calibration(cluster.read_bytes().decode("utf-8-sig"), learnt, str(cluster))
+    text = with_calibration(cluster.read_bytes().decode("utf-8"), learnt, str(cluster))
     if not dry_run:
-        flags.write("--out" if out else "--cluster", (out or cluster).resolve(), text)
+        if out is None:
+            flags.write("--cluster", cluster.resolve(), text)
+        else:
+            flags.write_new("--out", out, text)
     facts = _findings(learnt, steps, others)
     if as_json:
         screen.as_json({"out": str(out or cluster), **facts})

@@ -18,8 +18,11 @@ from rich.table import Table
 from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse
 from moesaic.base.errors import UserError, unwritable
-from moesaic.base.files import replacing
+from moesaic.base.files import adding, replacing
 from moesaic.cli import screen
+from moesaic.facts.cluster.file import ClusterFile
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
 
 Sets = Annotated[
     list[str] | None,
@@ -48,13 +51,31 @@ Explain = Annotated[
 S = TypeVar("S", bound=Section)
 
 
+class JobAndPlan(Job):
+    """What `--explain` knows where there may be a plan: its file counts as a table of the job."""
+
+    plan: Plan
+    """The file of `--plan`, which says which rank holds what; in it keys stand without `plan.`."""
+
+
+class JobPlanAndCluster(JobAndPlan):
+    """The same where there is a cluster too."""
+
+    cluster: ClusterFile
+    """The file of `--cluster`, which says what there is to run on; in it keys stand without
+    `cluster.`."""
+
+
+_FILES = ("plan", "cluster")
+
+
 def settings(kind: type[S], sets: Sequence[str] | None) -> S:
     """The settings of a verb without a file: defaults, and what `--set` changes."""
     return parse(kind, apply_sets({}, sets or ()), "--set", sets or ())
 
 
 def explain(kind: type[BaseModel], key: str, as_json: bool) -> None:
-    """Print what `key` of the settings means, or a table of all of them."""
+    """Print what `key` of the settings means, or all of them."""
     if key == "all":
         _explain_all(kind, as_json)
     elif as_json:
@@ -63,6 +84,12 @@ def explain(kind: type[BaseModel], key: str, as_json: bool) -> None:
         screen.as_json([entry._asdict() for entry in below])
     else:
         screen.say(keys.explain(kind, key))
+
+
+def explain_job(kind: type[JobAndPlan], key: str, as_json: bool) -> None:
+    """The same of a job and the files beside it; what is a key of neither is sought in the job."""
+    everywhere = key == "all" or _in_file(key) or keys.nearest(Job, key.split(".")) is None
+    explain(kind if everywhere else Job, key, as_json)
 
 
 def _explain_all(kind: type[BaseModel], as_json: bool) -> None:
@@ -77,8 +104,18 @@ def _explain_all(kind: type[BaseModel], as_json: bool) -> None:
     for title in ("key", "takes", "default", "meaning"):
         table.add_column(title, overflow="fold", no_wrap=title == "key")
     for entry in entries:
-        table.add_row(*(cell for cell in entry))
+        if not _in_file(entry.path):
+            table.add_row(*(cell for cell in entry))
     screen.show(table)
+    for entry in entries:
+        if _in_file(entry.path):  # Too long a key to leave room for columns.
+            default = f", {entry.default}" if entry.default else ""
+            screen.say(f"{entry.path}  {entry.kind}{default}\n  {entry.meaning}")
+
+
+def _in_file(key: str) -> bool:
+    """Whether `key` is of a file beside a job."""
+    return key.partition(".")[0] in _FILES
 
 
 def check_new(flag: str, place: Path, name: str) -> None:
@@ -105,6 +142,20 @@ def check_place(flag: str, place: Path, name: str) -> None:
             pass
     except OSError as error:
         raise unwritable(f"{flag} '{place}'", error) from None
+
+
+def write_new(flag: str, path: Path, text: str) -> None:
+    """Write the file that `flag` names and `check_new` has found not to be there."""
+    try:
+        with adding(path.resolve()) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise UserError(
+            f"{flag} '{path}' has come to be there meanwhile, and stays as it is: do this again "
+            "with the name of another file"
+        ) from None
+    except OSError as error:
+        raise unwritable(f"{flag} '{path}'", error) from None
 
 
 def need(value: Path | None, name: str, verb: str) -> Path:

@@ -14,6 +14,7 @@ from moesaic.base import keys
 from moesaic.base.errors import ConfigError, UserError, unwritable
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.start import at_once
 from moesaic.serve.config import GenerateConfig
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def generate(
     path = flags.need(model, "MODEL", "generate")
     config = flags.settings(GenerateConfig, sets)
     prompts = _read_prompts(prompt)
-    from moesaic.models.hf.origin import open_origin
+    with at_once():
+        from moesaic.models.hf.origin import open_origin
 
     origin = open_origin(path)
     for warning in origin.warnings:
@@ -162,9 +164,10 @@ def _generate(
     ids: Sequence[Sequence[int]],
     stream: Callable[[int, int], None] | None,
 ) -> list[list[int]]:
-    from moesaic.dist import device
-    from moesaic.serve.generate import Sampling, generate
-    from moesaic.serve.loading import load_model
+    with at_once():
+        from moesaic.dist import device
+        from moesaic.serve.generate import Sampling, generate
+        from moesaic.serve.loading import load_model
 
     place = device.resolve(config.device, key="device")
     device.activate(place)

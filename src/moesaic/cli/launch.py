@@ -17,6 +17,7 @@ import typer
 
 from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli import screen
+from moesaic.cli.start import at_once
 
 RELAUNCH, INTERRUPTED = 75, 130
 
@@ -66,13 +67,14 @@ def num_ranks(nproc: int | None) -> int | None:
 
 
 def launch(module: str, part: str, ranks: int) -> None:
-    """Run `ranks` ranks to their end, each as `python -m module part`.
+    """Run `ranks` ranks to their end, each as what `cli.start` makes of `module` and `part`.
 
     Raises what the first one to fail met: UserError, RankFailed, or CutOff where a signal ended it.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with at_once():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in [name for name in logging.root.manager.loggerDict if "elastic" in name]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -84,7 +86,7 @@ def launch(module: str, part: str, ranks: int) -> None:
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-m", module, part)
+            elastic_launch(config, sys.executable)("-m", "moesaic.cli.start", module, part)
         except ChildFailedError as error:
             raise _cause(Path(logs), error.failures) from None
         except SignalException as error:
@@ -138,11 +140,12 @@ def _cause(logs: Path, failures: dict[int, Any]) -> MoesaicError:
 def _cut_off(failures: dict[int, Any]) -> CutOff | None:
     """The signal that ended a rank, unless it is the one by which the agent ends the others."""
     for rank, failure in sorted(failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+        if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             name = signal.Signals(-failure.exitcode).name
             hint = ", often for want of memory" if name == "SIGKILL" else ""
             return CutOff(f"rank {rank} was ended by {name}{hint}")
-    if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
+    interrupted = (INTERRUPTED, -signal.SIGINT)  # Where it was ready to hear it, and before.
+    if any(failure.exitcode in interrupted for failure in failures.values()):
         return CutOff("interrupted", INTERRUPTED)
     return None
 

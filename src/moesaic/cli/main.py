@@ -1,7 +1,8 @@
 """The front door: `moesaic VERB ...`.
 
 Exit status: 0 done; 1 a bug of ours, with its traceback; 2 a mistake of the user's, with one
-sentence; 75 cut off from outside, start again with --resume; 130 interrupted.
+sentence; 75 cut off from outside, start again with --resume; 130 interrupted. An interrupt that
+comes while something is imported ends the process itself, which is 130 to a shell.
 """
 
 from __future__ import annotations

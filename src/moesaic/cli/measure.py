@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -18,10 +17,9 @@ from rich.table import Table
 
 from moesaic import __version__
 from moesaic.base.config import parse
-from moesaic.base.errors import unwritable
-from moesaic.base.files import replacing
-from moesaic.cli import screen
-from moesaic.cli.rank import at_once, bounded, end_with_parent
+from moesaic.cli import flags, screen
+from moesaic.cli.rank import bounded
+from moesaic.cli.start import at_once
 from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:
@@ -45,8 +43,9 @@ class Part:
 
 def take_part(part: Part) -> None:
     """Measure; rank 0 writes the file and says what was found."""
-    from moesaic.dist.probe.probe import deadline, num_parts, probe
-    from moesaic.dist.world import World
+    with at_once():
+        from moesaic.dist.probe.probe import deadline, num_parts, probe
+        from moesaic.dist.world import World
 
     config = parse(ProbeConfig, part.settings, "settings")
     with at_once():
@@ -81,16 +80,11 @@ def _watched(shown: bool, total: int) -> Iterator[Watch]:
 
 
 def _write(path: Path, found: Found) -> None:
-    """The file, whole or not at all."""
     opening = (
         f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
         f"{len(found.repeats)} times over.\n# {_agreement(found)}.\n\n"
     )
-    try:
-        with replacing(path) as partial:
-            partial.write_text(opening + found.cluster.to_toml(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(f"--out '{path}'", error) from None
+    flags.write_new("--out", path, opening + found.cluster.to_toml())
 
 
 def _agreement(found: Found) -> str:
@@ -149,14 +143,7 @@ def encode(part: Part) -> str:
 
 
 def main() -> int:
-    """The process of one rank: `python -m moesaic.cli.measure PART-AS-JSON`."""
+    """The process of one rank, which `cli.start` begins with a part as JSON."""
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
-    with at_once():  # Some of what is imported swallows an interrupt.
-        importlib.import_module("moesaic.dist.probe.probe")
     return bounded(lambda: take_part(part), LESS_MEMORY)
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    sys.exit(main())

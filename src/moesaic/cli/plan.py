@@ -87,7 +87,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     `moesaic train JOB.toml --plan FILE` obeys.
     """
     if explain is not None:
-        flags.explain(Job, explain, as_json)
+        flags.explain_job(flags.JobPlanAndCluster, explain, as_json)
         return 0
     path = flags.need(job or workload, "JOB.toml", "plan")
     if cluster is None:
@@ -104,7 +104,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     chosen = _placed(planned(job_, nproc or _most_ranks(where)), where)
     facts, timeline = predict(job_, chosen, where, loads)
     if out is not None and not dry_run:
-        flags.write("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
+        flags.write_new("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
     if trace is not None and not dry_run:
         flags.write("--trace", trace, _trace(timeline, chosen))
     if as_json:

@@ -17,6 +17,7 @@ from moesaic.cli.launch import (
     tell_bug,
 )
 from moesaic.cli.measure import Part, encode, take_part
+from moesaic.cli.start import at_once
 from moesaic.dist.probe import disks
 from moesaic.dist.probe.settings import ProbeConfig
 
@@ -59,7 +60,8 @@ def probe(
 
 def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:
     """How many ranks to start; refuses what this machine cannot do."""
-    from moesaic.dist import device
+    with at_once():
+        from moesaic.dist import device
 
     kind = device.resolve(config.device, key="device")
     ranks = ranks or device.num_devices(kind)

@@ -1,22 +1,17 @@
-"""One rank's part in a training run, and the process of any rank that `--nproc` started.
+"""One rank's part in a training run, and the end of any rank that `--nproc` started.
 
 Such a process says nothing of its own: a failure goes to the file that torch's agent names, and
-the parent, which reads them all, tells the user once. It ends when its parent does.
+the parent, which reads them all, tells the user once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +20,7 @@ from moesaic.base.errors import UserError, as_user_error
 from moesaic.base.files import replacing
 from moesaic.cli import screen
 from moesaic.cli.progress import watcher
+from moesaic.cli.start import at_once
 from moesaic.train.jobfile import load_job, obey
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -33,7 +29,6 @@ LESS_MEMORY = (
     "take smaller batches or sequences, or more ranks (moesaic train JOB.toml --dry-run says what "
     "a rank needs)"
 )
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,9 @@ class Part:
 
 def take_part(part: Part) -> tuple[Path, bool]:
     """Train; returns the run's directory and whether this rank speaks for all."""
-    from moesaic.dist.world import World
-    from moesaic.train.trainer import deadline, train
+    with at_once():
+        from moesaic.dist.world import World
+        from moesaic.train.trainer import deadline, train
 
     loaded = load_job(Path(part.job), part.sets)
     if part.plan is not None:
@@ -87,11 +83,9 @@ def default_out(job: Path) -> Path:
 
 
 def main() -> int:
-    """The process of one rank: `python -m moesaic.cli.rank PART-AS-JSON`."""
+    """The process of one rank, which `cli.start` begins with a part as JSON."""
     part = Part(**json.loads(sys.argv[1]))
     sys.argv = part.command
-    with at_once():  # Some of what is imported swallows an interrupt.
-        importlib.import_module("moesaic.train.trainer")
     return bounded(lambda: take_part(part), LESS_MEMORY)
 
 
@@ -133,37 +127,6 @@ def _record(text: str, kind: str) -> None:
         print(text, file=sys.stderr)
 
 
-@contextmanager
-def at_once() -> Iterator[None]:
-    """An interrupt ends this process: who waits for other ranks to come hears nothing in Python."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def end_with_parent() -> None:
-    """End this process when its parent is gone, however that ended."""
-    parent = os.getppid()
-    if sys.platform == "linux":  # At once: before a lost connection has much to say.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-
-
-def _follow(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def encode(part: Part) -> str:
     """The argument of a rank's process."""
     return json.dumps(asdict(part))
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    sys.exit(main())

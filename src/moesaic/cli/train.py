@@ -33,6 +33,7 @@ from moesaic.cli.launch import (
 )
 from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
+from moesaic.cli.start import at_once
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, planned
 from moesaic.facts.workload import count
@@ -72,7 +73,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
 ) -> int | None:
     """Train a model as JOB.toml says."""
     if explain is not None:
-        flags.explain(Job, explain, as_json)
+        flags.explain_job(flags.JobAndPlan, explain, as_json)
         return 0
     path = flags.need(job, "JOB.toml", "train")
     loaded = load_job(path, sets or ())
@@ -168,8 +169,9 @@ def _check_weights(job: Job) -> None:
 
 def _check_machine(job: Job, ranks: int) -> None:
     """What needs torch or a look into the data: still nothing is written."""
-    from moesaic.dist import device
-    from moesaic.train.data import check_text
+    with at_once():
+        from moesaic.dist import device
+        from moesaic.train.data import check_text
 
     device.resolve(job.train.device, ranks - 1)
     check_text(job.data)

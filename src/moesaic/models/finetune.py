@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from moesaic.facts.job.finetune import FinetuneConfig
+from moesaic.facts.workload import expert_name, parameters
+from moesaic.facts.workload.finetune import A, adapters, learns
 from moesaic.models.lm import LanguageModel
+from moesaic.models.pieces import logical
 from moesaic.nn.attention import Linear
 
 
 def prepare(model: LanguageModel, finetune: FinetuneConfig) -> None:
-    """Leave gradients to what `finetune` says; `facts.workload.finetune` names the same."""
-    for name, parameter in model.named_parameters():
-        routes = ".moe.router." in name
-        learns = finetune.router == "train" if routes else finetune.method == "full"
-        parameter.requires_grad_(learns)
-    if finetune.method == "full":
-        return
-    for layer in model.decoder_layers():
-        shared = None if layer.moe is None else layer.moe.shared
-        parts = {"attention": layer.attention, "ffn": layer.ffn, "shared": shared}
-        for target, part in parts.items():
-            if target in finetune.targets and part is not None:
-                _adapt(part, finetune)
-        if layer.moe is not None and "experts" in finetune.targets:
-            layer.moe.bank.adapt(finetune.rank, finetune.scale)
-
-
-def _adapt(part: nn.Module, finetune: FinetuneConfig) -> None:
-    for module in part.modules():
-        if isinstance(module, Linear):
-            module.adapt(finetune.rank, finetune.scale)
+    """Leave gradients, and put adapters, where `facts.workload.finetune` says."""
+    config = model.config
+    learning = {one.name for one in parameters(config) if learns(finetune, one)}
+    adapted = {one.name.removesuffix(A) for one in adapters(config, finetune)}
+    for block, module in model.blocks():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(logical(config, f"{block}.{name}") in learning)
+        for name, part in module.named_modules():
+            if isinstance(part, Linear) and f"{block}.{name}" in adapted:
+                part.adapt(finetune.rank, finetune.scale)
+    for layer, bank in model.banks():
+        # All that is in an arena is of one parameter: what is true of one matrix is of all.
+        name = expert_name(layer, bank.experts[0], "gate")
+        bank.arena.requires_grad_(name in learning)
+        if name in adapted:
+            bank.adapt(finetune.rank, finetune.scale)

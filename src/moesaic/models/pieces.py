@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.state import PARAMETER, Piece
+from moesaic.facts.job import ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import parameters
+from moesaic.facts.workload.finetune import A, B
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
 from moesaic.nn.lora import Adapters
@@ -96,6 +98,11 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "device_mesh")
 
 
+def logical(config: ModelConfig, name: str) -> str:
+    """The logical name of the parameter that a model calls `name`: a tied head's is another."""
+    return EMBED if config.tied and name == "head.weight" else name
+
+
 def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     """Every parameter of `model` as `rank` holds it under `plan`, in the order of the blocks."""
     part = plan.part_groups()[plan.part(rank)]
@@ -113,16 +120,30 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
                 continue
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
-            full, here = f"{block}.{name}", tuple(parameter.shape)
-            if model.config.tied and full == "head.weight":
-                full = EMBED  # In a pipeline; elsewhere it has been seen.
-            shape = here if bank is not None else shapes.get(full, here)  # Adapters are whole.
+            full, here = logical(model.config, f"{block}.{name}"), tuple(parameter.shape)
+            shape = here if bank is not None else _whole(full, here, shapes)
             owners = dense if shape == here else alike
             owners = owners if bank is None else copies
             if model.config.tied and plan.pp > 1 and full == EMBED:
                 owners = _on_both_ends(owners, plan)
             result.append(Held(block, full, parameter, bank, shape, shard, owners))
     return result
+
+
+def _whole(
+    name: str, here: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The whole shape of a parameter of which a rank has `here`; an adapter is cut as its matrix.
+
+    So slices of rows of W [outputs, inputs] have their rows of B and all of A, and slices of
+    columns their columns of A and all of B.
+    """
+    stem, _, half = name.rpartition(".")
+    if f".{half}" == A:
+        return here[0], shapes[f"{stem}.weight"][1]
+    if f".{half}" == B:
+        return shapes[f"{stem}.weight"][0], here[1]
+    return shapes[name]
 
 
 def _on_both_ends(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:

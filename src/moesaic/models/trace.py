@@ -56,7 +56,9 @@ def trace(
         loss: what makes a loss of the model's output; absent: its `loss`, or all of the output.
         name: what to call the model; absent: its class.
     """
-    watch = Watch(model, block_names(model, blocks))
+    names = block_names(model, blocks)
+    _check_told(names)
+    watch = Watch(model, names)
     stage = Stage.of(model)
     args, kwargs = _arguments(example_inputs)
     with ExitStack() as stack:
@@ -101,6 +103,22 @@ def block_names(model: nn.Module, wanted: Sequence[str] | None = None) -> list[s
             raise ConfigError(f"blocks = '{pattern}' is no module of the model: {remedy}")
         names += [name for name in found if name not in names]
     return names
+
+
+def _told(name: str) -> str:
+    """What the block of a module called `name` is called."""
+    return f"{name} (module)" if name == STEP else name
+
+
+def _check_told(names: Sequence[str]) -> None:
+    """Refuse blocks that could not be told apart."""
+    told = [OUTSIDE, *map(_told, names)]
+    for name in names:
+        if told.count(_told(name)) > 1:
+            raise UserError(
+                f"the block of module '{name}' would be called '{_told(name)}', as another one is: "
+                "give the module another name, or choose blocks (--block) without it"
+            )
 
 
 def _opened(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -322,7 +340,7 @@ class Watch:
 
     def _block(self, name: str, held: Sequence[nn.Parameter], saved: int) -> TracedBlock:
         return TracedBlock(
-            name=f"{name} (module)" if name == STEP else name,
+            name=_told(name),
             parameters=sum(one.numel() for one in held),
             parameter_bytes=sum(one.nbytes for one in held),
             gradients=[one.nbytes for one in held if one.requires_grad],

@@ -85,8 +85,8 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
         if before != now and name in said.get(table, {}):
             said_so = [item for item in sets if covers(item, f"{table}.{name}")]
             raise ConfigError(
-                f"--set {said_so[-1]} beside {origin}, which has "
-                f"{table}.{name} = {keys.show(now)}: leave one of them out"
+                f"--set {said_so[-1]} beside {origin}, which has {name} = {keys.show(now)}: "
+                "leave one of them out"
             )
     space = "\n" if sets else "\n\n"
     text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"

@@ -83,8 +83,8 @@ class Flow:
         known = self.losses.get(number)
         if known is not None:
             losses = lm.Losses(
-                known.total + losses.total, known.loss + losses.loss,
-                known.balance + losses.balance, known.z + losses.z, losses.context,
+                known.loss + losses.loss, known.balance + losses.balance, known.z + losses.z,
+                losses.context,
             )  # fmt: skip
         self.losses[number] = losses
 
@@ -128,8 +128,7 @@ class Stage(nn.Module):
                 facts, balance=facts.balance.detach(), z=facts.z.detach()
             )
         loss = x.detach() / self.flow.scale if self.last else zero
-        total = (loss + beside).detach()
-        self.flow.report(at, lm.Losses(total, loss, balance.detach(), z.detach(), context))
+        self.flow.report(at, lm.Losses(loss, balance.detach(), z.detach(), context))
         beside = self.flow.scale * beside
         result: Tensor = x + beside if self.last else Attach.apply(x, beside)
         return result

@@ -210,9 +210,9 @@ class Run:
             with phases("forward"), self._precision():
                 factor = scale.scale_of(self.counters)
                 context = self._context(batch)
-                result = lm.compute(self.model, batch, context, self.job, targets, factor)
+                total, result = lm.compute(self.model, batch, context, self.job, targets, factor)
             with phases("backward"):
-                result.total.backward()
+                total.backward()
                 result.context.mask = None  # The largest part of what the losses hold on to.
             losses.append(result)
         return losses
@@ -342,7 +342,7 @@ class Run:
         if self.pipeline is not None:
             return self.pipeline.evaluate(self._flow([batch], begin, 1))
         with self._precision():
-            return lm.compute(self.model, batch, begin(batch), self.job, 1)
+            return lm.compute(self.model, batch, begin(batch), self.job, 1)[1]
 
     def close(self) -> None:
         """Let go of the model; the world stays."""

@@ -187,9 +187,9 @@ def _compare(
     kept, wanted = before.get("optimizer.moments", "full"), now["optimizer.moments"]
     if kept != wanted:
         raise ConfigError(
-            f"--resume: '{path}' has moments of optimizer.moments = \"{kept}\", the job has "
-            f'"{wanted}": restore it, or start a new run from its weights (moesaic convert, then '
-            "[model] from)"
+            f"--resume: '{path}' has moments of optimizer.moments = {_shown(kept)}, the job has "
+            f"{_shown(wanted)}: restore it, or start a new run from its weights (moesaic convert, "
+            "then [model] from)"
         )
     for key in (key for key in (*now, *before) if key.startswith("finetune")):
         if before.get(key) != now.get(key):
@@ -198,15 +198,26 @@ def _compare(
                 f"--resume: '{path}' was trained with {key} = {was}, the job has {has}: restore "
                 "it, or start a new run from its weights (moesaic convert, then [model] from)"
             )
-    for key in sorted(now):
-        if key in before and before[key] != now[key]:
-            if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
-                raise ConfigError(
-                    f"--resume: '{path}' is of a model with {key} = {before[key]}, the job has "
-                    f"{now[key]}: restore it, or start a new run"
-                )
-            new, old = _shown(now[key]), _shown(before[key])
-            progress.message(f"changed since the checkpoint: {key} = {new}, was {old}")
+    for key in _changed(before, now):
+        old, new = (_shown(one.get(key)) for one in (before, now))
+        if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
+            raise ConfigError(
+                f"--resume: '{path}' is of a model with {key} = {old}, the job has {new}: "
+                "restore it, or start a new run"
+            )
+        progress.message(f"changed since the checkpoint: {key} = {new}, was {old}")
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Keys whose values differ, those of a table that only one of the two has among them.
+
+    A key that an older version did not know is not one.
+    """
+    for key in sorted({*before, *now}):
+        table = key.rpartition(".")[0]
+        known = (key in before and key in now) or table in before or table in now
+        if known and before.get(key) != now.get(key):
+            yield key
 
 
 def _shown(value: object) -> str:

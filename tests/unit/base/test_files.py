@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.base.files import replacing
+from moesaic.base.files import adding, replacing
 
 
 def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
@@ -16,6 +16,17 @@ def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
         partial.write_text("after")
         assert path.read_text() == "before"
     assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_takes_no_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with adding(path) as partial:
+        partial.write_text("first")
+        assert not path.exists()
+    with pytest.raises(FileExistsError), adding(path) as partial:
+        partial.write_text("second")
+    assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -55,6 +55,7 @@ LOST = (1, "lost", "RuntimeError: pair.cc:553] Connection closed by peer [127.0.
         ([BUG, KILLED, ENDED], CutOff, "rank 1 was ended by SIGKILL, often for want of memory"),
         ([ENDED, (-signal.SIGSEGV, None, "")], CutOff, "rank 1 was ended by SIGSEGV"),
         ([BUG, INTERRUPTED], CutOff, "interrupted"),
+        ([LOST, (-signal.SIGINT, None, ""), ENDED], CutOff, "interrupted"),
         ([ENDED, BUG, (1, "bug", "later")], RankFailed, "Traceback ... lost peer"),
         ([ENDED, (1, None, "")], RankFailed, "rank 1 ended with exit status 1 and said nothing"),
         ([(0, None, ""), ENDED], CutOff, "rank 1 was ended by SIGTERM"),

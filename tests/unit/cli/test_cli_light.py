@@ -14,6 +14,7 @@ import pytest
 from moesaic import __version__
 from moesaic.base import keys
 from moesaic.base.config import parse
+from moesaic.cli.flags import JobAndPlan, JobPlanAndCluster
 from moesaic.cli.main import main, spell_out
 from moesaic.facts.job import Job
 from moesaic.serve.config import GenerateConfig
@@ -55,7 +56,7 @@ def run(line: str, capfd: pytest.CaptureFixture[str]) -> str:
 LIGHT = [
     "", "--help", "--version", "train --help", "generate -h", "convert --help", "inspect --help",
     "report --help", "probe --help", "probe --explain all", "probe --dry-run", "plan --help",
-    "trace --help",
+    "trace --help", "plan --explain all",
     "train --explain all", "train --explain train.batch",
     "generate --explain all", "convert --explain to", "inspect --explain verify",
     "report --explain all", "train job.toml --dry-run --nproc 2",
@@ -105,7 +106,10 @@ def test_explain(capfd: pytest.CaptureFixture[str]) -> None:
     assert "this verb has no settings" in run("report --explain all", capfd)
 
 
-@pytest.mark.parametrize(("verb", "kind"), [("train", Job), ("generate", GenerateConfig)])
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [("train", JobAndPlan), ("plan", JobPlanAndCluster), ("generate", GenerateConfig)],
+)
 def test_explain_all_leaves_no_key_out(
     verb: str, kind: type[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +118,28 @@ def test_explain_all_leaves_no_key_out(
     assert shown == ["key", *(entry.path for entry in keys.walk(kind))]
     listed = json.loads(run(f"{verb} --explain all --json", capfd))
     assert [entry["path"] for entry in listed] == shown[1:]
+
+
+def test_explain_knows_the_files_beside_a_job(capfd: pytest.CaptureFixture[str]) -> None:
+    homes = run("train --explain plan.homes", capfd)
+    assert homes.startswith("plan.homes: a list of lists of integers\n  The experts on each of")
+    assert run("plan --explain plan.homes", capfd) == homes
+    assert "\n  .places: Where each rank runs" in run("train --explain plan", capfd)
+    preset = run("plan --explain cluster.hosts.preset", capfd)
+    assert preset.startswith('cluster.hosts.preset: "v100-8", "a100-8"')
+    assert "list of tables" in run("plan --explain cluster.hosts.devices.matmul", capfd)
+    found = json.loads(run("plan --explain cluster.calibration --json", capfd))
+    assert [entry["path"] for entry in found][:2] == [
+        "cluster.calibration", "cluster.calibration.runs",
+    ]  # fmt: skip
+    for line, words in (
+        ("plan --explain hosts", "unknown key 'hosts': did you mean 'cluster.hosts'?"),
+        ("plan --explain cluster.host", "unknown key 'cluster.host': did you mean 'cluster.hosts'"),
+        ("train --explain homes", "unknown key 'homes': did you mean 'plan.homes'?"),
+        ("train --explain ep", "unknown key 'ep': did you mean 'layout.ep'?"),
+    ):
+        assert main(line.split()) == 2
+        assert words in capfd.readouterr().err
 
 
 def test_explain_as_json(capfd: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,24 @@ def test_nothing_outlives_a_probe_that_is_ended(number: signal.Signals, place: P
     assert [path.name for path in place.rglob("*")] == ["disk"]
 
 
+def test_a_file_that_comes_to_be_there_meanwhile_stays(place: Path) -> None:
+    process = start("--nproc", "1", *TINY, "--set", "seconds=3", "--out", "same.toml")
+    end = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    (place / "same.toml").write_text("another's")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (2, "")
+    assert err == (
+        "error: --out 'same.toml' has come to be there meanwhile, and stays as it is: do this "
+        "again with the name of another file\n"
+    )
+    assert sorted(path.name for path in place.rglob("*")) == ["disk", "same.toml"]
+    assert (place / "same.toml").read_text() == "another's"
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

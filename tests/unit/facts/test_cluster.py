@@ -465,6 +465,21 @@ def test_a_calibration_is_written_beside_what_a_hand_wrote(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        HAND.rstrip(), f"{HAND}\n \n\n", f"{HAND}  ", HAND.replace("\n", "\r\n"), f"\ufeff{HAND}",
+        f"{HAND}# Of a line within one:\u2028[calibration]\n",
+    ],
+)  # fmt: skip
+def test_a_calibration_leaves_every_byte_of_a_hand(text: str) -> None:
+    learnt = Calibration(runs=1, devices=["C"], products=1.0, passes=1.5, messages=1.0)
+    written = with_calibration(text, learnt, "here.toml")
+    assert written.startswith(text)
+    assert resolve(tomllib.loads(written.lstrip("\ufeff")), "here.toml").calibration == learnt
+    assert with_calibration(written, learnt, "here.toml") == written
+
+
+@pytest.mark.parametrize(
     "line",
     ["calibration.runs = 1", "calibration = { runs = 1 }", '["calibration"]', "[calibration.x]"],
 )

@@ -9,11 +9,12 @@ import pytest
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import Job, ModelConfig, Preset
-from moesaic.facts.job.job import fill_preset
+from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset
+from moesaic.facts.job.finetune import Target
+from moesaic.facts.job.job import _targets, fill_preset
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import count
-from moesaic.facts.workload.finetune import describe
+from moesaic.facts.workload.finetune import adapters, describe
 
 GOOD = """
 [model]
@@ -48,6 +49,9 @@ WRONG = [
     (['finetune.targets=["experts", "q_proj"]'],
      '--set finetune.targets=["experts", "q_proj"]: '
      'finetune.targets[1] = "q_proj" is not known: give "attention", "experts", "ffn" or "shared"'),
+    (["finetune.targets=[]"],
+     "--set finetune.targets=[]: finetune.targets = [] is empty: give a list of one or more of "
+     '"attention", "experts", "ffn" or "shared"'),
     (['finetune.targets=["expert"]'],
      '--set finetune.targets=["expert"]: '
      'finetune.targets[0] = "expert" is not known: did you mean "experts" (it takes "attention", '
@@ -127,9 +131,9 @@ WRONG = [
      'job.toml: layout.etp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
      "slices of the output of experts have 64 columns, set optimizer.moments to "
      '"bf16" or "full", or etp = 1'),
-    (["layout.tp=2", 'finetune.method="lora"'],
-     'job.toml: layout.tp = 2 with finetune.method = "lora": adapters are not cut into slices, '
-     "set tp = 1"),
+    (["layout.tp=2", "layout.etp=2", 'finetune.method="lora"'],
+     'job.toml: layout.etp = 2 with "experts" among finetune.targets: adapters of experts are not '
+     "cut into slices, set etp = 1, or adapt what is not an expert's"),
     ([DENSE, "layout.ep=2"],
      "job.toml: layout.ep = 2 with a dense model (model.experts = 0): "
      "set layout.ep = 1, or choose a model with experts"),
@@ -272,6 +276,21 @@ def test_settings_of_fine_tuning_without_effect_are_told(
     sets: list[str], expected: list[str]
 ) -> None:
     assert job(*sets).idle() == expected
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("tiny-")])
+@pytest.mark.parametrize("changes", [{}, {"layers": 1, "dense_layers": 0, "shared": 0}])
+def test_a_model_has_the_targets_that_adapters_are_made_for(
+    preset: str, changes: dict[str, int]
+) -> None:
+    """The job refuses targets before there are parameters to look at."""
+    model = parse(ModelConfig, {**PRESETS[preset], **changes}, "preset")
+    found = {
+        target
+        for target in get_args(Target)
+        if list(adapters(model, FinetuneConfig(method="lora", targets=[target])))
+    }
+    assert _targets(model) == found
 
 
 def test_what_is_learnt_is_told_by_name() -> None:

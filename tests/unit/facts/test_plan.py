@@ -348,14 +348,11 @@ def test_a_dense_model_has_no_experts_to_share_out() -> None:
 def test_slices_are_held_against_all_that_they_would_cut() -> None:
     """A plan may have slices where the job has none, and cannot have any."""
     plan = Plan.model_validate({"ranks": 2, "ep": 1, "shard": 1, "tp": 2, "experts": 8})
-    for tables, words in (
-        ({"finetune": {"method": "lora"}}, 'with finetune.method = "lora": adapters are not cut'),
-        ({"optimizer": {"moments": "8bit"}}, 'with optimizer.moments = "8bit", which has blocks'),
-    ):
-        with pytest.raises(ConfigError, match=f"^plan: tp = 2 {words}"):
-            check(plan, tiny_job(model={"vocab": 60}, **tables), "plan")
-    borders = {"vocab": 60, "head_dim": 64}
-    check(plan, tiny_job(model=borders, optimizer={"moments": "8bit"}), "plan")
+    narrow = {"moments": "8bit"}
+    words = 'plan: tp = 2 with optimizer.moments = "8bit", which has blocks'
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        check(plan, tiny_job(model={"vocab": 60}, optimizer=narrow), "plan")
+    check(plan, tiny_job(model={"vocab": 60, "head_dim": 64}, optimizer=narrow), "plan")
 
 
 def test_slices_of_experts_are_places_of_their_own() -> None:

@@ -234,7 +234,7 @@ def test_a_forward_pass_fills_the_memory_that_is_predicted(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with hooks, run._precision():
-        losses = lm.compute(run.model, batch, context, job, 1)
+        total, losses = lm.compute(run.model, batch, context, job, 1)
     kept = activations(job, plan, 0)
     outside = kept["context"] if recompute else context.mask.nbytes  # They live in the context.
     whole = memory(job, plan).activations_bytes + kept["head"] - outside
@@ -242,6 +242,7 @@ def test_a_forward_pass_fills_the_memory_that_is_predicted(
         stream = batch.inputs.numel() * job.model.hidden * 4
         most = max(index * stream + kept[f"layers.{index}"] for index in range(job.model.layers))
         whole += job.model.layers * stream - most
+    assert total.isfinite()
     assert losses.loss.isfinite()
     assert sum(found.values()) == pytest.approx(whole, rel=0.001)
 

@@ -434,6 +434,14 @@ class Picks(nn.Module):
         (nn.Linear(2, 2), torch.ones(1, 2), {"blocks": ["h.0"]}, "blocks = 'h.0' is no module"),
         (nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), {"blocks": ["1"]}, "one such as 0"),
         (nn.LSTM(2, 2), torch.ones(1, 1, 2), {}, "mkldnn_rnn_layer multiplies matrices in a way"),
+        (
+            nn.ModuleDict({"a": nn.Linear(2, 2), OUTSIDE: nn.Linear(2, 2)}), torch.ones(1, 2), {},
+            "module '(outside)' would be called '(outside)', as another one is: give the module",
+        ),
+        (
+            nn.ModuleDict({"step": nn.Linear(2, 2), "step (module)": nn.Linear(2, 2)}),
+            torch.ones(1, 2), {}, "module 'step' would be called 'step (module)'",
+        ),
         (nn.Flatten(), torch.ones(1, 2), {}, "no output of the model has a gradient"),
         (Asks(), torch.ones(2, device="meta"), {}, "asks for values of a tensor"),
         (Picks(), torch.ones(2, device="meta"), {}, "asks for values of a tensor"),

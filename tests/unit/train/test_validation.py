@@ -25,7 +25,7 @@ def test_validation_is_the_mean_over_targets(batch: int) -> None:
         for index in range(20):
             one = samples.batch([index], shuffled=False)
             context = lm.make_context(run.model, one, job, 0)
-            sums.append(lm.compute(run.model, one, context, job, 1).loss.item())
+            sums.append(lm.compute(run.model, one, context, job, 1)[1].loss.item())
             counts += lm.num_targets(one)
     assert targets == counts
     assert loss == pytest.approx(sum(sums) / counts, rel=1e-13)

@@ -21,6 +21,10 @@ from moesaic.facts.cluster.cluster import Cluster, Host, Link, Wire
 from moesaic.facts.cluster.presets import PRESETS, Preset
 
 _OWN_TABLE = re.compile(r"\[\s*calibration\s*\]\s*(#.*)?")
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+"""Of TOML, whatever else Unicode ends a line with."""
+_MARK = "\ufeff"
+"""What some editors open a file with, to say that it is UTF-8."""
 _NOTE = "# Written by `moesaic calibrate`, which replaces this table."
 
 
@@ -82,9 +86,11 @@ def resolve(raw: Mapping[str, Any], origin: str) -> Cluster:
 def with_calibration(text: str, calibration: Calibration, origin: str) -> str:
     """The text of a file with `calibration` as its last table, in place of an earlier one.
 
-    Nothing else of it changes, no comment and no blank.
+    Nothing else of it changes: no comment, no blank, no mark of its encoding at the start.
     """
-    lines = text.splitlines(keepends=True)
+    mark = _MARK * text.startswith(_MARK)
+    text = text.removeprefix(mark)
+    lines = _LINE.findall(text)
     heads = [index for index, line in enumerate(lines) if line.lstrip().startswith("[")]
     own = next((index for index in heads if _OWN_TABLE.fullmatch(lines[index].strip())), None)
     if own is not None:
@@ -92,14 +98,16 @@ def with_calibration(text: str, calibration: Calibration, origin: str) -> str:
         while lines[end - 1].strip().partition("#")[0] == "":  # What stands here is of the next.
             end -= 1
         lines[own:end] = []
-    kept = "".join(lines).rstrip()
-    result = f"{kept}\n\n[calibration]\n{_NOTE}\n{calibration.to_toml()}"
+    kept = "".join(lines)
+    kept += "\n" * (not kept.endswith("\n"))
+    kept += "\n" * bool(_LINE.findall(kept)[-1].strip())
+    result = f"{kept}[calibration]\n{_NOTE}\n{calibration.to_toml()}"
     known, wanted = parse_toml(text, origin), calibration.model_dump()
     if parse_toml(result, origin) != {**known, "calibration": wanted}:
         raise ConfigError(
             f"{origin}: what it says of calibration is no table [calibration] of its own: remove it"
         )
-    return result
+    return mark + result
 
 
 def _fill_presets(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -130,14 +130,7 @@ class Job(Section):
             uncut = self._uncut_expert(tp, etp)
             if uncut is not None:
                 return uncut
-        if tp == 1:
-            return None
-        if self.finetune is not None and self.finetune.method == "lora":
-            return (
-                f'tp = {tp} with finetune.method = "lora": adapters are not cut into slices, set '
-                "tp = 1"
-            )
-        return self._cut_block(tp, etp)
+        return None if tp == 1 else self._cut_block(tp, etp)
 
     def _uncut_expert(self, tp: int, etp: int) -> str | None:
         model = self.model
@@ -152,6 +145,12 @@ class Job(Section):
             return (
                 f"etp = {etp} does not divide model.ffn = {model.ffn}, which the slices of an "
                 "expert share out: choose a divisor"
+            )
+        finetune = self.finetune
+        if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
+            return (
+                f'etp = {etp} with "experts" among finetune.targets: adapters of experts are not '
+                "cut into slices, set etp = 1, or adapt what is not an expert's"
             )
         return None
 

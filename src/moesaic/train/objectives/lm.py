@@ -19,8 +19,6 @@ from moesaic.train.data import Batch
 class Losses:
     """One micro-batch's losses on this rank; every rank's add up to the global ones."""
 
-    total: Tensor
-    """What backward starts from: all of them, weighed, times the loss scale."""
     loss: Tensor
     """Cross-entropy, already divided by the number of targets of the whole batch."""
     balance: Tensor
@@ -68,8 +66,10 @@ def compute(
     job: Job,
     targets_total: int,
     scale: float = 1.0,
-) -> Losses:
-    """Losses of one of the job's micro-batches.
+) -> tuple[Tensor, Losses]:
+    """What backward starts from for one of the job's micro-batches, and its losses.
+
+    The first is all of them, weighed, times `scale`.
 
     Args:
         model: the model.
@@ -86,7 +86,7 @@ def compute(
     balance, z = auxiliary(context, job.model.expert_layers, loss.new_zeros(()), job)
     routing = job.routing
     total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
-    return Losses(total, loss.detach() / scale, balance.detach(), z.detach(), context)
+    return total, Losses(loss.detach() / scale, balance.detach(), z.detach(), context)
 
 
 def aim(

@@ -140,7 +140,6 @@ def check_forms(checkpoint: Path) -> None:
         (["finetune.rank=33"], ("finetune.rank = 33", "model.hidden = 32", "lower it")),
         (["finetune.rank=0"], ("finetune.rank = 0",)),
         (["finetune.alpha=0"], ("finetune.alpha = 0",)),
-        (["layout.tp=2"], ("layout.tp = 2", "set tp = 1")),
         (["finetune.router=false"], ("finetune.router",)),
     ],
 )

@@ -1,0 +1,59 @@
+"""How a process of ours begins, with nothing imported yet.
+
+Imports take seconds, and an interrupt in the middle of one may be swallowed, or end in a traceback.
+So it ends the process there and then, without a word: nothing has been done yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PR_SET_PDEATHSIG = 1
+
+
+def begin(module: str) -> int:
+    """Import `module` and run its `main`; returns the exit status."""
+    with at_once():
+        main = importlib.import_module(module).main
+    status: int = main()
+    return status
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """An interrupt ends this process: imports, and waiting for other ranks, would not let it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_with_parent() -> None:
+    """End this process when its parent is gone, however that ended."""
+    import ctypes  # Nothing that every process has to wait for.
+
+    parent = os.getppid()
+    if sys.platform == "linux":  # At once: before a lost connection has much to say.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start MODULE PART-AS-JSON`.
+    end_with_parent()
+    sys.exit(begin(sys.argv.pop(1)))
