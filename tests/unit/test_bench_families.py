@@ -1,4 +1,4 @@
-"""Theme `families`: contenders do the same work, bubbles have closed forms, conversions are exact."""
+"""Theme `families`: the same work for all contenders, closed forms, exact conversions."""
 
 from __future__ import annotations
 
