@@ -151,7 +151,9 @@ def bubbles(ranks: Sequence[Sequence[Taken]]) -> tuple[list[float], list[float]]
     return shares, costs
 
 
-def take_rounds(world: World, jobs: Mapping[str, Job], rounds: int) -> dict[str, list[Taken]]:
+def take_rounds(
+    world: World, jobs: Mapping[str, Job], rounds: int, patience_s: float = PATIENCE_S
+) -> dict[str, list[Taken]]:
     """On each rank: `rounds` steps of every job, in an order that turns round.
 
     A round that other programs disturb is taken again, with patience.
@@ -159,7 +161,7 @@ def take_rounds(world: World, jobs: Mapping[str, Job], rounds: int) -> dict[str,
     torch.set_num_threads(1)
     contenders = {name: Contender(job, world) for name, job in jobs.items()}
     taken: dict[str, list[Taken]] = {name: [] for name in jobs}
-    until, kept = time.perf_counter() + PATIENCE_S, -WARM_UP
+    until, kept = time.perf_counter() + patience_s, -WARM_UP
     for number in itertools.count():
         if kept == rounds:
             break

@@ -69,7 +69,7 @@ def test_a_round_of_every_schedule(ranks: Ranks) -> None:
         schedule: bubble.job_of(schedule, hidden=64, head_dim=8, ffn=64, layers=4)
         for schedule in bubble.FORMS
     }
-    taken = ranks.run(bubble.PARTS, bubble.take_rounds, jobs, 1)
+    taken = ranks.run(bubble.PARTS, bubble.take_rounds, jobs, 1, 0.0)
     for one in taken:
         assert one.keys() == jobs.keys()
         for (spent,) in one.values():
