@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from moesaic.testing.blocks import watch
 
+from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import memory
+from moesaic.facts.workload.kept import activations
 from moesaic.models.initial import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import most_allocated
@@ -40,6 +43,7 @@ FAMILIES["latent"] = {  # In DeepSeek-V3's proportions, in which heads are wider
     **FAMILIES["olmoe"], "family": "deepseek_v3", "heads": 8, "kv_heads": 8, "head_dim": 48,
     "ffn": 36, "top_k": 8, "latent": {"width": 9, "queries": 27, "rotary": 16, "value": 32},
 }  # fmt: skip
+FAMILIES["deep"] = {**FAMILIES["olmoe"], "layers": 4}
 FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
@@ -78,9 +82,9 @@ class Documents(RandomSamples):
         return replace(batch, documents=second.int().expand(batch.inputs.shape))
 
 
-def make_job(ep: int, shard: int, family: str, train: dict[str, Any]) -> Job:
+def make_job(layout: dict[str, Any], family: str, train: dict[str, Any]) -> Job:
     return tiny_job(
-        model=FAMILIES[family], layout={"ep": ep, "shard": shard},
+        model=FAMILIES[family], layout=layout,
         data={"sequence": 128}, train={"batch": 8, "precision": "fp32", **train},
         routing=EVEN if FAMILIES[family]["experts"] else {},
         checkpoint={"asynchronous": False},
@@ -109,8 +113,115 @@ def test_torch_allocates_what_is_predicted(
 ) -> None:
     """In the first step and in later ones."""
     size, ep, shard, family, train = case
-    job = make_job(ep, shard, family, train)
+    job = make_job({"ep": ep, "shard": shard}, family, train)
     first, *later = ranks.run(size, peaks, job, timeout_s=60.0)[-1]
     needs = memory(job, lay_out(job.layout, job.model, size))
     assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
     assert first == pytest.approx(min(later), rel=0.05)
+
+
+TWO, FOUR = {"tp": 2}, {"micro_batches": 4}
+SLICES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
+    # ranks, layout, family, train
+    (2, TWO, "olmoe", {}),
+    (2, TWO, "dense", {**AGAIN, **PARTS}),
+    (2, TWO, "wide vocabulary, tied", PARTS),
+    (2, TWO, "deepseek", {"precision": "bf16"}),
+    (2, TWO, "latent", PARTS),
+    (2, {**TWO, "ep": 2}, "qwen3", {}),
+    (2, {**TWO, "ep": 2}, "mixtral", {"precision": "bf16", **AGAIN}),
+    (4, {**TWO, "shard": 2}, "dense", {}),
+    (4, {**TWO, "ep": 4, "shard": 2}, "deepseek", PARTS),
+]
+
+
+@pytest.mark.parametrize("case", SLICES, ids=str)
+def test_slices_allocate_what_is_predicted(
+    ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
+) -> None:
+    size, layout, family, train = case
+    job = make_job(layout, family, train)
+    first, *later = ranks.run(size, peaks, job, timeout_s=60.0)[-1]
+    needs = memory(job, lay_out(job.layout, job.model, size))
+    assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
+    assert needs.peak_bytes <= needs.total_bytes
+
+
+LINE: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
+    # ranks, layout, family, train
+    (2, {"schedule": "gpipe"}, "dense", FOUR),
+    (2, {"schedule": "gpipe"}, "deep", {**FOUR, **AGAIN}),
+    (2, {"schedule": "1f1b"}, "deep", FOUR),
+    (2, {"schedule": "1f1b"}, "wide vocabulary, tied", {**FOUR, "precision": "bf16"}),
+    (2, {"schedule": "interleaved"}, "deep", FOUR),
+    (2, {"schedule": "interleaved"}, "deep", {**FOUR, **AGAIN}),
+    (2, {"schedule": "zero-bubble"}, "dense", FOUR),
+    (2, {"schedule": "zero-bubble"}, "deep", FOUR),
+    (4, {"schedule": "1f1b", "tp": 2}, "deep", FOUR),
+    (4, {"schedule": "gpipe", "shard": 2}, "dense", FOUR),
+    (4, {"schedule": "interleaved", "ep": 2}, "deep", FOUR),
+]
+
+
+@pytest.mark.parametrize("case", LINE, ids=str)
+def test_parts_of_a_pipeline_allocate_what_is_predicted(
+    ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
+) -> None:
+    """The first part and the last hold unlike things, and different numbers of micro-batches."""
+    size, layout, family, train = case
+    job = make_job({"pp": 2, **layout}, family, {"batch": 16, **train})
+    plan = lay_out(job.layout, job.model, size)
+    found = [min(steps) for steps in ranks.run(size, peaks, job, timeout_s=60.0)]
+    for rank in (0, size - 1):
+        needs = memory(job, plan, rank)
+        assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank
+        assert needs.peak_bytes <= needs.total_bytes
+
+
+def holdings(world: World, job: Job) -> tuple[int, int, int]:
+    """Bytes of parameters, of moments and of what a checkpoint is written from."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    biases = sum(router.bias.nbytes for _, router in run.model.sigmoid_routers())
+    held = sum(item.local.nbytes for item in run.holdings) + biases
+    moments = sum(t.nbytes for pair in run.optimizer.moments.values() for t in pair)
+    staging = Staging(world.rank, torch.device("cpu"), 1 << 30)
+    staged = sum(part.num_bytes for part in staging.lay_out(run.state().pieces).parts)
+    run.close()
+    return held, moments, staged
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"tp": 2, "ep": 2}),
+        (2, {"pp": 2}),
+        (4, {"tp": 2, "shard": 2, "ep": 4}),
+        (4, {"pp": 2, "tp": 2}),
+        (4, {"pp": 2, "ep": 2, "schedule": "interleaved"}),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_ranks_hold_is_what_runs_have(
+    ranks: Ranks, size: int, layout: dict[str, Any], tied: bool
+) -> None:
+    model = {**FAMILIES["deepseek"], "layers": 4, "tied": tied}
+    job = tiny_job(model=model, layout=layout, train={"micro_batches": 2}, routing=EVEN)
+    plan = lay_out(job.layout, job.model, size)
+    for rank, held in enumerate(ranks.run(size, holdings, job)):
+        needs = memory(job, plan, rank)
+        assert (needs.parameters_bytes, needs.moments_bytes, needs.staging_bytes) == held
+
+
+def kept(world: World, job: Job) -> dict[str, int]:
+    return watch(job, lay_out(job.layout, job.model, world.size), world).kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["olmoe", "qwen3", "deepseek", "latent", "dense"])
+def test_slices_keep_what_is_predicted(ranks: Ranks, family: str, precision: str) -> None:
+    job = make_job({"tp": 2}, family, {"precision": precision})
+    plan = lay_out(job.layout, job.model, 2)
+    for rank, found in enumerate(ranks.run(2, kept, job)):
+        expected = activations(job, plan, rank)
+        assert found == {name: num for name, num in expected.items() if name != "context"}

@@ -106,7 +106,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if out is not None and not dry_run:
         flags.write("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
     if trace is not None and not dry_run:
-        flags.write("--trace", trace, _trace(timeline))
+        flags.write("--trace", trace, _trace(timeline, chosen))
     if as_json:
         screen.as_json(facts)
         return 0
@@ -212,6 +212,7 @@ def predict(
         "cluster": cluster.name, "loads": None if loads is None else str(loads),
         "calibration": learnt and learnt.model_dump(),
         "plan": layout.decisions(), "device": device.model,
+        "pipeline": _pipeline(timeline, layout, job),
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
         "memory_bytes": held.device.memory_bytes,
@@ -224,6 +225,17 @@ def predict(
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
         "binds": _binds(held, phases, job, layout),
     }, timeline  # fmt: skip
+
+
+def _pipeline(timeline: Timeline, layout: Plan, job: Job) -> dict[str, Any] | None:
+    """What is lost to waiting between stages, beside what the schedule itself loses."""
+    from moesaic.sim.bubble import bubble, closed_form
+
+    if layout.pp == 1:
+        return None
+    each = layout.num_stages // layout.pp
+    form = closed_form(layout.schedule, layout.pp, each, job.train.micro_batches)
+    return {"bubble": bubble(timeline), "closed_form": form}
 
 
 def promise(
@@ -265,9 +277,9 @@ def _relief(job: Job, layout: Plan) -> str:
     """What would take memory off a rank, of what has not been done to the utmost."""
     at_once = job.train.batch // job.train.micro_batches
     more = {
-        "layout.ep": layout.experts and layout.ep < gcd(layout.ranks, layout.experts),
-        "layout.shard": layout.shard < layout.ranks,
-        "train.micro_batches": at_once > layout.ranks,
+        "layout.ep": layout.experts and layout.ep < gcd(layout.span, layout.experts),
+        "layout.shard": layout.shard < layout.replicas,
+        "train.micro_batches": at_once > layout.replicas,
     }
     raised = [key for key, some in more.items() if some]
     ways = [f"raise {listed(raised)}"] if raised else []
@@ -275,11 +287,12 @@ def _relief(job: Job, layout: Plan) -> str:
     return ", or ".join(ways) or "take more ranks, or devices with more memory"
 
 
-def _trace(timeline: Timeline) -> str:
+def _trace(timeline: Timeline, layout: Plan) -> str:
+    """Of a pipeline the ranks that pass the same tokens on stand together."""
     from moesaic.sim.trace import trace
 
-    shown = range(min(len(timeline.end_s), _SHOWN_RANKS))
-    return screen.dumps(trace(timeline, shown)) + "\n"
+    ranks = [rank for chain in layout.chain_groups() for rank in chain]
+    return screen.dumps(trace(timeline, sorted(ranks[:_SHOWN_RANKS]))) + "\n"
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -287,15 +300,25 @@ def _print(facts: dict[str, Any]) -> None:
     total, active = facts["parameters"]["total"], facts["parameters"]["active"]
     run_s = facts["steps"] * facts["step_s"]
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
+    slices = f", matrices over {layout['tp']}" * (layout["tp"] > 1)
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
         f"({facts['device']}), experts over {layout['ep']}{routing}, dense parameters over "
-        f"{layout['shard']}",
+        f"{layout['shard']}{slices}",
         facts,
         {
+            **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
             **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },
+    )
+
+
+def _told(pipeline: dict[str, float], layout: dict[str, Any]) -> str:
+    """A pipeline, in a line."""
+    return (
+        f"{layout['pp']} parts, {layout['schedule']}, {layout['micro_batches']} micro-batches: "
+        f"bubble {pipeline['bubble']:.0%} (closed form {pipeline['closed_form']:.0%})"
     )

@@ -271,9 +271,9 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     from moesaic.policy.cost.room import fullest
 
     counts = count(loaded.job.model)
-    needs = fullest(loaded.job, plan)[1] if plan.priced else None
+    needs = fullest(loaded.job, plan)[1]
     if as_json:
-        held = needs and {
+        held = {
             **needs.by_kind(),
             "total_bytes": needs.total_bytes,
             "peak_bytes": needs.peak_bytes,
@@ -296,12 +296,6 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
     for line in describe_learnt(loaded.job) if loaded.job.finetune is not None else ():
         screen.say(line)
     screen.say(f"plan             {describe(plan, model.experts)}")
-    if needs is None:
-        screen.say(
-            "memory per rank  not worked out for slices of matrices (layout.tp) or a pipeline "
-            "(layout.pp)"
-        )
-        return
     peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
     screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
     for kind, num_bytes in needs.by_kind().items():

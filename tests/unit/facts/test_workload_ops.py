@@ -24,7 +24,7 @@ from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Block, Work, count, memory, parameters, workload
 from moesaic.facts.workload.loads import expert_counts
-from moesaic.facts.workload.memory import activations
+from moesaic.facts.workload.kept import activations
 from moesaic.models.initial import InitialSource
 from moesaic.models.kernels import Passes, Seen
 from moesaic.testing.flops import UNCOUNTED, flops

@@ -5,6 +5,7 @@ One JSON file that `moesaic plan` writes, people edit, training obeys and every 
 
 from moesaic.facts.plan.checks import basis, check, check_places, load_plan, ruled
 from moesaic.facts.plan.layout import block_names, lay_out, planned, stages
+from moesaic.facts.plan.order import Action, order
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
     ALL,
@@ -22,6 +23,7 @@ __all__ = [
     "ALL",
     "FIRST",
     "WINDOW",
+    "Action",
     "Measured",
     "Plan",
     "Predictions",
@@ -36,6 +38,7 @@ __all__ = [
     "lay_out",
     "load_plan",
     "measure",
+    "order",
     "planned",
     "ruled",
     "short",

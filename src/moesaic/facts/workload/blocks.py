@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from numpy.typing import ArrayLike
 
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import latent, messages, ops
-from moesaic.facts.workload.loads import Counts, expert_counts, slots_of, traffic
-from moesaic.facts.workload.messages import Message
+from moesaic.facts.workload.holdings import blocks_on, held, is_first, model_block
+from moesaic.facts.workload.loads import Counts, expert_counts, leaving, slots_of, traffic
+from moesaic.facts.workload.messages import Message, Slices, Talk
 from moesaic.facts.workload.ops import Op, Part
-from moesaic.facts.workload.parameters import Parameter, local_size, parameters
+from moesaic.facts.workload.parameters import Parameter, local_size, rank_size
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
 STEP = "step"
@@ -48,7 +49,8 @@ class Block:
     """A part of the model on one rank."""
 
     name: str
-    """embed, layers.0.attention, layers.0.ffn or layers.0.moe, ..., head; step: all of it."""
+    """embed, layers.0.attention, layers.0.ffn or layers.0.moe, ..., head; step: all of it. It
+    begins with the name of the model's own block, which says what stage of a pipeline it is in."""
     forward: Work
     """Once a micro-batch."""
     backward: Work
@@ -62,62 +64,76 @@ def workload(
 ) -> list[Block]:
     """What `rank` does in one micro-batch and in the update, block by block.
 
+    In a pipeline it has the blocks of its own stages. What they send to each other is not here, nor
+    which micro-batch is whose turn.
+
     Args:
         job: the job, under the plan (`facts.plan.ruled`): whether layers are computed again is read
             from it alone.
         plan: which rank holds what.
         rank: whose work.
-        loads: by expert layer, the load of each expert, or assignments by rank and expert over one
-            global micro-batch; absent: even routing.
+        loads: by expert layer of the whole model, the load of each expert, or assignments by rank
+            of a part and expert over one global micro-batch; absent: even routing.
     """
-    sizes = Sizes.of(job, plan, rank)
-    sparse = job.model.expert_layers
+    sizes, model = Sizes.of(job, plan, rank), job.model
+    slices, sparse = Slices.of(sizes, plan, rank), model.expert_layers
+    here = blocks_on(model, plan, rank)
     even = expert_counts(job, plan, None) if sparse and loads is None else None
-    blocks = [_block("embed", [ops.embedding(sizes)])]
-    for layer in range(job.model.layers):
-        name, again = f"layers.{layer}", job.train.recompute
-        blocks.append(_block(f"{name}.attention", _attention(sizes), again=again))
-        if layer in sparse:
-            load = None if loads is None else loads[sparse.index(layer)]
-            counts = expert_counts(job, plan, load) if even is None else even
-            blocks.append(_moe(f"{name}.moe", job, plan, rank, sizes, counts))
+    blocks = []
+    for name in here:
+        if name == "embed":
+            lookup = ops.embedding(sizes, tied=model.tied and plan.pp == 1)
+            blocks.append(_block(name, [lookup], slices.sum_runs(sizes.wide)))
+        elif name == "head":
+            blocks.append(_block(name, _head(sizes), slices.head()))
         else:
-            blocks.append(_block(f"{name}.ffn", _dense(sizes, layer), again=again))
-    blocks.append(
-        _block("head", [ops.norm(sizes, job.model.hidden, within=False), ops.loss(sizes)])
-    )
-    held: dict[str, list[Parameter]] = {}
-    for parameter in parameters(job.model):
-        held.setdefault(_block_of(parameter, job), []).append(parameter)
-    update = {name: _update(job, plan, rank, held[name]) for name in held}
+            layer, again = int(name.removeprefix("layers.")), job.train.recompute
+            blocks.append(_attention(f"{name}.attention", slices, again=again))
+            if layer in sparse:
+                load = None if loads is None else loads[sparse.index(layer)]
+                counts = expert_counts(job, plan, load) if even is None else even
+                blocks.append(_moe(f"{name}.moe", job, plan, rank, slices, counts))
+            else:
+                blocks.append(_dense(f"{name}.ffn", slices, sizes.inner(layer), again=again))
+    holding = held(model, plan, rank)
+    by_block: dict[str, list[Parameter]] = {}
+    for parameter in holding:
+        by_block.setdefault(_block_of(parameter, model), []).append(parameter)
+    update = {name: _update(job, plan, rank, by_block[name]) for name in by_block}
     blocks = [replace(block, update=Work(update[block.name])) for block in blocks]
     if plan.shard > 1:
-        blocks = _sharded(blocks, held, job, plan, rank)
-    return [*blocks, Block(STEP, Work(), Work(), _step(job, plan, rank))]
+        blocks = _sharded(blocks, by_block, job, plan, rank)
+    return [*blocks, Block(STEP, Work(), Work(), _step(job, plan, rank, holding))]
 
 
-def _block_of(parameter: Parameter, job: Job) -> str:
+def _block_of(parameter: Parameter, model: ModelConfig) -> str:
+    name = model_block(parameter)
     if parameter.layer is None:
-        return parameter.name.partition(".")[0]
+        return name
     inner = parameter.name.split(".")[2]
     if inner == "ffn_norm":
-        inner = _inner(job, parameter.layer)
-    return f"layers.{parameter.layer}.{inner.removesuffix('_norm')}"
+        inner = "moe" if parameter.layer in model.expert_layers else "ffn"
+    return f"{name}.{inner.removesuffix('_norm')}"
 
 
-def _inner(job: Job, layer: int) -> str:
-    return "moe" if layer in job.model.expert_layers else "ffn"
+def _head(s: Sizes) -> list[Part]:
+    hidden = s.model.hidden
+    return [ops.norm(s, hidden, within=False), *ops.join_runs(s, hidden), ops.loss(s)]
 
 
-def _attention(s: Sizes) -> list[Part]:
-    model, hidden = s.model, s.model.hidden
+def _attention(name: str, slices: Slices, *, again: bool) -> Block:
+    s = slices.s
+    model, hidden, wide_input = s.model, s.model.hidden, s.slices == 1
+    said = slices.head_norms(), slices.sum_runs(s.narrow)
     if model.latent is not None:
-        return latent.attention(s, model.latent)
-    return [
-        ops.norm(s, hidden, uses=3),
-        ops.linear("q", s, s.queries, hidden, wide_input=True),
-        ops.linear("k", s, s.keys, hidden, wide_input=True),
-        ops.linear("v", s, s.keys, hidden, wide_input=True),
+        joined = slices.join_runs(latent.travelling(s, model.latent))
+        return _block(name, latent.attention(s, model.latent), joined.then(*said), again=again)
+    parts = [
+        ops.norm(s, hidden, uses=3 if wide_input else 1),
+        *ops.join_runs(s, hidden, uses=3, split=True),
+        ops.linear("q", s, s.queries, hidden, wide_input=wide_input),
+        ops.linear("k", s, s.keys, hidden, wide_input=wide_input),
+        ops.linear("v", s, s.keys, hidden, wide_input=wide_input),
         *(ops.head_norms(s) if model.normed is not None else ()),
         *((ops.clamp(s),) if model.clip_qkv is not None else ()),
         ops.rotary(s, s.queries),
@@ -126,116 +142,136 @@ def _attention(s: Sizes) -> list[Part]:
         ops.linear("o", s, hidden, s.queries, wide_input=False),
         ops.residual(s),
     ]
+    return _block(name, parts, slices.join_runs(hidden).then(*said), again=again)
 
 
-def _dense(s: Sizes, layer: int) -> list[Part]:
-    return [
-        ops.norm(s, s.model.hidden, uses=2),
-        *_gated(s, s.model.inner(layer)),
+def _dense(name: str, slices: Slices, ffn: int, *, again: bool) -> Block:
+    s = slices.s
+    parts = [
+        ops.norm(s, s.model.hidden, uses=2 if s.slices == 1 else 1),
+        *_gated(s, ffn),
         ops.residual(s),
     ]
+    return _block(name, parts, _beside(slices), again=again)
 
 
 def _gated(s: Sizes, ffn: int, of: str = "") -> list[Part]:
-    hidden = s.model.hidden
+    hidden, wide_input = s.model.hidden, s.slices == 1
     return [
-        ops.linear(f"{of}gate", s, ffn, hidden, wide_input=True),
-        ops.linear(f"{of}up", s, ffn, hidden, wide_input=True),
+        *ops.join_runs(s, hidden, uses=2),
+        ops.linear(f"{of}gate", s, ffn, hidden, wide_input=wide_input),
+        ops.linear(f"{of}up", s, ffn, hidden, wide_input=wide_input),
         ops.gate(s, ffn, f"{of}gate"),
         ops.linear(f"{of}down", s, hidden, ffn, wide_input=False),
     ]
 
 
-def _moe(name: str, job: Job, plan: Plan, rank: int, s: Sizes, counts: Counts) -> Block:
-    group = messages.group_of(plan.expert_groups(), rank)
-    slots = slots_of(counts, plan, rank, group)
-    leaving, arriving, travels = int(counts[rank].sum()), sum(slots), plan.ep > 1
-    shared = s.model.shared * s.model.ffn
+def _beside(slices: Slices) -> Talk:
+    """What slices say around a gated network."""
+    s = slices.s
+    return slices.join_runs(s.model.hidden).then(slices.sum_runs(s.narrow))
+
+
+def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Counts) -> Block:
+    s, group = slices.s, messages.group_of(plan.expert_groups(), rank)
+    slots, travels = slots_of(counts, plan, rank, group), plan.ep > 1
+    out, arriving = leaving(counts, plan, rank), sum(slots)
+    shared = s.shared > 0
+    uses = 2 + shared * (2 if s.slices == 1 else 1)
     parts = [
-        ops.norm(s, s.model.hidden, uses=4 if shared else 2),
+        ops.norm(s, s.model.hidden, uses=uses),
         ops.router(s),
-        ops.dispatch(s, leaving, arriving, travels=travels),
-        *(_gated(s, shared, "shared ") if shared else ()),
+        ops.dispatch(s, out, arriving, travels=travels),
+        *(_gated(s, s.shared, "shared ") if shared else ()),
         ops.experts(s, slots),
-        ops.combine(s, leaving, arriving, travels=travels),
+        ops.combine(s, out, arriving, travels=travels),
         *((ops.beside(s),) if shared else ()),
         ops.residual(s),
     ]
     row_bytes = s.model.hidden * s.narrow
-    out, back = ([n * row_bytes for n in rows] for rows in traffic(counts, plan, rank, group))
-    forward = (
-        *messages.counts(job, plan),
-        *messages.exchange("tokens", plan, rank, out, back),
-        *messages.exchange("results", plan, rank, back, out),
+    to, back = ([n * row_bytes for n in rows] for rows in traffic(counts, plan, rank, group))
+    talk = messages.counts(job, plan, rank).then(
+        messages.exchange("tokens", group, to, back),
+        _beside(slices) if shared else Talk(),
+        messages.exchange("results", group, back, to),
     )
-    backward = (
-        *messages.exchange("results", plan, rank, out, back),
-        *messages.exchange("tokens", plan, rank, back, out),
-    )
-    return _block(name, parts, forward, backward, again=job.train.recompute)
+    return _block(name, parts, talk, again=job.train.recompute)
 
 
-def _block(
-    name: str,
-    parts: Sequence[Part],
-    forward: tuple[Message, ...] = (),
-    backward: tuple[Message, ...] = (),
-    *,
-    again: bool = False,
-) -> Block:
+def _block(name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False) -> Block:
     """A block without its update; computed `again` in backward but for what nobody needs there."""
     first = tuple(op for op, _ in parts)
     last = tuple(op for _, op in reversed(parts))
     repeated: tuple[Op, ...] = ()
+    said: tuple[Message, ...] = ()
     if again:
         repeated = tuple(replace(op, products=()) if op.name == "down" else op for op in first)
+        said = talk.forward
         if not name.endswith("attention"):
             repeated = tuple(op for op in repeated if op.name not in ("residual", "shared"))
-        backward = (*forward, *backward)
-    return Block(name, Work(first, forward), Work((*repeated, *last), backward), Work())
+        if name.endswith("ffn"):
+            said = said[:-1]  # The sum of what `down` would make.
+    backward = Work((*repeated, *last), (*said, *talk.backward))
+    return Block(name, Work(first, talk.forward), backward, Work())
 
 
-def _update(job: Job, plan: Plan, rank: int, held: Sequence[Parameter]) -> tuple[Op, ...]:
+def _update(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> tuple[Op, ...]:
     """The gradient's norm, clipping and AdamW on what `rank` holds of a block."""
-    width = STORED_BYTES[job.train.precision]
-    dense = [local_size(p, plan.shard) for p in held if p.is_dense]
-    homes = plan.homes(rank)
-    experts = sum(p.size for p in held if p.expert is not None and p.expert in homes)
-    elements, tensors = sum(dense) + experts, len(dense) + (experts > 0)
-    owned = sum(dense) * (rank < plan.shard) + experts * (rank < plan.ep)
+    width, sharers = STORED_BYTES[job.train.precision], plan.shard
+    dense = [p for p in holding if p.is_dense]
+    experts = [p for p in holding if p.expert is not None]
+    sizes = [local_size(p, sharers) for p in dense]
+    arena = sum(p.size for p in experts)
+    elements, tensors = sum(sizes) + arena, len(dense) + (arena > 0)
+    owned = sum(n for p, n in zip(dense, sizes, strict=True) if is_first(p, plan, rank))
+    owned += sum(p.size for p in experts if is_first(p, plan, rank))
     added, clips = job.train.micro_batches - 1, job.train.clip > 0
+    # In a pipeline FSDP shares out what micro-batches have added up to.
+    grown = sum(p.size for p in dense) + arena if plan.pp > 1 else elements
     update = ops.update(elements * width, tensors, normed_bytes=owned * width, clips=clips)
     if job.optimizer.moments != "full":
-        matrices = [local_size(p, plan.shard) for p in held if p.is_dense and len(p.shape) > 1]
-        matrices += [p.size for p in held if p.expert is not None and p.expert in homes]
-        vectors = [local_size(p, plan.shard) for p in held if p.is_dense and len(p.shape) == 1]
+        matrices = [local_size(p, sharers) for p in dense if len(p.shape) > 1]
+        matrices += [p.size for p in experts]
+        vectors = [local_size(p, sharers) for p in dense if len(p.shape) == 1]
         narrow = ops.narrow_adamw(matrices, job.optimizer.moments)
         update = (*update[:-1], ops.adamw(sum(vectors) * width, len(vectors)), narrow)
-    return (Op("accumulate", (), 3 * added * elements * width, added * tensors), *update)
+    return (Op("accumulate", (), 3 * added * grown * width, added * tensors), *update)
 
 
 def _sharded(
-    blocks: Sequence[Block], held: dict[str, list[Parameter]], job: Job, plan: Plan, rank: int
+    blocks: Sequence[Block], by_block: dict[str, list[Parameter]], job: Job, plan: Plan, rank: int
 ) -> list[Block]:
-    """With what FSDP adds: one group a layer, and one of embedding and head."""
+    """With what FSDP adds: one group a layer, and one of embedding and head.
+
+    A pipeline's stages stay whole from the first micro-batch to the last, and then share out the
+    gradients of all: that is a part of the update.
+    """
     width = STORED_BYTES[job.train.precision]
-    groups = [("embed", "embed", "head")]
-    for layer in range(job.model.layers):
-        groups.append((f"layers.{layer}.attention", f"layers.{layer}.{_inner(job, layer)}", ""))
+    ranks = messages.group_of(plan.shard_groups(), rank)
+    copies = messages.group_of(plan.shard_replica_groups(), rank)
     named = {block.name: block for block in blocks}
-    for first, last, other in groups:
-        names = {first, last, other} - {""}
-        dense = [p for name in sorted(names) for p in held[name] if p.is_dense]
-        gathered, scattered, summed = messages.sharded(dense, plan, rank, width)
-        num_bytes = gathered.num_bytes
+    groups: dict[str, list[str]] = {}
+    for name in named:
+        at = name.rpartition(".")[0]  # Of embedding and head: nowhere.
+        groups.setdefault(at, []).append(name)
+    for at, names in groups.items():
+        dense = [p for name in names for p in by_block[name] if p.is_dense]
+        gathered, scattered, summed = messages.sharded(dense, ranks, copies, width)
+        num_bytes, first, last = gathered.num_bytes, names[0], names[-1]
         unshard = Work(
             (Op("unshard", (), 2 * num_bytes + 2 * num_bytes // plan.shard, 2),), (gathered,)
         )
-        reshard = Work((Op("reshard", (), 2 * num_bytes, 1),), (scattered,))
+        reshard, copied = (
+            Work((Op("reshard", (), 2 * num_bytes, 1),), (scattered,)),
+            Work((), summed),
+        )
+        if plan.pp > 1:
+            named[first] = _add(named[first], update=_join(unshard, reshard, copied))
+            continue
         named[first] = _add(named[first], forward=unshard)
-        if first != last:  # Embedding and head stay whole between forward and backward.
+        if at:  # Embedding and head stay whole between forward and backward.
             named[last] = _add(named[last], backward=unshard)
-        named[first] = _add(named[first], after=reshard, update=Work((), summed))
+        named[first] = _add(named[first], after=reshard, update=copied)
     return list(named.values())
 
 
@@ -263,21 +299,33 @@ def _join(*works: Work | None) -> Work:
     )
 
 
-def _step(job: Job, plan: Plan, rank: int) -> Work:
+def _step(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> Work:
     """Sums of gradients over ranks, in buckets that span blocks, and of single numbers."""
     width, model = STORED_BYTES[job.train.precision], job.model
-    found = list(parameters(model))
-    dense = [p for p in found if p.is_dense and p.name != "head.norm.weight"]
-    dense += [p for p in found if p.name == "head.norm.weight"]  # It comes behind head.weight.
+    dense = [p for p in holding if p.is_dense and p.name != "head.norm.weight"]
+    dense += [p for p in holding if p.name == "head.norm.weight"]  # It comes behind head.weight.
+    cut = [p for p in dense if p.cut is not None and plan.tp > 1]
+    whole = [p for p in dense if p.cut is None or plan.tp == 1]
+
+    def sizes(some: Sequence[Parameter]) -> list[int]:
+        return [rank_size(p, plan.shard, plan.replica(rank)) * width for p in some]
+
+    if plan.shard == 1:
+        alike = messages.group_of(plan.same_slice_groups(), rank)
+        groups = [
+            ("dense", messages.part_of(plan, rank), sizes(whole)), ("slices", alike, sizes(cut)),
+        ]  # fmt: skip
+    else:  # FSDP has summed over ranks that hold the same slices.
+        groups = [("dense", messages.group_of(plan.slice_groups(), rank), sizes(whole))]
     arena = 3 * model.ffn * model.hidden * len(plan.homes(rank)) * width
-    groups = [("dense", tuple(range(plan.ranks)), [p.size * width for p in dense])] * (
-        plan.shard == 1
-    )
-    if model.experts:
-        copies = messages.group_of(plan.replica_groups(), rank)
-        groups.append(("experts", copies, [arena] * len(model.expert_layers)))
+    layers = sum(p.kind == "router" for p in holding)
+    copies = messages.group_of(plan.replica_groups(), rank)
+    groups.append(("experts", copies, [arena] * layers))
+    if model.tied and plan.pp > 1 and plan.part(rank) in (0, plan.pp - 1):
+        ends = rank % plan.span, rank % plan.span + plan.ranks - plan.span
+        groups.append(("ends", ends, sizes([p for p in dense if p.name.startswith("embed.")])))
     work = summed(groups)
-    return Work(work.ops, (*work.messages, *messages.scalars(plan)))
+    return Work(work.ops, (*work.messages, *messages.scalars(model, plan, rank)))
 
 
 def summed(groups: Sequence[tuple[str, tuple[int, ...], Sequence[int]]]) -> Work:

@@ -31,8 +31,8 @@ def adapters(model: ModelConfig, finetune: FinetuneConfig | None) -> Iterator[Pa
         if _target(parameter) in finetune.targets:
             outputs, inputs = parameter.shape
             stem = adapter_stem(parameter.name)
-            yield replace(parameter, name=f"{stem}{A}", shape=(finetune.rank, inputs))
-            yield replace(parameter, name=f"{stem}{B}", shape=(outputs, finetune.rank))
+            for name, shape in ((A, (finetune.rank, inputs)), (B, (outputs, finetune.rank))):
+                yield replace(parameter, name=f"{stem}{name}", shape=shape, cut=None)
 
 
 def learns(finetune: FinetuneConfig | None, parameter: Parameter) -> bool:

@@ -10,26 +10,27 @@ from moesaic.facts.workload.sizes import Sizes
 
 def attention(s: Sizes, latent: Latent) -> list[Part]:
     """All of a layer's attention, in order."""
-    hidden, heads, width = s.model.hidden, s.model.heads, latent.width
-    values = heads * latent.value
-    if latent.queries is None:
-        queries = [ops.linear("q", s, s.queries, hidden, wide_input=True)]
-    else:
-        queries = [
-            ops.linear("q_down", s, latent.queries, hidden, wide_input=True),
+    hidden, width, values = s.model.hidden, latent.width, s.heads * latent.value
+    wide_input = s.slices == 1
+    asking: list[Part] = []
+    if latent.queries is not None:
+        asking = [
+            ops.linear("q_down", s, latent.queries, hidden, wide_input=True, rows=s.run),
             _norm(s, latent.queries),
-            ops.linear("q_up", s, s.queries, latent.queries, wide_input=True),
         ]
-    split = s.tokens * (width + latent.rotary) * s.narrow
+    way_up = "q" if latent.queries is None else "q_up"
+    down = width + latent.rotary
     return [
         ops.norm(s, hidden, uses=2),
-        *queries,
-        ops.linear("kv_down", s, width + latent.rotary, hidden, wide_input=True),
-        (Op("split"), Op("split", (), 2 * split, 1)),
-        _turn(s, heads * latent.rotary),
-        _turn(s, latent.rotary),
+        ops.linear("kv_down", s, down, hidden, wide_input=True, rows=s.run),
+        (Op("split"), Op("split", (), 2 * s.run * down * s.narrow, 1)),
+        *asking,
         _norm(s, width),
-        ops.linear("kv_up", s, unturned(s) + values, width, wide_input=True),
+        *_join_runs(s, latent),
+        ops.linear(way_up, s, s.queries, asked(s, latent), wide_input=wide_input),
+        _turn(s, s.heads * latent.rotary),
+        _turn(s, latent.rotary),
+        ops.linear("kv_up", s, unturned(s) + values, width, wide_input=wide_input),
         _join(s, latent),
         *_attend(s, latent),
         ops.linear("o", s, hidden, values, wide_input=False),
@@ -37,9 +38,19 @@ def attention(s: Sizes, latent: Latent) -> list[Part]:
     ]
 
 
+def asked(s: Sizes, latent: Latent) -> int:
+    """Width of what queries are made from."""
+    return s.model.hidden if latent.queries is None else latent.queries
+
+
+def travelling(s: Sizes, latent: Latent) -> int:
+    """Channels of a token that go from slice to slice: all that heads are made from."""
+    return asked(s, latent) + latent.width + latent.rotary
+
+
 def unturned(s: Sizes) -> int:
-    """Width of what all heads do not turn."""
-    return s.queries - s.model.heads * s.model.turned
+    """Width of what no head of this slice turns."""
+    return s.queries - s.heads * s.model.turned
 
 
 def attended(s: Sizes, latent: Latent) -> int:
@@ -48,13 +59,24 @@ def attended(s: Sizes, latent: Latent) -> int:
 
 
 def _norm(s: Sizes, width: int) -> Part:
-    """Of a product's result, which it takes out of the type of products."""
+    """Of what a product made of this slice's run, which it takes out of the type of products."""
     forward, backward = ops.norm(s, width, within=False)
-    casts = s.cast(s.tokens * width)
+    casts = s.cast(s.run * width)
     return (
         Op("norm", (), forward.moved_bytes + casts, forward.calls + s.casts),
         Op("norm", (), backward.moved_bytes + casts, backward.calls + s.casts),
     )
+
+
+def _join_runs(s: Sizes, latent: Latent) -> list[Part]:
+    """All in one message; the one part of it that is in the type of products is widened first."""
+    if s.slices == 1:
+        return []
+    widened = s.cast(s.run * latent.rotary)
+    return [
+        (Op("widen", (), widened, s.casts), Op("widen", (), widened, s.casts)),
+        *ops.join_runs(s, travelling(s, latent), split=True),
+    ]
 
 
 def _turn(s: Sizes, width: int) -> Part:
@@ -69,8 +91,8 @@ def _turn(s: Sizes, width: int) -> Part:
 def _join(s: Sizes, latent: Latent) -> Part:
     """Queries and keys put together of what is turned, for keys of all heads, and what is not."""
     q, turned = s.tokens * s.queries, s.tokens * latent.rotary
-    straight, all_turned = s.tokens * unturned(s), turned * s.model.heads
-    values = s.tokens * s.model.heads * latent.value
+    straight, all_turned = s.tokens * unturned(s), turned * s.heads
+    values = s.tokens * s.heads * latent.value
     forward = 2 * q + (straight + turned + q)
     backward = 2 * q + (all_turned + turned) + 2 * (straight + values)
     return Op("join", (), forward * s.narrow, 2), Op("join", (), backward * s.narrow, 4)
@@ -79,7 +101,7 @@ def _join(s: Sizes, latent: Latent) -> Part:
 def _attend(s: Sizes, latent: Latent) -> list[Part]:
     """As `ops.attend` has it, over heads that are filled up to one width."""
     head, length, width = s.model.head_dim, s.sequence, attended(s, latent)
-    heads, batch = s.tokens * s.model.heads, s.batch * s.model.heads
+    heads, batch = s.tokens * s.heads, s.batch * s.heads
     # Values are filled up and results cut, or queries and keys are filled up.
     tensors = (latent.value < width) + 2 * (head < width)
     filled = tensors * heads * (min(head, latent.value) + width) * s.narrow

@@ -18,28 +18,36 @@ Counts = NDArray[np.int64]
 def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
     """Assignments [ranks, experts] of one layer over one global micro-batch, none dropped.
 
+    In a pipeline the ranks are those of the part that has the layer, by their place in it.
+
     Args:
         job: the job.
-        plan: which rank has which samples.
+        plan: which rank has which samples, and which run of their tokens.
         load: by expert, how its share of assignments compares to others': tokens of all ranks
             spread alike, and the job says how many there are. By rank and expert: assignments as
             they are. None: even.
     """
     given = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
-    if given.shape == (plan.ranks, plan.experts):
+    if given.shape == (plan.span, plan.experts):
         return given.astype(np.int64)
     if given.shape != (plan.experts,):
         raise ConfigError(
-            f"a load of shape {given.shape} does not fit {plan.experts} experts on {plan.ranks} "
-            f"ranks: give it by expert [{plan.experts}], or [{plan.ranks}, {plan.experts}]"
+            f"a load of shape {given.shape} does not fit {plan.experts} experts on {plan.span} "
+            f"ranks: give it by expert [{plan.experts}], or [{plan.span}, {plan.experts}]"
         )
     if not (given.sum() > 0 and given.min() >= 0):
         raise ConfigError("a load of no assignments, or of less than none: give some above 0")
     size = job.train.batch // job.train.micro_batches
-    ends = np.array([plan.rows(rank, size).stop for rank in range(plan.ranks)], np.int64)
-    reached = _shared_out(ends * job.data.sequence * job.model.top_k, given.astype(np.float64))
+    ends = np.array([_end(plan, place, size, job.data.sequence) for place in range(plan.span)])
+    reached = _shared_out(ends * job.model.top_k, given.astype(np.float64))
     counts: Counts = np.diff(reached, axis=0, prepend=0)
     return counts
+
+
+def _end(plan: Plan, rank: int, batch: int, sequence: int) -> int:
+    """Where the tokens of `rank` end among those of `batch` samples, one after another."""
+    rows = plan.rows(rank, batch)
+    return sequence * rows.start + (rank % plan.tp + 1) * len(rows) * sequence // plan.tp
 
 
 def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Counts:
@@ -63,9 +71,20 @@ def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Coun
 
 
 def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> list[int]:
-    """Rows of each of the slots of `rank`."""
-    rows: list[int] = counts[list(group)].sum(axis=0)[list(plan.homes(rank))].tolist()
+    """Rows of each of the slots of `rank`, from all of `group`."""
+    arriving = counts[_places(plan, group)].sum(axis=0)
+    rows: list[int] = arriving[list(plan.homes(rank))].tolist()
     return rows
+
+
+def leaving(counts: Counts, plan: Plan, rank: int) -> int:
+    """Assignments of the tokens of `rank` itself."""
+    return int(counts[rank % plan.span].sum())
+
+
+def _places(plan: Plan, group: Sequence[int]) -> list[int]:
+    """Of ranks in their part of the pipeline."""
+    return [rank % plan.span for rank in group]
 
 
 class Routed(NamedTuple):
@@ -83,7 +102,7 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
 
     def rows(load: ArrayLike | None) -> Routed:
         counts = expert_counts(job, plan, load)
-        return Routed(int(counts[rank].sum()), slots_of(counts, plan, rank, group))
+        return Routed(leaving(counts, plan, rank), slots_of(counts, plan, rank, group))
 
     if loads is None:
         return [rows(None)] * len(job.model.expert_layers)
@@ -92,6 +111,7 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
 
 def traffic(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> tuple[list[int], ...]:
     """Rows from `rank` to each of `group`, and to `rank` from each."""
-    by_home = counts[list(group)][:, plan.slots()].reshape(len(group), len(group), -1).sum(axis=2)
+    rows = counts[_places(plan, group)][:, plan.slots()]
+    by_home = rows.reshape(len(group), len(group), -1).sum(axis=2)
     me = list(group).index(rank)
     return by_home[me].tolist(), by_home[:, me].tolist()

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload.parameters import Parameter, local_size
+from moesaic.facts.workload.sizes import Sizes
 
 BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buckets of at most so much; a larger one travels alone."""
 
-_COUNT_BYTES = 8
+_NUMBER_BYTES = 8
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -39,43 +40,123 @@ class Message:
     """Bytes from each of `ranks`, itself included; of an all_to_all only."""
 
 
+@dataclass(frozen=True)
+class Talk:
+    """Messages of a part of a block, each way in their order."""
+
+    forward: tuple[Message, ...] = ()
+    backward: tuple[Message, ...] = ()
+
+    def then(self, *others: Talk) -> Talk:
+        """This, and `others` one after another; backward the last comes first."""
+        forward, backward = self.forward, self.backward
+        for other in others:
+            forward, backward = (*forward, *other.forward), (*other.backward, *backward)
+        return Talk(forward, backward)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What the slices of one replica say to each other; a single one has nothing to say."""
+
+    s: Sizes
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, s: Sizes, plan: Plan, rank: int) -> Slices:
+        """Those that `rank` is among."""
+        first = rank - rank % plan.tp
+        return cls(s, tuple(range(first, first + plan.tp)))
+
+    def join_runs(self, width: int) -> Talk:
+        """All tokens, `width` channels each, where each slice has a run of them."""
+        num_bytes = self.s.tokens * width * self.s.narrow
+        return Talk(self._joined(num_bytes), self._summed(num_bytes))
+
+    def sum_runs(self, each: int) -> Talk:
+        """The stream, of which each slice gets a run of the sum of all; in `each` bytes."""
+        num_bytes = self.s.joined * each
+        return Talk(self._summed(num_bytes), self._joined(num_bytes))
+
+    def head_norms(self) -> Talk:
+        """A sum of squares for each token's queries, and one for its keys."""
+        if self.s.model.normed != "whole":
+            return Talk()
+        squares = self._say("squares", "all_reduce", self.s.tokens * self.s.wide)
+        return Talk(2 * squares, 2 * squares)
+
+    def head(self) -> Talk:
+        """Tokens, and then one number of each: what its logits here come to."""
+        sums: tuple[Message, ...] = ()
+        for rows, times in self.s.chunks:
+            num_bytes = rows * self.s.slices * self.s.wide
+            sums += times * self._say("log-sums", "all_gather", num_bytes)
+        return self.join_runs(self.s.model.hidden).then(Talk(sums))
+
+    def _joined(self, num_bytes: int) -> tuple[Message, ...]:
+        return self._say("join runs", "all_gather", num_bytes)
+
+    def _summed(self, num_bytes: int) -> tuple[Message, ...]:
+        return self._say("sum runs", "reduce_scatter", num_bytes)
+
+    def _say(self, name: str, operation: Operation, num_bytes: int) -> tuple[Message, ...]:
+        if self.s.slices == 1:
+            return ()
+        return (Message(name, operation, self.ranks, num_bytes),)
+
+
 def group_of(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
     """The ranks of `groups` that `rank` is among."""
     return next(tuple(group) for group in groups if rank in group)
 
 
-def counts(job: Job, plan: Plan) -> Iterator[Message]:
+def part_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks of the part of the pipeline that `rank` is in: all of them without one."""
+    first = plan.part(rank) * plan.span
+    return tuple(range(first, first + plan.span))
+
+
+def counts(job: Job, plan: Plan, rank: int) -> Talk:
     """How many tokens go where: an all-gather before each exchange."""
-    if plan.ranks > 1:
-        own = _COUNT_BYTES * (job.model.top_k * (job.model.experts + 1) + 1)
-        yield Message("counts", "all_gather", tuple(range(plan.ranks)), plan.ranks * own)
+    if plan.span == 1:
+        return Talk()
+    own = _NUMBER_BYTES * (job.model.top_k * (job.model.experts + 1) + 1)
+    return Talk((Message("counts", "all_gather", part_of(plan, rank), plan.span * own),))
 
 
-def exchange(
-    name: str, plan: Plan, rank: int, send: Sequence[int], receive: Sequence[int]
-) -> Iterator[Message]:
-    """Rows to the ranks that share out the experts, in bytes to and from each."""
-    if plan.ep > 1:
-        ranks = group_of(plan.expert_groups(), rank)
-        yield Message(name, "all_to_all", ranks, sum(send), tuple(send), tuple(receive))
+def exchange(name: str, ranks: tuple[int, ...], out: Sequence[int], back: Sequence[int]) -> Talk:
+    """Rows between the `ranks` that share out the experts: bytes `out` to each, `back` from each.
+
+    Backward they go the other way.
+    """
+    if len(ranks) == 1:
+        return Talk()
+    to, from_ = tuple(out), tuple(back)
+    return Talk(
+        (Message(name, "all_to_all", ranks, sum(to), to, from_),),
+        (Message(name, "all_to_all", ranks, sum(from_), from_, to),),
+    )
 
 
 def sharded(
-    held: Sequence[Parameter], plan: Plan, rank: int, width: int
+    held: Sequence[Parameter], ranks: tuple[int, ...], copies: tuple[int, ...], width: int
 ) -> tuple[Message, Message, tuple[Message, ...]]:
     """What FSDP sends for one group of dense parameters, of `width` bytes an element.
+
+    Args:
+        held: the parameters, whole or as a slice has them.
+        ranks: who share them out.
+        copies: who hold the same share.
+        width: bytes of an element.
 
     Returns: parameters put together; gradients summed and shared out; and, once a step, their sum
     over the ranks that hold copies.
     """
-    first = rank - rank % plan.shard
-    ranks = tuple(range(first, first + plan.shard))
-    own = sum(local_size(p, plan.shard) for p in held) * width
-    copies = tuple(range(rank % plan.shard, plan.ranks, plan.shard))
+    own = sum(local_size(p, len(ranks)) for p in held) * width
     summed = (Message("copies", "all_reduce", copies, own),) if len(copies) > 1 else ()
     return (
-        Message("parameters", "all_gather", ranks, own * plan.shard),
-        Message("gradients", "reduce_scatter", ranks, own * plan.shard),
+        Message("parameters", "all_gather", ranks, own * len(ranks)),
+        Message("gradients", "reduce_scatter", ranks, own * len(ranks)),
         summed,
     )
 
@@ -92,9 +173,18 @@ def buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield bucket
 
 
-def scalars(plan: Plan) -> Iterator[Message]:
-    """Sums of single numbers: targets, the gradient's norm, what the log says of a step."""
-    if plan.ranks > 1:
-        everyone = tuple(range(plan.ranks))
-        for name, num_bytes in (("targets", 8), ("norm", 8), ("losses", 4 * 8)):
-            yield Message(name, "all_reduce", everyone, num_bytes)
+def scalars(model: ModelConfig, plan: Plan, rank: int) -> Iterator[Message]:
+    """Sums of single numbers: targets, the gradient's norm, what the log says of a step.
+
+    Of a pipeline the log has every layer's tokens by expert and drops, from the parts along a
+    chain.
+    """
+    everyone = tuple(range(plan.ranks))
+    chain = tuple(range(rank % plan.span, plan.ranks, plan.span))
+    loads = model.layers * (model.experts + 1)
+    for name, ranks, numbers in (
+        ("targets", part_of(plan, rank), 1), ("norm", everyone, 1), ("losses", everyone, 4),
+        ("loads", chain, loads),
+    ):  # fmt: skip
+        if len(ranks) > 1:
+            yield Message(name, "all_reduce", ranks, numbers * _NUMBER_BYTES)

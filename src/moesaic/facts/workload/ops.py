@@ -4,6 +4,10 @@ Every function returns the forward and the backward operation of one part. Produ
 the layers ask for. Passes are counted as torch makes them on a CPU, one kernel after another: what
 an elementwise kernel reads and writes, whole tensors each time. A GPU has fused kernels for some
 (norms above all) and moves less. `calls` is how many kernels start, an estimate too.
+
+Of several slices each does its part of a layer: norms, routers and the residual stream over its own
+run of tokens, what has heads, inner channels or words over all of them, with matrices as narrow as
+the slice. What messages copy on their way is theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, MOMENT_CHUNK, Sizes, Type
+from moesaic.facts.workload.sizes import INDEX_BYTES, MOMENT_CHUNK, Sizes, Type
 
 PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
 """What kernels of a kind read and write, as a multiple of their tensor. AdamW reads values,
@@ -76,14 +80,43 @@ Part = tuple[Op, Op]
 """Forward and backward."""
 
 
-def embedding(s: Sizes) -> Part:
-    """Rows of a table; backward adds them up in a table of zeros, and twice to a tied weight."""
-    table, ids = s.model.vocab * s.model.hidden, s.tokens * INDEX_BYTES
-    tied = int(s.model.tied)
-    return (
-        Op("lookup", (), 2 * s.stream * s.wide + ids, 1),
-        Op("lookup", (), (table * (1 + 3 * tied) + 3 * s.stream) * s.wide + ids, 1 + tied),
-    )
+def embedding(s: Sizes, *, tied: bool) -> Part:
+    """Rows of a table; backward adds them up in a table of zeros, and to the gradient that a `tied`
+    head has left. Of several slices each has zeros where a word is another's.
+    """
+    table, ids = s.vocab * s.model.hidden, s.tokens * INDEX_BYTES
+    forward = 2 * s.joined * s.wide + ids
+    backward = (table * (1 + 3 * tied) + 3 * s.joined) * s.wide + ids
+    calls = [1, 1 + tied]
+    if s.slices > 1:
+        zeros = 2 * s.joined * s.wide + s.tokens
+        forward, backward = forward + zeros + 6 * (ids + s.tokens), backward + zeros
+        calls = [calls[0] + 6, calls[1] + 1]
+    return Op("lookup", (), forward, calls[0]), Op("lookup", (), backward, calls[1])
+
+
+def join_runs(s: Sizes, width: int, *, uses: int = 1, split: bool = False) -> list[Part]:
+    """What is done about a message that joins the slices' runs, `width` channels a token.
+
+    It brings tokens in the type of products. Backward adds up the gradients of its result's `uses`.
+
+    Args:
+        s: sizes.
+        width: channels.
+        uses: how many read the result.
+        split: whether it is put together of parts, and cut up again.
+    """
+    if s.slices == 1:
+        return []
+    run, joined = s.run * width, s.tokens * width
+    forward = s.cast(run) + split * 2 * run * s.wide
+    backward = s.cast(run) + 2 * run * s.wide + (3 * (uses - 1) + 2 * split) * joined * s.narrow
+    return [
+        (
+            Op("join runs", (), forward, s.casts + split),
+            Op("join runs", (), backward, s.casts + uses + split),
+        )
+    ]
 
 
 def norm(
@@ -91,7 +124,7 @@ def norm(
     width: int,
     name: str = "norm",
     *,
-    rows: int = 1,
+    rows: int | None = None,
     uses: int = 1,
     within: bool = True,
 ) -> Part:
@@ -101,12 +134,12 @@ def norm(
         s: sizes.
         width: elements of a row.
         name: of the operations.
-        rows: of each token.
+        rows: how many; absent: one for each token of the slice's run.
         uses: how many read the result.
         within: whether the input goes on beside the norm, in the residual stream: backward then
             adds another gradient.
     """
-    t, adds = s.tokens * rows, uses - 1 + within
+    t, adds = s.run if rows is None else rows, uses - 1 + within
     n = t * width
     return (
         Op(name, (), (7 * n + 6 * t + width) * s.wide, 6),
@@ -118,8 +151,11 @@ def head_norms(s: Sizes) -> list[Part]:
     """Norms of queries and keys, which take them out of the type of products."""
     parts = []
     for width in (s.queries, s.keys):
-        rows = width // s.model.head_dim if s.model.normed == "heads" else 1
-        forward, backward = norm(s, width // rows, "head norm", rows=rows, within=False)
+        if s.model.normed == "whole" and s.slices > 1:
+            forward, backward = _sliced_norm(s, width)
+        else:
+            rows = width // s.model.head_dim if s.model.normed == "heads" else 1
+            forward, backward = norm(s, width // rows, rows=s.tokens * rows, within=False)
         casts = s.cast(s.tokens * width)
         parts.append(
             (
@@ -130,9 +166,25 @@ def head_norms(s: Sizes) -> list[Part]:
     return parts
 
 
-def linear(name: str, s: Sizes, columns: int, inner: int, *, wide_input: bool) -> Part:
-    """Every token times a weight; weights, and wide inputs, are cast to the type of products."""
-    t = s.tokens
+def _sliced_norm(s: Sizes, width: int) -> Part:
+    """A norm over the channels of all slices, of which `width` are this one's; squares are summed
+    over slices in between.
+    """
+    t, n = s.tokens, s.tokens * width
+    return (
+        Op("norm", (), (7 * n + 10 * t + width) * s.wide, 8),
+        Op("norm", (), (21 * n + 14 * t + 2 * width) * s.wide, 15),
+    )
+
+
+def linear(
+    name: str, s: Sizes, columns: int, inner: int, *, wide_input: bool, rows: int | None = None
+) -> Part:
+    """Tokens times a weight; weights, and wide inputs, are cast to the type of products.
+
+    Those are all tokens, unless there are so many `rows`.
+    """
+    t = s.tokens if rows is None else rows
     moved = s.cast(columns * inner) + (s.cast(t * inner) if wide_input else 0)
     calls = s.casts * (1 + wide_input)
     return (
@@ -165,11 +217,11 @@ def clamp(s: Sizes) -> Part:
 def attend(s: Sizes) -> Part:
     """Two batched products forward and five backward (one is done again); no scores are kept."""
     model, length = s.model, s.sequence
-    batch = s.batch * model.heads
+    batch = s.batch * s.heads
     scores = Product(length, length, model.head_dim, batch)
     mixed = Product(length, model.head_dim, length, batch)
     q, k = s.tokens * s.queries, s.tokens * s.keys
-    repeats = int(model.heads != model.kv_heads)
+    repeats = int(s.heads != s.kv_heads)
     repeated = 2 * repeats * (q + k) * s.narrow
     share = 1.0 if s.masked else (length + 1) / (2 * length)
     turned = s.wide if model.normed is not None else s.narrow
@@ -209,7 +261,7 @@ def beside(s: Sizes) -> Part:
 
 def router(s: Sizes) -> Part:
     """Scores and choices in the wide type, and the auxiliary losses."""
-    model, t = s.model, s.tokens
+    model, t = s.model, s.run
     scores, chosen = t * model.experts, t * model.top_k
     forward = (5 * scores + 3 * chosen + 4 * t) * s.wide + 2 * chosen * INDEX_BYTES
     backward = (17 * scores + chosen + 8 * t) * s.wide + chosen * INDEX_BYTES
@@ -237,7 +289,7 @@ def router(s: Sizes) -> Part:
 
 def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     """Tokens copied once for each of their experts, and put in the order of slots."""
-    hidden, chosen = s.model.hidden, s.tokens * s.model.top_k
+    hidden, chosen = s.model.hidden, s.run * s.model.top_k
     rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
     return (
         Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order,
@@ -274,7 +326,7 @@ def experts(s: Sizes, slots: Sequence[int]) -> Part:
 
 def combine(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     """Results back in the order of tokens, and added up by weight."""
-    hidden, chosen = s.model.hidden, s.tokens * s.model.top_k
+    hidden, chosen = s.model.hidden, s.run * s.model.top_k
     rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
     weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
     return (
@@ -285,32 +337,35 @@ def combine(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
 
 
 def loss(s: Sizes) -> Part:
-    """Logits, loss and both gradients, `HEAD_ROWS` tokens at a time; backward hands them on."""
-    vocab, hidden, t = s.model.vocab, s.model.hidden, s.tokens
-    full, rest = divmod(t, HEAD_ROWS)
-    chunks = [(HEAD_ROWS, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
+    """Logits, loss and both gradients, a chunk of tokens at a time; backward hands them on.
+
+    Of several slices each has logits of its own words, for tokens that come in the type of
+    products, and looks for targets among its words.
+    """
+    vocab, hidden, t = s.vocab, s.model.hidden, s.tokens
     products = []
-    for rows, times in chunks:
+    for rows, times in s.chunks:
         products += [
             Product(rows, vocab, hidden, times), Product(rows, hidden, vocab, times),
             Product(vocab, hidden, rows, times),
         ]  # fmt: skip
-    num_chunks = sum(times for _, times in chunks)
-    weight, logits = vocab * hidden, t * vocab
-    forward = s.cast(s.stream + weight) + weight * s.wide + 6 * logits * s.wide
-    forward += 2 * s.cast(logits) + 80 * t
+    num_chunks = sum(times for _, times in s.chunks)
+    weight, logits, sliced = vocab * hidden, t * vocab, int(s.slices > 1)
+    casts, read = s.casts * (2 - sliced), (1 - sliced) * s.cast(s.joined)
+    forward = read + s.cast(weight) + weight * s.wide + (6 + sliced) * logits * s.wide
+    forward += 2 * s.cast(logits) + 80 * t + sliced * t * (38 + (5 + s.slices) * s.wide)
     forward += s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
-    backward = 2 * s.stream * s.narrow + 2 * weight * s.wide + s.cast(s.stream)
+    backward = 2 * s.joined * s.narrow + 2 * weight * s.wide + read
     return (
         Op(
             "loss",
             tuple(products),
             forward,
-            3 + 2 * s.casts + (18 + 3 * s.casts) * num_chunks,
+            3 + casts + (18 + 3 * s.casts + 7 * sliced) * num_chunks,
             s.precision,
             specials=2 * logits,
         ),
-        Op("loss", (), backward, 2 + 2 * s.casts),
+        Op("loss", (), backward, 2 + casts),
     )
 
 

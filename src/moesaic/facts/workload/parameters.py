@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
@@ -27,6 +27,8 @@ class Parameter:
     """A bias of a router is no one's to learn: it has neither gradient nor moments."""
     layer: int | None = None
     expert: int | None = None
+    cut: int | None = None
+    """Dimension that slices share out equally; None: each of them has all of it."""
 
     @property
     def size(self) -> int:
@@ -38,16 +40,24 @@ class Parameter:
         """Whether all ranks learn it, or shares of it: what is no expert's, but for biases."""
         return self.kind not in ("expert", "bias")
 
+    def on_slice(self, slices: int) -> Parameter:
+        """As each of so many slices has it."""
+        if slices == 1 or self.cut is None:
+            return self
+        shape = list(self.shape)
+        shape[self.cut] //= slices
+        return replace(self, shape=tuple(shape))
+
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of `model`, in the order of the blocks."""
     hidden = model.hidden
-    yield Parameter("embed.weight", (model.vocab, hidden), "embedding")
+    yield Parameter("embed.weight", (model.vocab, hidden), "embedding", cut=0)
     for layer in range(model.layers):
         yield from _layer(model, layer)
     yield Parameter("head.norm.weight", (hidden,), "norm")
     if not model.tied:
-        yield Parameter("head.weight", (model.vocab, hidden), "head")
+        yield Parameter("head.weight", (model.vocab, hidden), "head", cut=0)
 
 
 def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -57,23 +67,27 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     if model.latent is not None:
         yield from _latent(model, model.latent, layer)
     else:
-        for name, rows, columns in (
-            ("q", queries, hidden),
-            ("k", keys, hidden),
-            ("v", keys, hidden),
-            ("o", hidden, queries),
+        for name, shape, cut in (
+            ("q", (queries, hidden), 0),
+            ("k", (keys, hidden), 0),
+            ("v", (keys, hidden), 0),
+            ("o", (hidden, queries), 1),
         ):
-            yield Parameter(f"{at}.attention.{name}.weight", (rows, columns), "dense", layer)
+            yield Parameter(f"{at}.attention.{name}.weight", shape, "dense", layer, cut=cut)
     if model.normed is not None:
-        widths = (queries, keys) if model.normed == "whole" else (model.head_dim, model.head_dim)
+        across = model.normed == "whole"
+        widths = (queries, keys) if across else (model.head_dim, model.head_dim)
         for name, width in zip("qk", widths, strict=True):
-            yield Parameter(f"{at}.attention.{name}_norm.weight", (width,), "norm", layer)
+            yield Parameter(
+                f"{at}.attention.{name}_norm.weight", (width,), "norm", layer,
+                cut=0 if across else None,
+            )  # fmt: skip
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
     if layer in model.expert_layers:
         yield from _moe(model, layer)
         return
-    for name, shape in _gated(hidden, model.inner(layer)):
-        yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer)
+    for name, shape, cut in _gated(hidden, model.inner(layer)):
+        yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer, cut=cut)
 
 
 def _moe(model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -82,38 +96,38 @@ def _moe(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     if model.score == "sigmoid":
         yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
     for expert in range(model.experts):
-        for name, shape in _gated(hidden, model.ffn):
+        for name, shape, _ in _gated(hidden, model.ffn):
             yield Parameter(expert_name(layer, expert, name), shape, "expert", layer, expert)
-    for name, shape in _gated(hidden, model.shared * model.ffn) if model.shared else ():
-        yield Parameter(f"{at}.moe.shared.{name}.weight", shape, "dense", layer)
+    for name, shape, cut in _gated(hidden, model.shared * model.ffn) if model.shared else ():
+        yield Parameter(f"{at}.moe.shared.{name}.weight", shape, "dense", layer, cut=cut)
 
 
-def _gated(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int]], ...]:
-    """The matrices of a gated feed-forward network."""
-    return (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner)))
+def _gated(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """The matrices of a gated feed-forward network, and which dimension is its inner one."""
+    return (("gate", (inner, hidden), 0), ("up", (inner, hidden), 0), ("down", (hidden, inner), 1))
 
 
 def _latent(model: ModelConfig, latent: Latent, layer: int) -> Iterator[Parameter]:
     hidden, heads = model.hidden, model.heads
     queries, values = heads * model.head_dim, heads * latent.value
     unturned = heads * (model.head_dim - latent.rotary)
-    shapes: list[tuple[str, tuple[int, ...]]] = [("q", (queries, hidden))]
+    shapes: list[tuple[str, tuple[int, ...], int | None]] = [("q", (queries, hidden), 0)]
     if latent.queries is not None:
         shapes = [
-            ("q_down", (latent.queries, hidden)),
-            ("q_norm", (latent.queries,)),
-            ("q_up", (queries, latent.queries)),
+            ("q_down", (latent.queries, hidden), None),
+            ("q_norm", (latent.queries,), None),
+            ("q_up", (queries, latent.queries), 0),
         ]
     shapes += [
-        ("kv_down", (latent.width + latent.rotary, hidden)),
-        ("kv_norm", (latent.width,)),
-        ("kv_up", (unturned + values, latent.width)),
-        ("o", (hidden, values)),
+        ("kv_down", (latent.width + latent.rotary, hidden), None),
+        ("kv_norm", (latent.width,), None),
+        ("kv_up", (unturned + values, latent.width), 0),
+        ("o", (hidden, values), 1),
     ]
-    for name, shape in shapes:
+    for name, shape, cut in shapes:
         yield Parameter(
             f"layers.{layer}.attention.{name}.weight", shape,
-            "norm" if len(shape) == 1 else "dense", layer,
+            "norm" if len(shape) == 1 else "dense", layer, cut=cut,
         )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
 
@@ -56,12 +55,6 @@ class Sizes:
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int) -> Sizes:
         """Those of `rank`."""
-        if not plan.priced:
-            raise ConfigError(
-                f"tp = {plan.tp}, pp = {plan.pp}: what slices of matrices and pipelines need and "
-                "take is not worked out yet: plan with layout.tp = 1 and layout.pp = 1, or train "
-                "with them and without predictions"
-            )
         rows = len(plan.rows(rank, job.train.batch // job.train.micro_batches))
         length, window = job.data.sequence, job.model.window
         mask = 0
@@ -90,6 +83,12 @@ class Sizes:
     def joined(self) -> int:
         """Elements of the residual stream of all slices."""
         return self.tokens * self.model.hidden
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Tokens whose logits exist at one time, and how many times so many do."""
+        full, rest = divmod(self.tokens, HEAD_ROWS)
+        return [(HEAD_ROWS, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
 
     @property
     def heads(self) -> int:

@@ -11,9 +11,9 @@ from moesaic.facts.cluster import Cluster, Device, Place, device_at
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
-from moesaic.facts.workload.finetune import adapters
 from moesaic.facts.workload.loads import Counts, expert_counts, slots_of
-from moesaic.facts.workload.parameters import parameters, rank_size
+from moesaic.facts.workload.parameters import rank_size
+from moesaic.facts.workload.share import Share
 
 
 class Held(NamedTuple):
@@ -60,22 +60,36 @@ def fullest(
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
-    everything = (*parameters(job.model), *adapters(job.model, job.finetune))
-    dense = [p for p in everything if p.is_dense]
     counts: list[Counts] = []
     if job.model.experts:
         by_layer: Sequence[ArrayLike | None] = [None] if loads is None else loads
         counts = [expert_counts(job, plan, load) for load in by_layer]
     groups = {rank: group for group in plan.expert_groups() for rank in group}
-    owned = [sum(rank_size(p, plan.shard, rank) for p in dense) for rank in range(plan.shard)]
+    owned = _owned(job, plan)
     kinds: dict[tuple[object, ...], int] = {}
     for rank in ranks if ranks is not None else range(plan.ranks):
         arriving = [slots_of(layer, plan, rank, groups[rank]) for layer in counts]
         slots = [sum(rows) for rows in arriving] if loads is None else map(tuple, arriving)
         # A checkpoint is shared out piece by piece, so that no two ranks stage alike.
         staging = rank if on_cpu and job.checkpoint.asynchronous else -1
-        kind = (len(plan.rows(rank, size)), tuple(slots), owned[rank % plan.shard], staging)
+        part, shard = plan.part(rank), plan.replica(rank) % plan.shard
+        kind = (part, len(plan.rows(rank, size)), tuple(slots), owned[part][shard], staging)
         kinds.setdefault(kind, rank)
     given = counts if loads is not None else None
     found = [(rank, memory(job, plan, rank, given, on_cpu=on_cpu)) for rank in kinds.values()]
     return max(found, key=lambda one: one[1].peak_bytes)
+
+
+def _owned(job: Job, plan: Plan) -> list[list[int]]:
+    """Elements of dense parameters that lie on a rank, by part of the pipeline and by shard; slices
+    of one have as many."""
+    found = []
+    for part in range(plan.pp):
+        share = Share.of(job, plan, part * plan.span)
+        found.append(
+            [
+                sum(rank_size(p, plan.shard, shard) for p in share.dense)
+                for shard in range(plan.shard)
+            ]
+        )
+    return found

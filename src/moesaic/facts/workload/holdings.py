@@ -1,0 +1,52 @@
+"""Which parameters a rank holds under a plan: those of its stages, each as its slice has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.plan import Plan, stages
+from moesaic.facts.workload.parameters import Parameter, parameters
+
+
+def blocks_on(model: ModelConfig, plan: Plan, rank: int) -> list[str]:
+    """Names of the model's blocks on `rank`, in the order of the model."""
+    return [name for stage in stages(plan, model)[plan.part(rank) :: plan.pp] for name in stage]
+
+
+def held(model: ModelConfig, plan: Plan, rank: int) -> list[Parameter]:
+    """Every parameter on `rank`, in the order of the blocks; of experts, those that live there.
+
+    Shards of FSDP are not looked at. In a pipeline the last part has a tied weight too: as one of
+    the head, by the embedding's name.
+    """
+    here, homes = set(blocks_on(model, plan, rank)), set(plan.homes(rank))
+    found: list[Parameter] = []
+    copy: list[Parameter] = []
+    for parameter in parameters(model):
+        if parameter.expert is not None and parameter.expert not in homes:
+            continue
+        if model_block(parameter) in here:
+            found.append(parameter.on_slice(plan.tp))
+        elif parameter.kind == "embedding" and model.tied and "head" in here:
+            copy.append(replace(parameter.on_slice(plan.tp), kind="head"))
+    return found + copy
+
+
+def model_block(parameter: Parameter) -> str:
+    """The model's block that `parameter` is in."""
+    if parameter.layer is not None:
+        return f"layers.{parameter.layer}"
+    return "embed" if parameter.kind == "embedding" else "head"
+
+
+def is_first(parameter: Parameter, plan: Plan, rank: int) -> bool:
+    """Whether `rank` comes before all others that hold the same values of `parameter`.
+
+    It is the one that counts them in the gradient's norm.
+    """
+    if parameter.expert is not None:
+        return rank % plan.span < plan.ep
+    if parameter.kind == "head" and parameter.name.startswith("embed."):
+        return False  # The embedding itself is on another part.
+    return plan.replica(rank) < plan.shard and (parameter.cut is not None or not rank % plan.tp)

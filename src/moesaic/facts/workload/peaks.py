@@ -1,0 +1,233 @@
+"""What is there at the fullest moments of a rank's step, beside what lasts.
+
+The moments are those of our own layers, of FSDP in torch 2.13, and of kernels and of gloo on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from numpy.typing import ArrayLike
+
+from moesaic.facts.workload.kept import activations, joined_bytes, logits_bytes
+from moesaic.facts.workload.loads import Routed, routed
+from moesaic.facts.workload.messages import buckets, group_of
+from moesaic.facts.workload.parameters import Parameter, local_size
+from moesaic.facts.workload.share import Share
+from moesaic.facts.workload.sizes import SHARE_BYTES, Sizes
+
+
+class Step:
+    """Moments of the step of a rank that has all of the model's blocks."""
+
+    def __init__(self, share: Share, loads: Sequence[ArrayLike] | None, on_cpu: bool) -> None:
+        job, plan, rank = share.job, share.plan, share.rank
+        self.s, self.job, self.plan, self.rank = Sizes.of(job, plan, rank), job, plan, rank
+        self.share, self.on_cpu, self.several = share, on_cpu, job.train.micro_batches > 1
+        self.kept = activations(job, plan, rank, loads)
+        self.layers = [i for i in range(job.model.layers) if f"layers.{i}" in self.kept]
+        self.recompute = job.train.recompute if plan.recompute is None else plan.recompute
+        sparse = job.model.expert_layers
+        rows = routed(job, plan, rank, loads) if sparse else []
+        self.routed = {i: one for i, one in zip(sparse, rows, strict=True) if i in self.layers}
+        """Rows of each of the rank's expert layers."""
+        learning = sum(p.size for p in share.experts if p.name in share.learning)
+        self.arena = learning // max(len(self.routed), 1)
+        """Elements that learn of the experts of a layer that has some."""
+        self.shards = [local_size(p, plan.shard) for p in share.learning_dense]
+        dense = sum(self._gradient_size(p) for p in share.learning_dense)
+        self.held = dense + self.arena * len(self.routed)
+        """Gradients, once all are there."""
+        self.whole = dict.fromkeys(self.layers, 0)
+        self.own = {index: self.arena * (index in self.routed) for index in self.layers}
+        """Dense elements of each layer, and what lies on this rank of all that learns in it."""
+        self.root = self.root_grads = self.root_share = 0
+        for p in share.dense:
+            if p.layer is None:
+                self.root += p.size
+            else:
+                self.whole[p.layer] += p.size
+        for p in share.learning_dense:
+            if p.layer is None:
+                self.root_grads += p.size
+                self.root_share += local_size(p, plan.shard)
+            else:
+                self.own[p.layer] += self._gradient_size(p)
+        self.words = self.s.vocab * job.model.hidden * (self.root_grads > 0)
+        """Elements of the gradient of the head's weight, and of the embedding's."""
+
+    def gradients(self) -> int:
+        """Bytes of all of them, and with several micro-batches of what is being added."""
+        return (self.held + self.several * self.arena) * self.s.wide
+
+    def most_gathered(self) -> int:
+        """The most that FSDP has."""
+        return max((self.gathered(index) for index in self.layers), default=0)
+
+    def most_kept(self) -> int:
+        """The most that autograd keeps of embedding and layers."""
+        return self.kept["context"] + self.kept["embed"] + max(map(self.left, self.layers))
+
+    def head(self) -> int:
+        """What the head keeps, and its logits."""
+        return self.kept["head"] + logits_bytes(self.s)
+
+    def most_working(self) -> int:
+        """The most that backward of a layer's larger half makes on its way."""
+        return max((self.working(index, self.stays()) for index in self.layers), default=0)
+
+    def forward(self) -> int:
+        """The most that is there in a forward pass: when the head has logits, or the embedding
+        what slices are to add up; FSDP has the message that brought the last layer."""
+        s = self.s
+        kept = self.left(self.layers[-1])
+        if self.recompute:
+            kept = len(self.layers) * s.stream * s.wide
+        sharded, lasting = self.plan.shard > 1, self.several * self.held
+        last = kept + self.head() + sharded * self.whole[self.layers[-1]] * s.wide
+        first = (s.slices > 1) * (3 * s.joined + s.stream) * s.wide
+        return self._contexts() + (lasting + sharded * self.root) * s.wide + max(last, first)
+
+    def backward(self) -> int:
+        """The most that is there in a backward pass, or right after it."""
+        return max(self._end(), *(self._backward(index) for index in self.layers))
+
+    def left(self, index: int) -> int:
+        """What autograd keeps of the layers up to `index` when backward comes to that one."""
+        before = [i for i in self.layers if i < index]
+        if self.recompute:
+            return len(before) * self.s.stream * self.s.wide + self.kept[f"layers.{index}"]
+        return sum(self.kept[f"layers.{i}"] for i in (*before, index))
+
+    def gathered(self, index: int) -> int:
+        """What FSDP has while backward is in layer `index`.
+
+        Embedding, head and the layer; a message that has brought the next one; and the message
+        that shares out the gradients of the one before.
+        """
+        groups = sum(self.whole.get(near, 0) for near in (index - 1, index, index + 1))
+        return (self.plan.shard > 1) * (self.root + groups) * self.s.wide
+
+    def stays(self) -> bool:
+        """Whether the gradient of a weight stays after its product, and is not added at once to
+        that of earlier micro-batches."""
+        return not self.several or self.plan.shard > 1
+
+    def working(self, index: int, stays: bool) -> int:
+        """What backward of the larger half of layer `index` makes, less what it has let go."""
+        s, model = self.s, self.s.model
+        stream = s.stream * s.wide
+        if index not in self.routed:
+            return stream + self._gated(s.inner(index), stays)
+        routed = self.routed[index]
+        handed = (sum(routed.slots) - routed.leaving) * model.hidden
+        most = self.arena * s.wide + (handed + self._rows(routed)) * s.narrow
+        if model.shared:  # Their gradients come when those of experts are done.
+            gone = 2 * model.ffn * sum(routed.slots) + model.hidden * routed.leaving
+            arena = stays * self.arena * s.wide
+            most = max(most, arena + self._gated(s.shared, stays) - gone * s.narrow)
+        return stream + most
+
+    def _gradient_size(self, parameter: Parameter) -> int:
+        """Elements of what lies on this rank of the gradient of a dense parameter."""
+        return local_size(parameter, self.plan.shard)
+
+    def _backward(self, index: int) -> int:
+        """In the larger half of layer `index`, whose own gradients have just begun to come."""
+        after = (size for other, size in self.own.items() if other > index)
+        gradients = self.held if self.several else sum(after)
+        if not self.several or self.plan.shard > 1 or self.job.model.tied:
+            gradients += self.words  # It is not with the others yet.
+        there = self._contexts() + self.left(index) + self.gathered(index)
+        # Before anything is computed gloo has a copy of the message that brings the next layer;
+        # what is to be computed again is not there then.
+        early = self.plan.shard > 1 and index > 0 and not self.recompute
+        copied = self.whole[index - 1] if early else 0
+        most = max(self.working(index, self.stays()), (self.s.stream + copied) * self.s.wide)
+        return there + gradients * self.s.wide + most
+
+    def _end(self) -> int:
+        """When the last gradients come, or all are there and copies are summed."""
+        s, more = self.s, 0
+        tied, sharded = self.job.model.tied, self.plan.shard > 1
+        joined = (s.slices > 1) * s.joined
+        if sharded:
+            # The message that shares out those of embedding and head, gloo's copy of it, the last
+            # tensor that went into it, and the share, which has not been added to others yet.
+            last = 0 if tied else self.words
+            more = 2 * self.root_grads + last + self.several * self.root_share
+            more = max(more, self.root_grads + joined)
+        else:
+            if self.several or tied:  # The embedding's, to be added to others.
+                more = self.words * (1 + (self.several and tied))
+            more += joined
+        if joined:  # Before it, that of all tokens of the slices, and gloo's copy.
+            waiting = (tied or sharded) - (not self.several and not sharded)
+            more = max(more, 2 * joined + s.stream + waiting * self.words)
+        return self._contexts() + self.held * s.wide + max(more * s.wide, self.flat())
+
+    def flat(self) -> int:
+        """The largest of the buckets in which gradients are summed; one tensor travels as it is."""
+        plan, share = self.plan, self.share
+        dense = list(zip(share.learning_dense, self.shards, strict=True))
+        whole = [size for p, size in dense if not share.is_cut(p)]
+        cut = [size for p, size in dense if share.is_cut(p)]
+        copies = len(group_of(plan.replica_groups(), self.rank))
+        alike = plan.replicas if plan.shard == 1 else 1
+        sums = [
+            (whole, alike * plan.tp), (cut, alike), ([self.arena] * len(self.routed), copies),
+        ]  # fmt: skip
+        flat = [
+            sum(bucket)
+            for sizes, ranks in sums
+            for bucket in buckets([size * self.s.wide for size in sizes])
+            if len(bucket) > 1 and ranks > 1
+        ]
+        return max(flat, default=0)
+
+    def _contexts(self) -> int:
+        """That of every micro-batch is there until the step is over, but for its mask."""
+        angles = self.kept["context"] - self.s.mask
+        passing = self.kept["context"] + self.kept["embed"]
+        return passing + (self.job.train.micro_batches - 1) * angles
+
+    def _gated(self, inner: int, stays: bool) -> int:
+        """The same of a gated network `inner` wide, in bytes, beside the gradient of the stream.
+
+        Three gradients around a product are there, and its result is not; the gradient of the
+        weight that followed stays, or has been added to that of earlier micro-batches. Of slices,
+        the gradient of all tokens comes first, with gloo's copy of it.
+        """
+        s = self.s
+        rows, weight = s.tokens * inner * s.narrow, inner * s.model.hidden
+        most = stays * weight * s.wide + 2 * rows
+        if s.slices == 1:
+            return most
+        joined = joined_bytes(s)
+        cast = s.casts * s.stream * s.narrow
+        return max(most, joined + cast + max(joined, rows + weight * s.narrow))
+
+    def _rows(self, routed: Routed) -> int:
+        """Elements that an expert layer's rows take beside the gradients of their results: share by
+        share, and then all shares joined."""
+        model, rows = self.s.model, sum(routed.slots)
+        shares = self._shares(routed.slots)
+        most, done = 2 * rows * model.hidden if len(shares) > 1 else 0, 0
+        for num_slots, num_rows in shares:
+            inner, before = num_rows * model.ffn, done * model.hidden
+            done += num_rows
+            weights = self.s.casts * num_slots * 2 * model.ffn * model.hidden
+            most = max(most, before + 5 * inner, done * model.hidden + 4 * inner + weights)
+        return most
+
+    def _shares(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Slots and rows of each share that an expert layer takes at a time: on a GPU all."""
+        limit = SHARE_BYTES // (2 * self.s.model.ffn * self.s.narrow) if self.on_cpu else sum(slots)
+        shares = [(0, 0)]
+        for rows in slots:
+            num_slots, num_rows = shares[-1]
+            if num_rows and num_rows + rows > limit:
+                shares.append((1, rows))
+            else:
+                shares[-1] = (num_slots + 1, num_rows + rows)
+        return shares
