@@ -1,13 +1,15 @@
 """Contenders of the training figures: moesaic, transformers and plain matrix products.
 
-All of them take the same step of the same small OLMoE-shaped model: same weights, same batches,
-clipping at 1.0, fused AdamW with decay on matrices.
+All of them take the same step of the same small model: same weights, same batches, clipping at 1.0,
+fused AdamW with decay on matrices, a balance loss where the job has one.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -94,9 +96,12 @@ class Theirs:
         """Its products of experts are of the implementation that is called `experts`."""
         job = self.job = ours.run.job
         self.samples, self.next = UniformSamples(job), 0
+        self.weight = self._balance_weight()
+        keys = {**to_huggingface(job.model, "float32"), "use_cache": False}
+        if self.weight:
+            keys |= {"output_router_logits": True, "router_aux_loss_coef": self.weight}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            keys = {**to_huggingface(job.model, "float32"), "use_cache": False}
             config = transformers.AutoConfig.for_model(**keys)
             self.model = transformers.AutoModelForCausalLM.from_config(config).train()
         self.model.set_experts_implementation(experts)
@@ -128,19 +133,43 @@ class Theirs:
             groups, lr=config.lr, betas=(first, second), eps=config.epsilon, fused=True
         )
 
+    def _balance_weight(self) -> float:
+        """The weight of their balance loss, which is `top_k` times as large as ours; 0: none."""
+        model, weight = self.job.model, self.job.routing.balance_loss
+        if not weight or not model.experts:
+            return 0.0
+        if model.score != "softmax":
+            raise ValueError(
+                f"routing.balance_loss = {weight}: transformers has none for {model.family}, set "
+                "it to 0"
+            )
+        return weight / model.top_k
+
     def step(self) -> float:
-        """One step; its loss."""
-        size = self.job.train.batch
-        batch = self.samples.batch(range(self.next, self.next + size))
-        self.next += size
-        result = self.model(
-            input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets
-        )
+        """One step; its cross-entropy."""
+        result = self._forward()
+        self.next += self.job.train.batch
         result.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(result.loss.detach())
+        loss = float(result.loss.detach())
+        return loss - self.weight * float(result.aux_loss.detach()) if self.weight else loss
+
+    @torch.no_grad()
+    def balance(self) -> float:
+        """The balance loss of the next batch by layer, as ours has it: 1 where loads are even.
+
+        What they train with takes the tokens of all layers for those of one.
+        """
+        model, logits = self.job.model, self._forward().router_logits
+        loss = sys.modules[type(self.model).__module__].load_balancing_loss_func
+        layers = [float(loss((one,), model.experts, model.top_k)) for one in logits]
+        return sum(layers) / len(layers) / model.top_k
+
+    def _forward(self) -> Any:
+        batch = self.samples.batch(range(self.next, self.next + self.job.train.batch))
+        return self.model(input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets)
 
 
 def dense_limit(job: Job) -> Callable[[], Tensor]:

@@ -1,0 +1,241 @@
+"""Conversion of theme `families`: a directory of ten gigabytes against a copy of the same bytes.
+
+Weights are random and in bf16, on file as transformers would have them. Before every contender the
+page cache lets go of what it reads, and every contender ends when the disk has what it wrote. A
+conversion is `moesaic convert` as a person starts it, start included. families.md says what bounds
+the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from benchmarks import measure
+from moesaic.base.tensorfile import sync_directory
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.workload import parameters
+from moesaic.models.hf.config import CONFIG_NAME, config_text
+from moesaic.models.hf.names import written_name
+from moesaic.models.hf.reader import INDEX_NAME
+
+OLMOE = {**PRESETS["olmoe-1b-7b"], "layers": 12}
+"""The model: OLMoE-1B-7B with 12 of its 16 layers, 10.5 GB."""
+NOTHING = {
+    **PRESETS["tiny-olmoe"], "layers": 1, "hidden": 32, "head_dim": 8, "ffn": 8, "experts": 2,
+    "top_k": 1,
+}  # fmt: skip
+"""A model that takes no memory, and shows what a conversion takes without one."""
+SHARD_BYTES = 1_000_000_000
+ROOM = 2.5
+"""What the disk must have left, in sizes of the directory: a checkpoint, a target, and more."""
+CHUNK_BYTES = 4 << 20
+QUICK, SMALL = "<= 1.1", "<= 1.1"
+CHILD = """
+import sys
+from moesaic.cli.main import main
+status = main(sys.argv[1:])
+import torch
+from moesaic.dist.device import peak_bytes
+print(peak_bytes(torch.device("cpu")))  # What wait() says would count the process that started us.
+sys.exit(status)
+"""
+
+
+def rows(
+    rounds: int, model: Mapping[str, Any] = OLMOE, shard_bytes: int = SHARD_BYTES
+) -> Iterator[measure.Row]:
+    """Conversions over a copy, in time, and over one shard, in memory."""
+    build = measure.ROOT / "build"
+    build.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=build) as place:
+        source = Path(place) / "source"
+        make(source, ModelConfig(**model), shard_bytes)
+        check_room(Path(place), source)
+        yield from Conversions(Path(place), source, shard_bytes).rows(rounds)
+
+
+def make(directory: Path, model: ModelConfig, shard_bytes: int) -> None:
+    """Write `model` with random bf16 weights, in shards of at most `shard_bytes`."""
+    directory.mkdir()
+    (directory / CONFIG_NAME).write_text(config_text(model, "bfloat16"))
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for one in parameters(model):
+        if shards[-1] and filled + 2 * one.size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][written_name(model, one)] = one.shape
+        filled += 2 * one.size
+    files = {}
+    for number, shapes in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        values = {name: torch.randn(size, dtype=torch.bfloat16) for name, size in shapes.items()}
+        save_file(values, directory / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(shapes, file)
+    total = sum(2 * one.size for one in parameters(model))
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def check_room(place: Path, source: Path) -> None:
+    """Raise where the disk cannot hold what lies on it at a time."""
+    free, needed = shutil.disk_usage(place).free, ROOM * size_of(source)
+    if free < needed:
+        raise OSError(
+            f"'{place}' has {free / 1e9:.0f} GB left of {needed / 1e9:.0f} GB that conversions "
+            "are measured with: make room"
+        )
+
+
+class Conversions:
+    """A directory, its checkpoint, and what is made of them."""
+
+    def __init__(self, place: Path, source: Path, shard_bytes: int) -> None:
+        self.source, self.checkpoint, self.out = source, place / "checkpoint", place / "out"
+        self.shard_bytes = shard_bytes
+        self.peaks: dict[str, list[int]] = {}
+        """Bytes that each conversion held at most, round by round."""
+        nothing = place / "nothing"
+        make(nothing, ModelConfig(**NOTHING), shard_bytes)
+        self.own_bytes = self.convert("nothing", nothing, "huggingface")
+        """What a conversion holds at most that has nothing to convert."""
+        shutil.rmtree(self.out)
+
+    def rows(self, rounds: int) -> Iterator[measure.Row]:
+        """Times and memory of every conversion."""
+        contenders = self._contenders()
+        self._check()
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for number in range(rounds):
+            measure.wait_for_quiet()
+            for name in list(contenders)[:: -1 if number % 2 else 1]:
+                forget(self.source, self.checkpoint)
+                began = time.perf_counter()
+                contenders[name]()
+                seconds[name].append(time.perf_counter() - began)
+                shutil.rmtree(self.out)
+        times = measure.Times(seconds)
+        size, shard = size_of(self.source), largest(self.source)
+        rate = size / times.median("copy") / 1e6
+        for name in list(contenders)[1:]:
+            ratio, interval = times.ratio(name, "copy")
+            yield measure.row(
+                f"conversion of {size / 1e9:.1f} GB, {name}, time", ratio, "ratio", bar=QUICK,
+                against=f"a copy of the same bytes on the same disk, at {rate:.0f} MB/s",
+                interval=interval, repeats=rounds,
+            )  # fmt: skip
+            above = [(peak - self.own_bytes) / shard for peak in self.peaks[name]]
+            yield measure.row(
+                f"conversion of {size / 1e9:.1f} GB, {name}, memory", statistics.median(above),
+                "ratio", bar=SMALL, interval=measure.bootstrap(above), repeats=rounds,
+                against=f"one shard of {shard / 1e9:.2f} GB, beside the {self.own_bytes / 1e9:.2f} "
+                "GB that the process holds with nothing to convert",
+            )  # fmt: skip
+
+    def _contenders(self) -> dict[str, Callable[[], object]]:
+        return {
+            "copy": partial(copy, self.source, self.out),
+            "directory to directory": partial(
+                self.convert, "directory to directory", self.source, "huggingface"
+            ),
+            "directory to checkpoint": partial(
+                self.convert, "directory to checkpoint", self.source, "checkpoint"
+            ),
+            "checkpoint to directory": partial(
+                self.convert, "checkpoint to directory", self.checkpoint, "huggingface"
+            ),
+        }
+
+    def _check(self) -> None:
+        """Make the checkpoint, and see that what comes out is what went in."""
+        self.convert("checkpoint", self.source, "checkpoint")
+        self.out.rename(self.checkpoint)
+        for origin in (self.source, self.checkpoint):
+            self.convert("check", origin, "huggingface")
+            check_same(self.source, self.out)
+            shutil.rmtree(self.out)
+
+    def convert(self, name: str, origin: Path, to: str) -> int:
+        """Convert in a process of its own; the bytes that it held at most."""
+        command = [
+            sys.executable, "-c", CHILD, "convert", str(origin), "--out", str(self.out),
+            "--set", f"to={to}", "--set", f"max_shard_bytes={self.shard_bytes}",
+        ]  # fmt: skip
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        peak = int(done.stdout.split()[-1])
+        self.peaks.setdefault(name, []).append(peak)
+        return peak
+
+
+def largest(directory: Path) -> int:
+    """Bytes of the largest file."""
+    return max(path.stat().st_size for path in directory.iterdir())
+
+
+def copy(source: Path, target: Path) -> None:
+    """Read every file and write it, and wait until the disk has it."""
+    target.mkdir()
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    for path in sorted(source.iterdir()):
+        with path.open("rb", 0) as file, (target / path.name).open("wb", 0) as out:
+            while count := file.readinto(chunk):
+                out.write(chunk[:count])
+            os.fsync(out.fileno())
+    sync_directory(target)
+
+
+def forget(*directories: Path) -> None:
+    """Have the page cache let go of all files, so that whoever reads them goes to the disk."""
+    os.sync()
+    for directory in directories:
+        for path in directory.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def check_same(left: Path, right: Path) -> None:
+    """Raise unless both directories hold the same tensors, bit for bit."""
+    one, other = (Tensors(directory) for directory in (left, right))
+    if one.files.keys() != other.files.keys():
+        raise ValueError(f"'{left}' and '{right}' hold other tensors")
+    for name in one.files:
+        if not torch.equal(one.read(name), other.read(name)):
+            raise ValueError(f"'{name}' of '{left}' is another one in '{right}'")
+
+
+class Tensors:
+    """The tensors of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self.files |= dict.fromkeys(file.keys(), path)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them."""
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor.view(torch.int16)

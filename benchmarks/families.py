@@ -1,0 +1,137 @@
+"""Theme `families`: training by family against transformers, pipelines by schedule, conversion.
+
+`rows` takes every figure of the theme; families.md says what bounds them. Pipelines are measured in
+`bubble`, conversion in `conversion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from benchmarks import bubble, conversion, measure
+from benchmarks.training import TRANSFORMERS, VOCAB, Ours, Theirs, olmoe
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+
+BATCH, SEQUENCE = 8, 256
+FIRST_STEPS = 3
+TOLERANCE = 1e-4
+BALANCE = 0.01
+CONVERSIONS = 5
+
+LEFT_OUT = {
+    "batched_mm": "copies the matrices of its experts for every token, more than there is memory",
+    "deepgemm": "needs a GPU",
+    "sonicmoe": "needs a GPU",
+}
+"""Ways of transformers to multiply experts that cannot run here, and why."""
+
+# Published models made narrow: experts, top-k and the shapes of heads and networks are theirs.
+SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "heads": 4, "kv_heads": 1, "head_dim": 64, "ffn": 896, "experts": 8, "top_k": 2,
+        "renormalise": True,
+    },
+    "olmoe": {
+        "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 128, "experts": 64, "top_k": 8,
+    },
+    "qwen3_moe": {
+        "heads": 8, "kv_heads": 1, "head_dim": 64, "ffn": 96, "experts": 128, "top_k": 8,
+        "renormalise": True,
+    },
+    "deepseek_v3": {
+        "heads": 4, "kv_heads": 4, "head_dim": 96, "ffn": 96, "experts": 64, "top_k": 8,
+        "renormalise": True, "dense_layers": 1, "dense_ffn": 640, "shared": 1, "groups": 8,
+        "top_groups": 4, "scale": 2.5,
+        "latent": {"width": 64, "queries": 128, "rotary": 32, "value": 64},
+    },
+}  # fmt: skip
+
+
+class Unlike(Exception):
+    """Two contenders do not compute the same, so that no time of theirs says anything."""
+
+
+def rows(rounds: int) -> Iterator[measure.Row]:
+    """Every figure of the theme, as it comes."""
+    for family in SHAPES:
+        yield from training(family, rounds)
+    yield from bubble.rows(rounds)
+    yield from conversion.rows(min(rounds, CONVERSIONS))
+
+
+def job_of(family: str, batch: int = BATCH, sequence: int = SEQUENCE, **sizes: Any) -> Job:
+    """A small job of a family's shape, with the balance loss that transformers has for it."""
+    model = {
+        "family": family, "vocab": VOCAB, "hidden": 256, "layers": 4, **SHAPES[family], **sizes,
+    }  # fmt: skip
+    # Biases that follow loads would part from transformers, who let them be.
+    routing = {"balance_loss": BALANCE}
+    if family == "deepseek_v3":
+        routing = {"balance_loss": 0.0, "bias_step": 0.0}
+    return olmoe(batch, sequence, model=model, routing=routing)
+
+
+def modes() -> list[str]:
+    """The ways of transformers to multiply experts that can run here."""
+    return ["eager", *sorted(set(ALL_EXPERTS_FUNCTIONS.keys()) - LEFT_OUT.keys())]
+
+
+def training(family: str, rounds: int) -> Iterator[measure.Row]:
+    """Tokens/s against every mode of transformers; the bar is for the quickest of them."""
+    job = job_of(family)
+    ours = Ours(job, World.solo())
+    theirs = {mode: Theirs(ours, mode) for mode in modes()}
+    apart = difference(ours, theirs)
+    what = f"{family}, {BATCH} x {SEQUENCE} tokens"
+    yield measure.row(
+        f"difference of the losses, first {FIRST_STEPS} steps, {what}", apart, "nat",
+        bar=f"<= {TOLERANCE}", against=f"{TRANSFORMERS}, {' and '.join(theirs)}",
+        repeats=FIRST_STEPS,
+    )  # fmt: skip
+    contenders: dict[str, Callable[[], object]] = {
+        "ours": ours.step, **{mode: one.step for mode, one in theirs.items()}
+    }  # fmt: skip
+    times = measure.interleave(contenders, rounds)
+    threads = f"{torch.get_num_threads()} threads"
+    for place, mode in enumerate(sorted(theirs, key=times.median)):
+        ratio, interval = times.ratio(mode, "ours")
+        which = "another of its modes" if place else f"the quickest of {len(theirs)} modes"
+        yield measure.row(
+            f"training tokens/s, {what}" + f", {mode}" * bool(place), ratio, "ratio",
+            bar="" if place else ">= 1.2", interval=interval, repeats=rounds,
+            against=f"{TRANSFORMERS}, experts_implementation {mode}, {which}, same weights and "
+            f"batches, {threads}",
+        )  # fmt: skip
+    tokens = BATCH * SEQUENCE
+    low, high = measure.bootstrap(times.seconds["ours"])
+    yield measure.row(
+        f"training tokens/s, {what}, absolute", tokens / times.median("ours"), "tokens/s", bar="",
+        against=f"nothing; {threads}", interval=(tokens / high, tokens / low), repeats=rounds,
+    )  # fmt: skip
+    ours.run.close()
+
+
+def difference(ours: Ours, theirs: dict[str, Theirs]) -> float:
+    """The largest difference of losses in the first steps of contenders with the same weights.
+
+    Those of the very first step, the balance loss among them, must be the same.
+    """
+    balances = {mode: one.balance() for mode, one in theirs.items() if one.weight}
+    apart = 0.0
+    for step in range(FIRST_STEPS):
+        facts = ours.run.step(ours.samples)
+        for mode, one in theirs.items():
+            loss = one.step()
+            apart = max(apart, abs(loss - facts.loss))
+            balance = balances.get(mode, facts.balance_loss)
+            if step == 0 and max(apart, abs(balance - facts.balance_loss)) > TOLERANCE:
+                raise Unlike(
+                    f"{ours.run.job.model.family}: loss {facts.loss} and balance loss "
+                    f"{facts.balance_loss} of ours, {loss} and {balance} of transformers, {mode}"
+                )
+    return apart
