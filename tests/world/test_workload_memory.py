@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from moesaic.testing.blocks import watch
 
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
@@ -17,6 +16,7 @@ from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.kept import activations
 from moesaic.models.initial import InitialSource
+from moesaic.testing.blocks import watch
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks

@@ -164,7 +164,8 @@ class Lanes:
         for groups in (
             [list(range(plan.ranks))], plan.expert_groups(), plan.replica_groups(),
             plan.shard_groups(), plan.shard_replica_groups(), plan.part_groups(),
-            plan.slice_groups(), plan.same_slice_groups(), chains,
+            plan.slice_groups(), plan.same_slice_groups(), plan.expert_slice_groups(),
+            plan.same_expert_slice_groups(), chains,
             [[chain[0], chain[-1]] for chain in chains],
         ):  # fmt: skip
             if list(message.ranks) in groups:

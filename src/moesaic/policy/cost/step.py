@@ -62,9 +62,9 @@ class Costs(Lanes):
         arriving = {group[0]: tuple(rows[rank] for rank in group) for group in plan.expert_groups()}
         for rank, kind in enumerate(self.device_kinds()):
             # Experts are alike where routing is even; the first owners count the norm.
-            home = rank % plan.ep if self.loads is not None else 0
+            home = plan.homes(rank)[:1] if self.loads is not None else ()
             sent = arriving[groups[rank][0]]
-            first = (rank % plan.span < plan.ep, plan.replica(rank) < plan.shard)
+            first = (rank % plan.span < plan.ep * plan.etp, plan.replica(rank) < plan.shard)
             where = (plan.part(rank), rank % plan.tp)
             found.setdefault((rows[rank], home, sent, first, where, kind), []).append(rank)
         return {ranks[0]: ranks for ranks in found.values()}
