@@ -230,11 +230,6 @@ class Plan(Section):
         """Which replica `rank` belongs to."""
         return rank % self.span // self.tp
 
-    @property
-    def priced(self) -> bool:
-        """Whether it is worked out what ranks under such a plan need and take."""
-        return self.tp == self.pp == 1
-
     def counts(self, rank: int) -> bool:
         """Whether `rank` counts its samples: other slices hold the same."""
         return rank % self.tp == 0
