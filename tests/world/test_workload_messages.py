@@ -45,6 +45,42 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "large": {"model": {"hidden": 256, "ffn": 512, "vocab": 2000, "experts": 16}},
 }
+CUT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}),
+    (2, {"tp": 2, "ep": 2}),
+    (4, {"tp": 2, "ep": 2}),
+    (4, {"tp": 2, "ep": 4}),
+    (4, {"tp": 2, "shard": 2}),
+    (4, {"tp": 2, "shard": 2, "ep": 2}),
+    (4, {"tp": 4}),
+    (2, {"pp": 2, "schedule": "gpipe"}),
+    (2, {"pp": 2, "schedule": "zero-bubble"}),
+    (4, {"pp": 2, "schedule": "interleaved", "ep": 2}),
+    (4, {"pp": 2, "shard": 2}),
+    (4, {"pp": 2, "tp": 2}),
+    (4, {"pp": 4, "schedule": "1f1b"}),
+    (8, {"pp": 2, "tp": 2, "shard": 2, "ep": 2, "schedule": "interleaved"}),
+]  # fmt: skip
+CUT = {"model": {"vocab": 60, "kv_heads": 4, "layers": 4}, "train": {"micro_batches": 4}}
+LATENT = SIGMOID["model"]["latent"]
+CUT_JOBS: dict[str, dict[str, Any]] = {
+    "olmoe": {},
+    "bf16, recomputed": {"train": {"precision": "bf16", "recompute": True}},
+    "qwen3_moe, tied": {"model": {"family": "qwen3_moe", "renormalise": True, "tied": True}},
+    "dense, tied": {"model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True}},
+    "dense, recomputed": {
+        "model": {"family": "llama", "experts": 0, "top_k": 0},
+        "train": {"recompute": True},
+    },
+    "deepseek_v3": SIGMOID,
+    "deepseek_v3, bf16, recomputed": {
+        **SIGMOID, "train": {"precision": "bf16", "recompute": True},
+    },
+    "deepseek_v3, queries from the stream": {
+        "model": {**SIGMOID["model"], "latent": {**LATENT, "queries": None}}
+    },
+    "several chunks of logits": {"data": {"sequence": 600}, "model": {"hidden": 16}},
+}  # fmt: skip
 
 
 dist_all_gather = dist.all_gather
@@ -95,17 +131,21 @@ class Wire:
         return call
 
 
-def one_step(world: World, job: Job) -> tuple[list[Sent], list[Any]]:
-    """What a rank sent in one step, and the loads of each micro-batch by layer."""
+Loads = list[dict[int, list[list[int]]]]
+"""Of each micro-batch, by layer."""
+
+
+def one_step(world: World, job: Job) -> tuple[list[Sent], Loads]:
+    """What a rank sent in one step, and the loads of its layers."""
     plan = lay_out(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    loads: list[Any] = []
+    loads: Loads = []
     gradients = run._gradients
 
     def keep(*args: Any) -> Any:
         losses = gradients(*args)
         for one in losses:
-            loads.append([one.context.layers[n].counts.tolist() for n in one.context.layers])
+            loads.append({n: facts.counts.tolist() for n, facts in one.context.layers.items()})
         return losses
 
     wire = Wire()
@@ -115,11 +155,13 @@ def one_step(world: World, job: Job) -> tuple[list[Sent], list[Any]]:
     return wire.sent, loads
 
 
-def predicted(job: Job, size: int, rank: int, loads: list[Any]) -> list[Message]:
+def predicted(job: Job, size: int, rank: int, loads: Loads) -> list[Message]:
     plan = lay_out(job.layout, job.model, size)
+    elsewhere = [1] * job.model.experts
     found: list[Message] = []
     for micro in loads:
-        blocks = workload(job, plan, rank, micro or None)
+        all_loads = [micro.get(layer, elsewhere) for layer in job.model.expert_layers]
+        blocks = workload(job, plan, rank, all_loads)
         for block in blocks:
             found += [*block.forward.messages, *block.backward.messages]
     for block in blocks:
@@ -157,6 +199,41 @@ def test_messages_are_those_that_are_sent(
     exchanges = [m for m in everything if m.operation == "all_to_all"]
     assert bool(exchanges) == (ep > 1)
     assert sum(sum(m.send) for m in exchanges) == sum(sum(m.receive) for m in exchanges)
+
+
+def cut_job(name: str, layout: dict[str, Any]) -> Job:
+    """A job that can be cut into slices and stages."""
+    given = CUT_JOBS[name]
+    tables = {table: {**CUT.get(table, {}), **given.get(table, {})} for table in {**CUT, **given}}
+    if CUT_JOBS[name].get("model", {}).get("experts") == 0:
+        layout = {**layout, "ep": 1}
+    return tiny_job(**tables, layout=layout)
+
+
+def possible(name: str, layout: dict[str, Any]) -> bool:
+    """Whether there is such a layout of the job."""
+    again = CUT_JOBS[name].get("train", {}).get("recompute", False)
+    return not (again and layout.get("schedule") == "zero-bubble")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    [
+        (name, *layout)
+        for at, name in enumerate(CUT_JOBS)
+        for number, layout in enumerate(CUT_LAYOUTS)
+        if (not at or (number + at) % 3 == 0) and possible(name, layout[1])
+    ],
+    ids=str,
+)
+def test_slices_and_parts_send_what_is_predicted(
+    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+) -> None:
+    job = cut_job(name, layout)
+    results = ranks.run(size, one_step, job)
+    for rank, (sent, loads) in enumerate(results):
+        messages = Counter(map(as_sent, predicted(job, size, rank, loads)))
+        assert messages == Counter(sent), rank
 
 
 def test_large_gradients_travel_in_several_messages() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
@@ -26,8 +25,8 @@ from moesaic.facts.workload import Block, Work, count, memory, parameters, workl
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.facts.workload.kept import activations
 from moesaic.models.initial import InitialSource
-from moesaic.models.kernels import Passes, Seen
-from moesaic.testing.flops import UNCOUNTED, flops
+from moesaic.testing.blocks import Watched, watch
+from moesaic.testing.flops import flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
@@ -61,60 +60,8 @@ def alone(job: Job) -> Plan:
     return lay_out(job.layout, job.model, 1)
 
 
-@dataclass
-class Watched:
-    """One micro-batch of a real model, block by block: layers in one piece."""
-
-    forward: dict[str, Seen] = field(default_factory=dict)
-    backward: dict[str, Seen] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
-
-
-def watch(job: Job) -> Watched:
-    """Runs every block on its own, forward and backward."""
-    plan = alone(job)
-    run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-    batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
-    if job.data.packing == "stream":
-        batch.documents.zero_()
-    context = lm.make_context(run.model, batch, job, 0)
-    context.training, context.targets, context.loss_scale = True, batch.targets, 1.0
-    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
-    shared = (context.rotary.cosine, context.rotary.sine)
-    known |= {t.untyped_storage().data_ptr() for t in shared}
-    watched, x = Watched(), batch.inputs.clone()
-    for name, block in run.model.blocks():
-        found: dict[int, int] = {}
-
-        def keep(tensor: Tensor, found: dict[int, int] = found) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        x = x.detach().requires_grad_() if x.is_floating_point() else x
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, run._precision():
-            watched.forward[name], out = observe(lambda b=block, x=x: b(x, context))
-        index = int(name.partition(".")[2]) if name.startswith("layers") else -1
-        facts = [context.layers[index]] if index in context.layers else []
-        roots = [out, *(part for one in facts for part in (one.balance, one.z))]
-        seeds = [torch.ones_like(root) for root in roots]
-        watched.kept[name] = sum(found.values())
-        watched.backward[name], _ = observe(lambda r=roots, s=seeds: torch.autograd.backward(r, s))
-        for parameter in run.model.parameters():
-            parameter.grad = None
-        x = out.detach()
-    return watched
-
-
-def observe(work: Any) -> tuple[Seen, Any]:
-    seen = Seen()
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:  # noqa: SIM117
-        with Passes(lambda: seen):
-            result = work()
-    assert flops(seen) == counter.get_total_flops()
-    return seen, result
+def watched_alone(job: Job) -> Watched:
+    return watch(job, alone(job), World.solo())
 
 
 def by_layer(blocks: list[Block], way: str) -> Iterator[tuple[str, list[Work]]]:
@@ -149,7 +96,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
 def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -> None:
     job = make_job(name, **changes)
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         seen = getattr(watched, way)
         predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
@@ -179,7 +126,7 @@ def test_latent_attention(
         latent, train__precision=precision, train__recompute=recompute, data__packing=packing,
         data__sequence=64, train__batch=4, hidden=96, ffn=16,
     )  # fmt: skip
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         seen = getattr(watched, way)["layers.0"]
         works = dict(by_layer(blocks, way))["layers.0"]
@@ -201,7 +148,7 @@ def test_passes_are_those_that_torch_makes(name: str, precision: str, packing: s
         name, train__precision=precision, data__packing=packing, data__sequence=64,
         train__batch=4, hidden=96,
     )  # fmt: skip
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         for key, works in by_layer(blocks, way):
             seen = getattr(watched, way)[key]
@@ -214,7 +161,7 @@ def test_passes_are_those_that_torch_makes(name: str, precision: str, packing: s
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
 def test_autograd_keeps_what_is_predicted(name: str, changes: dict[str, Any]) -> None:
     job = make_job(name, **changes)
-    kept, predicted = watch(job).kept, activations(job, alone(job), 0)
+    kept, predicted = watched_alone(job).kept, activations(job, alone(job), 0)
     expected = {key: num_bytes for key, num_bytes in predicted.items() if key != "context"}
     if job.train.recompute:  # A layer leaves its input; the rest comes back in backward.
         stored = 8 if job.train.precision == "fp64" else 4
@@ -229,7 +176,7 @@ def test_a_window_is_a_mask(name: str, packing: str) -> None:
     """Of every row where documents end, else one for all of them."""
     shape = {"data__packing": packing, "data__sequence": 64, "train__batch": 4, "hidden": 96}
     job, wide = (make_job(name, window=window, **shape) for window in (63, 64))
-    watched, blocks = watch(job), workload(job, alone(job))
+    watched, blocks = watched_alone(job), workload(job, alone(job))
     kept, without = activations(job, alone(job), 0), activations(wide, alone(wide), 0)
     rows = 4 if packing == "documents" else 1
     assert kept["context"] - without["context"] == (64 * 64 if packing == "stream" else 0)
@@ -250,7 +197,7 @@ def test_a_window_is_a_mask(name: str, packing: str) -> None:
 
 def test_a_clamp_keeps_what_it_clamps() -> None:
     job = make_job("tiny-olmoe", clip_qkv=0.1)
-    watched = watch(job)
+    watched = watched_alone(job)
     assert watched.kept["layers.0"] == activations(job, alone(job), 0)["layers.0"]
     for way in ("forward", "backward"):
         works = dict(by_layer(workload(job, alone(job)), way))["layers.0"]
@@ -367,6 +314,102 @@ def test_ranks_hold_and_update_each_parameter_as_often_as_there_are_copies(
     assert normed == pytest.approx(4 * (dense + experts), rel=0.02)  # but for padding
 
 
+CUT: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "shard": 2}),
+    (4, {"tp": 2, "ep": 4}),
+    (4, {"pp": 2, "shard": 2}),
+    (4, {"pp": 2, "tp": 2, "ep": 2}),
+    (8, {"pp": 2, "tp": 2, "ep": 2, "shard": 2}),
+]
+
+
+def cut_job(name: str, layout: dict[str, Any], **changes: Any) -> Job:
+    """A job whose every matrix two slices of two shards share out equally."""
+    if name == "tiny-dense":
+        layout = {**layout, "ep": 1}
+    keys = {f"layout__{key}": value for key, value in layout.items()}
+    return make_job(
+        name, vocab=332, kv_heads=6 if name == "tiny-deepseek" else 2, train__batch=12, **keys,
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ranks", "layout"), CUT, ids=str)
+def test_slices_and_parts_update_each_parameter_as_often_as_there_are_copies(
+    name: str, tied: bool, ranks: int, layout: dict[str, Any]
+) -> None:
+    job = cut_job(name, layout, tied=tied)
+    plan = lay_out(job.layout, job.model, ranks)
+    sums = {"norm": 0, "adamw": 0}
+    for rank in range(ranks):
+        for block in workload(job, plan, rank):
+            for op in block.update.ops:
+                if op.name in sums:
+                    sums[op.name] += op.moved_bytes
+    learnt = [p for p in parameters(job.model) if p.kind != "bias"]
+    assert sums["norm"] == 4 * sum(p.size for p in learnt)
+    ends = 2 if tied and plan.pp > 1 else 1
+    copies = 0
+    for p in learnt:
+        if p.kind == "expert":
+            copies += p.size * plan.span // plan.ep
+        else:
+            holders = plan.replicas if p.cut is not None else plan.span
+            copies += p.size * holders // plan.shard * (ends if p.kind == "embedding" else 1)
+    assert sums["adamw"] == 7 * 4 * copies
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("ranks", "layout"), CUT, ids=str)
+def test_slices_and_parts_do_the_products_of_one_rank(
+    name: str, recompute: bool, ranks: int, layout: dict[str, Any]
+) -> None:
+    """No product is lost, none is done twice, and everything that is not cut is done once."""
+    job = cut_job(name, layout, train__recompute=recompute)
+    plan, sums = lay_out(job.layout, job.model, ranks), {}
+    for rank in range(ranks):
+        for block in workload(job, plan, rank):
+            for way in ("forward", "backward"):
+                at = block.name, way
+                sums[at] = sums.get(at, 0) + getattr(block, way).flops
+    one = workload(job, alone(cut_job(name, {})))
+    assert sums == {
+        (block.name, way): getattr(block, way).flops
+        for block in one for way in ("forward", "backward")
+    }  # fmt: skip
+
+
+def test_a_rank_has_the_blocks_of_its_own_stages() -> None:
+    job = make_job("tiny-mixtral", layers=4, layout__pp=2, layout__schedule="interleaved")
+    plan = lay_out(job.layout, job.model, 2)
+    names = [[block.name for block in workload(job, plan, rank)] for rank in (0, 1)]
+    layers = {i: [f"layers.{i}.attention", f"layers.{i}.moe"] for i in range(4)}
+    assert names == [
+        ["embed", *layers[0], *layers[2], "step"], [*layers[1], *layers[3], "head", "step"]
+    ]  # fmt: skip
+
+
+@given(
+    rows=st.integers(1, 9), tp=st.sampled_from([1, 2, 4]), replicas=st.integers(1, 3),
+    weights=st.lists(st.integers(0, 9), min_size=8, max_size=8).filter(any),
+)  # fmt: skip
+def test_every_slice_assigns_its_own_run_of_tokens(
+    rows: int, tp: int, replicas: int, weights: list[int]
+) -> None:
+    job = make_job("tiny-mixtral", train__batch=rows)
+    span = tp * replicas
+    plan = Plan(ranks=2 * span, ep=1, shard=1, tp=tp, pp=2, experts=8)
+    counts = expert_counts(job, plan, weights)
+    samples = [len(plan.rows(rank, rows)) for rank in range(span)]
+    each = job.data.sequence * job.model.top_k
+    assert counts.shape == (span, 8)
+    assert counts.sum(axis=1).tolist() == [num * each // tp for num in samples]
+
+
 def totals(job: Job, ranks: int) -> tuple[int, int, int]:
     """Flops, bytes touched (a slot's gradient is zeroed, or a product's result) and bytes sent."""
     plan = lay_out(job.layout, job.model, ranks)
@@ -390,19 +433,23 @@ def totals(job: Job, ranks: int) -> tuple[int, int, int]:
     layers=st.integers(1, 3),
     experts=st.integers(4, 12),
     layout=st.sampled_from([(1, 1, 1), (2, 2, 1), (4, 2, 2)]),
+    tp=st.sampled_from([1, 2]),
     more=st.sampled_from(["batch", "sequence", "layers", "experts"]),
 )
 def test_more_of_anything_is_more_work(
     name: str, precision: str, recompute: bool, batch: int, sequence: int, layers: int,
-    experts: int, layout: tuple[int, int, int], more: str,
+    experts: int, layout: tuple[int, int, int], tp: int, more: str,
 ) -> None:  # fmt: skip
     ranks, ep, shard = layout
-    sparse = name != "tiny-dense"
+    ranks, sparse = ranks * tp, name != "tiny-dense"
+    sequence *= tp
     sizes = {"batch": batch, "sequence": sequence, "layers": layers, "experts": experts * ep}
     found = []
     for step in (0, 1):
-        now = {**sizes, more: sizes[more] + step * (ep if more == "experts" else 1)}
+        steps = {"experts": ep, "sequence": tp}
+        now = {**sizes, more: sizes[more] + step * steps.get(more, 1)}
         changes = {"experts": now["experts"], "layout__ep": ep} if sparse else {}
+        changes |= {"layout__tp": tp, "vocab": 332}
         if name == "tiny-deepseek":
             changes |= {"groups": 1, "top_groups": 1}
         job = make_job(
