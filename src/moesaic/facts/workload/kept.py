@@ -129,7 +129,9 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
         routing += t * s.wide
     if model.renormalise:
         routing += (chosen + t) * s.wide
-    indices = (2 * chosen + leaving + len(slots)) * INDEX_BYTES + 2 * chosen
+    # Counts of its slots are cut from those of all ranks, unless several ranks' are added up.
+    counts = len(slots) * (plan.span if plan.ep == 1 else 1)
+    indices = (2 * chosen + leaving + counts) * INDEX_BYTES + 2 * chosen
     if plan.ep > 1:
         indices += 2 * arriving * INDEX_BYTES
     rows = arriving * (model.hidden + 2 * model.ffn) + leaving * model.hidden
