@@ -29,8 +29,8 @@ LATENT = {"width": 20, "rotary": 6, "value": 12, "queries": 28}
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"model": WIDE},
     "mixtral": {"model": {**WIDE, "family": "mixtral", "kv_heads": 2}},
-    "qwen3_moe": {"model": {**WIDE, "family": "qwen3_moe", "renormalise": True, "tied": True}},
-    "dense": {"model": {**WIDE, "family": "llama", "experts": 0, "top_k": 0, "tied": True}},
+    "qwen3_moe": {"model": {**WIDE, "family": "qwen3_moe", "renormalise": True}},
+    "dense": {"model": {**WIDE, "family": "llama", "experts": 0, "top_k": 0}},
     "deepseek_v3": {
         "model": {**WIDE, **SIGMOID["model"], "dense_ffn": 100, "shared": 2, "latent": LATENT}
     },
@@ -97,6 +97,7 @@ def holding(world: World, job: Job) -> tuple[Holding, list[tuple[int, bool]]]:
         else:
             experts.append((size, first))
     run.close()
+    world.barrier()  # Nobody leaves while another still connects: nothing else is sent here.
     return dense, experts
 
 

@@ -106,7 +106,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     if out is not None and not dry_run:
         flags.write("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
     if trace is not None and not dry_run:
-        flags.write("--trace", trace, _trace(timeline))
+        flags.write("--trace", trace, _trace(timeline, chosen))
     if as_json:
         screen.as_json(facts)
         return 0
@@ -207,23 +207,39 @@ def predict(
     slowest, tokens = timeline.slowest, job.train.batch * job.data.sequence
     device = device_at(cluster, places[slowest])
     held = tightest(job, layout, cluster, places, recorded)
-    counts, phases = count(job.model), timeline.by_phase(slowest)
+    counts = count(job.model)
+    if layout.pp == 1:
+        phases, blocks = timeline.by_phase(slowest), timeline.by_block(slowest)
+    else:  # The first part begins first and is done last; of blocks every part has its own.
+        phases, blocks = timeline.by_phase(0), timeline.longest_by_block()
     return {
         "cluster": cluster.name, "loads": None if loads is None else str(loads),
         "calibration": learnt and learnt.model_dump(),
         "plan": layout.decisions(), "device": device.model,
+        "pipeline": _pipeline(timeline, layout, job),
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
         "memory_bytes": held.device.memory_bytes,
         "memory_rank": held.rank,
         "fits": held.share <= 1,
         "step_s": timeline.step_s, "steps": job.train.steps,
-        "phases_s": phases, "blocks_s": timeline.by_block(slowest),
+        "phases_s": phases, "blocks_s": blocks,
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
         "binds": _binds(held, phases, job, layout),
     }, timeline  # fmt: skip
+
+
+def _pipeline(timeline: Timeline, layout: Plan, job: Job) -> dict[str, Any] | None:
+    """What is lost to waiting between stages, beside what the schedule itself loses."""
+    from moesaic.sim.bubble import bubble, closed_form
+
+    if layout.pp == 1:
+        return None
+    each = layout.num_stages // layout.pp
+    form = closed_form(layout.schedule, layout.pp, each, job.train.micro_batches)
+    return {"bubble": bubble(timeline), "closed_form": form}
 
 
 def promise(
@@ -275,11 +291,12 @@ def _relief(job: Job, layout: Plan) -> str:
     return ", or ".join(ways) or "take more ranks, or devices with more memory"
 
 
-def _trace(timeline: Timeline) -> str:
+def _trace(timeline: Timeline, layout: Plan) -> str:
+    """Of a pipeline the ranks that pass the same tokens on stand together."""
     from moesaic.sim.trace import trace
 
-    shown = range(min(len(timeline.end_s), _SHOWN_RANKS))
-    return screen.dumps(trace(timeline, shown)) + "\n"
+    ranks = [rank for chain in layout.chain_groups() for rank in chain]
+    return screen.dumps(trace(timeline, sorted(ranks[:_SHOWN_RANKS]))) + "\n"
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -287,15 +304,25 @@ def _print(facts: dict[str, Any]) -> None:
     total, active = facts["parameters"]["total"], facts["parameters"]["active"]
     run_s = facts["steps"] * facts["step_s"]
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
+    slices = f", matrices over {layout['tp']}" * (layout["tp"] > 1)
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
         f"({facts['device']}), experts over {layout['ep']}{routing}, dense parameters over "
-        f"{layout['shard']}",
+        f"{layout['shard']}{slices}",
         facts,
         {
+            **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
             **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },
+    )
+
+
+def _told(pipeline: dict[str, float], layout: dict[str, Any]) -> str:
+    """A pipeline, in a line."""
+    return (
+        f"{layout['pp']} parts, {layout['schedule']}, {layout['micro_batches']} micro-batches: "
+        f"bubble {pipeline['bubble']:.0%} (closed form {pipeline['closed_form']:.0%})"
     )

@@ -54,9 +54,6 @@ SPECIAL = (
 )  # fmt: skip
 """They take an exponential, or the like, of every number."""
 
-MESSAGES = "c10d"
-"""Where torch's collective operations are, which are no kernels."""
-
 IDLE = ("empty", "new_empty", "lift_fresh")
 """Beginnings of what only makes room, or takes over what is there."""
 
@@ -130,7 +127,7 @@ class Passes(TorchDispatchMode):
         written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         read = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         name = func._overloadpacket.__name__
-        if _idle(func, name) or not _works(func, read, written):
+        if name.startswith(IDLE) or not _works(func, read, written):
             return out
         seen = self._place()
         seen.calls += 1
@@ -147,10 +144,6 @@ class Passes(TorchDispatchMode):
         for shape, count in found:
             seen.products[shape, kind] += count
         return out
-
-
-def _idle(func: Any, name: str) -> bool:
-    return name.startswith(IDLE) or func.namespace == MESSAGES
 
 
 def _works(func: Any, read: list[Tensor], written: list[Tensor]) -> bool:

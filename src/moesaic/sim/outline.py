@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from moesaic.facts.plan import ALL, RankSpan, RankTimeline, short
+from moesaic.policy.cost.event import PIPELINE
 from moesaic.sim.timeline import Timeline
 
 WAYS = ("forward", "backward")
-"""Phases that pass through the blocks, in each micro-batch."""
+"""Phases that pass through the blocks, in each micro-batch; a pipeline does so in one phase."""
 MOST = 16
 """Spans of such a pass, at most; blocks in its middle share one."""
 
@@ -26,10 +27,14 @@ def outline(timeline: Timeline) -> list[RankTimeline]:
 
 
 def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:
-    """One rank: the first micro-batch block by block, the rest of the step phase by phase."""
+    """One rank: the first micro-batch block by block, the rest of the step phase by phase.
+
+    Of a pipeline how it begins and how it ends: there ranks wait for each other.
+    """
     passes = [list(run) for _, run in groupby(_pieces(timeline, rank), lambda one: one.phase)]
-    first = {way: next((run for run in passes if run[0].phase == way), None) for way in WAYS}
-    start = next((place for place, run in enumerate(passes) if run[0].phase in WAYS), 0)
+    told = (*WAYS, PIPELINE)
+    first = {way: next((run for run in passes if run[0].phase == way), None) for way in told}
+    start = next((place for place, run in enumerate(passes) if run[0].phase in told), 0)
     rest: dict[str, list[list[RankSpan]]] = {}
     for run in passes[start:]:
         if run is not first.get(run[0].phase):
@@ -45,14 +50,18 @@ def _spans(timeline: Timeline, rank: int) -> list[RankSpan]:
 def _pieces(timeline: Timeline, rank: int) -> list[RankSpan]:
     """What one rank does, block by block."""
     found = []
-    for (phase, block), run in groupby(
-        timeline.spans, lambda span: (span.event.phase, span.event.block)
-    ):
+    # In a pipeline most of what happens is none of this rank's.
+    own = (
+        span
+        for span in timeline.spans
+        if span.event.phase != PIPELINE or span.end_s[rank] > span.start_s[rank]
+    )
+    for (phase, block), run in groupby(own, lambda span: (span.event.phase, span.event.block)):
         computing = messages = waiting = 0.0
         for span in run:
             spent = float(span.end_s[rank] - span.begin_s[rank])
             waiting += float(span.begin_s[rank] - span.start_s[rank])
-            if span.event.groups:
+            if span.event.is_message:
                 messages += spent
             else:
                 computing += spent
@@ -71,7 +80,9 @@ def _fold(run: list[RankSpan]) -> list[RankSpan]:
         return run
     head, tail = MOST // 2, len(run) - (MOST - 1) // 2
     middle = run[head:tail]
-    return [*run[:head], _sum(middle, f"{middle[0].block} to {middle[-1].block}"), *run[tail:]]
+    between = f"{middle[0].block} to {middle[-1].block}"
+    name = ALL if run[0].phase == PIPELINE else between  # There it is many micro-batches.
+    return [*run[:head], _sum(middle, name), *run[tail:]]
 
 
 def _sum(run: Sequence[RankSpan], block: str, micro_batches: int = 1) -> RankSpan:

@@ -1,6 +1,7 @@
 """A step on a clock: every rank goes through the events, and waits where others come later.
 
-All ranks go from event to event together, so that a thousand cost little more than one.
+All ranks go from event to event together, so that a thousand cost little more than one. In a
+pipeline too: ranks of parts that an event does not concern pass it in no time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moesaic.policy.cost.event import Event, Seconds
+from moesaic.policy.cost.event import Event, Handover, Seconds
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Timeline:
         """Seconds of one rank by block, waiting included."""
         return _sums((span.event.block, span, rank) for span in self.spans)
 
+    def longest_by_block(self) -> dict[str, float]:
+        """Seconds by block, waiting included, on the rank that takes longest over it."""
+        found: dict[str, Seconds] = {}
+        for span in self.spans:
+            known = found.setdefault(span.event.block, np.zeros_like(self.end_s))
+            known += span.end_s - span.start_s
+        return {block: float(seconds.max()) for block, seconds in found.items()}
+
     def waiting_s(self, rank: int) -> float:
         """Seconds that one rank waits for others."""
         return float(sum(span.begin_s[rank] - span.start_s[rank] for span in self.spans))
@@ -68,21 +77,39 @@ def run(events: Iterable[Event], ranks: int) -> Timeline:
     now, computed = np.zeros(ranks), np.zeros(ranks)
     spans = []
     tables: dict[int, Members] = {}
+    left: dict[Handover, Seconds] = {}
     for event in events:
-        begin = now
-        if event.groups:
-            # Spans keep their events, so that groups live as long as their identity is used.
-            key = id(event.groups)
-            if key not in tables:
-                tables[key] = Members(event.groups)
-            begin = tables[key].meet(now, event.skew_s * np.sqrt(computed))
-            computed = tables[key].start_again(computed)
+        if event.takes is not None:
+            begin, end = _taken_over(event.takes, now, left.pop(event.takes), event.seconds)
         else:
-            computed = computed + event.seconds
-        end = begin + event.seconds
+            begin = now
+            if event.groups:
+                # Spans keep their events, so that groups live as long as their identity is used.
+                key = id(event.groups)
+                if key not in tables:
+                    tables[key] = Members(event.groups)
+                begin = tables[key].meet(now, event.skew_s * np.sqrt(computed))
+                computed = tables[key].start_again(computed)
+            else:
+                computed = computed + event.seconds
+            end = begin + event.seconds
+        if event.leaves is not None:
+            left[event.leaves] = end
         spans.append(Span(event, now, begin, end))
         now = end
     return Timeline(spans, now)
+
+
+def _taken_over(
+    handover: Handover, now: Seconds, left: Seconds, seconds: Seconds
+) -> tuple[Seconds, Seconds]:
+    """When receivers have waited until it `left`, and when they have it: `seconds` on the way."""
+    begin, end = now.copy(), now.copy()
+    gone, travels = left[handover.senders], seconds[handover.receivers]
+    met = np.maximum(now[handover.receivers], gone)
+    begin[handover.receivers] = met
+    end[handover.receivers] = np.maximum(met, gone + travels) if handover.ahead else met + travels
+    return begin, end
 
 
 class Members:

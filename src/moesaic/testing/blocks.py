@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -85,11 +87,38 @@ def _keeping(found: dict[int, int], known: set[int]) -> AbstractContextManager[N
     return saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
+class _Messages:
+    """Knows while ranks send to each other: what torch does then, copies too, is no kernel."""
+
+    NAMES = (
+        "all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.on_their_way = False
+
+    def noticed(self) -> Any:
+        """While this holds."""
+        found = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        return mock.patch.multiple(dist, **{n: self._around(real) for n, real in found.items()})
+
+    def _around(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.on_their_way = True
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.on_their_way = False
+
+        return call
+
+
 def observe(work: Callable[[], Any]) -> tuple[Seen, Any]:
     """What `work` did, and what it returns; our count of its flops and torch's are one."""
-    seen = Seen()
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:  # noqa: SIM117
-        with Passes(lambda: seen):
-            result = work()
+    seen, aside, messages = Seen(), Seen(), _Messages()
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+    with messages.noticed(), counter, Passes(lambda: aside if messages.on_their_way else seen):
+        result = work()
     assert flops(seen) == counter.get_total_flops()
     return seen, result

@@ -120,6 +120,54 @@ def test_a_plan_tells_the_step_on_a_clock(place: Path) -> None:
         assert sum(line.strip().startswith('{"phase": ') for line in lines) == spans
 
 
+@pytest.mark.parametrize(
+    ("schedule", "form"),
+    [("gpipe", 3 / 11), ("1f1b", 3 / 11), ("interleaved", 3 / 19), ("zero-bubble", 3 / 27)],
+)
+def test_a_pipeline_says_how_much_of_it_is_waiting(
+    place: Path, capfd: pytest.CaptureFixture[str], schedule: str, form: float
+) -> None:
+    line = [*LINE, "--layout", f"pp=4,ep=4,schedule={schedule}", "--set", "train.micro_batches=8"]
+    assert main([*line, "--json"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["pipeline"]["closed_form"] == pytest.approx(form)
+    # The last part has the head too, and all others wait for it.
+    assert form < facts["pipeline"]["bubble"] < 0.6
+    assert list(facts["phases_s"]) == ["data", "pipeline", "reduce", "clip", "optimizer", "log"]
+    assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
+    assert len(facts["blocks_s"]) == 1 + 2 * 16 + 2
+    assert min(facts["blocks_s"].values()) > 0
+    assert main([*line, "--trace", "step.json", "--out", "plan.json"]) == 0
+    bubble = f"bubble {facts['pipeline']['bubble']:.0%} (closed form {form:.0%})"
+    assert f"pipeline           4 parts, {schedule}, 8 micro-batches: {bubble}\n" in (
+        capfd.readouterr().out
+    )
+    events = json.loads((place / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(16))
+    names = {event["name"] for event in events}
+    assert {"embed forward 0", "layers.15.moe forward 7", "step activations 0"} <= names
+    found = load_plan(place / "plan.json").predictions
+    assert found is not None
+    assert found.phases_s["pipeline"] == pytest.approx(facts["phases_s"]["pipeline"], rel=1e-4)
+    first = found.timeline[-1]
+    assert first.rank == 0
+    told = sum(span.seconds for span in first.spans if span.phase == "pipeline")
+    assert told == pytest.approx(found.phases_s["pipeline"], rel=1e-4)
+
+
+def test_a_trace_of_a_pipeline_has_ranks_of_every_part(place: Path) -> None:
+    (place / "cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 8"))
+    line = [*LINE, "--layout", "pp=2,ep=8", "--set", "train.micro_batches=4"]
+    assert main([*line, "--trace", "step.json"]) == 0
+    events = json.loads((place / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {*range(8), *range(32, 40)}
+
+
+def test_matrices_in_slices_are_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, "--layout", "tp=2"]) == 0
+    assert ", dense parameters over 1, matrices over 2; computed" in capfd.readouterr().out
+
+
 def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--json", "--nproc", "8"]) == 0
     facts = json.loads(capfd.readouterr().out)
@@ -177,7 +225,11 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
         ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
-        ("plan job.toml --cluster cluster.toml --layout tp=2", "is not worked out yet: plan with"),
+        (
+            "plan job.toml --cluster cluster.toml --layout pp=2,schedule=zero-bubble --set "
+            "train.recompute=true",
+            "pieces that would each compute a layer again: set one of them otherwise",
+        ),
         ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
         (
             "plan job.toml --cluster cluster.toml --out no/where.json",
@@ -201,10 +253,6 @@ def test_every_rank_is_held_against_its_own_device(
             "--layout ep=2 and --set layout.ep=4 say the same key: leave one out",
         ),
         ("plan job.toml --cluster cluster.toml --layout eq=3", "'layout' has the keys ep, shard"),
-        (
-            "plan job.toml --cluster cluster.toml --layout pp=2,schedule=gpipe",
-            "pp = 2: what slices of matrices and pipelines need and take is not worked out yet",
-        ),
         ("plan job.toml --cluster cluster.toml --trace no/where.json", "--trace 'no/where.json'"),
         (
             "plan job.toml --cluster cluster.toml --set train.precision=fp64 --set model.experts=0",

@@ -314,6 +314,102 @@ def test_ranks_hold_and_update_each_parameter_as_often_as_there_are_copies(
     assert normed == pytest.approx(4 * (dense + experts), rel=0.02)  # but for padding
 
 
+CUT: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "shard": 2}),
+    (4, {"tp": 2, "ep": 4}),
+    (4, {"pp": 2, "shard": 2}),
+    (4, {"pp": 2, "tp": 2, "ep": 2}),
+    (8, {"pp": 2, "tp": 2, "ep": 2, "shard": 2}),
+]
+
+
+def cut_job(name: str, layout: dict[str, Any], **changes: Any) -> Job:
+    """A job whose every matrix two slices of two shards share out equally."""
+    if name == "tiny-dense":
+        layout = {**layout, "ep": 1}
+    keys = {f"layout__{key}": value for key, value in layout.items()}
+    return make_job(
+        name, vocab=332, kv_heads=6 if name == "tiny-deepseek" else 2, train__batch=12, **keys,
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ranks", "layout"), CUT, ids=str)
+def test_slices_and_parts_update_each_parameter_as_often_as_there_are_copies(
+    name: str, tied: bool, ranks: int, layout: dict[str, Any]
+) -> None:
+    job = cut_job(name, layout, tied=tied)
+    plan = lay_out(job.layout, job.model, ranks)
+    sums = {"norm": 0, "adamw": 0}
+    for rank in range(ranks):
+        for block in workload(job, plan, rank):
+            for op in block.update.ops:
+                if op.name in sums:
+                    sums[op.name] += op.moved_bytes
+    learnt = [p for p in parameters(job.model) if p.kind != "bias"]
+    assert sums["norm"] == 4 * sum(p.size for p in learnt)
+    ends = 2 if tied and plan.pp > 1 else 1
+    copies = 0
+    for p in learnt:
+        if p.kind == "expert":
+            copies += p.size * plan.span // plan.ep
+        else:
+            holders = plan.replicas if p.cut is not None else plan.span
+            copies += p.size * holders // plan.shard * (ends if p.kind == "embedding" else 1)
+    assert sums["adamw"] == 7 * 4 * copies
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("ranks", "layout"), CUT, ids=str)
+def test_slices_and_parts_do_the_products_of_one_rank(
+    name: str, recompute: bool, ranks: int, layout: dict[str, Any]
+) -> None:
+    """No product is lost, none is done twice, and everything that is not cut is done once."""
+    job = cut_job(name, layout, train__recompute=recompute)
+    plan, sums = lay_out(job.layout, job.model, ranks), {}
+    for rank in range(ranks):
+        for block in workload(job, plan, rank):
+            for way in ("forward", "backward"):
+                at = block.name, way
+                sums[at] = sums.get(at, 0) + getattr(block, way).flops
+    one = workload(job, alone(cut_job(name, {})))
+    assert sums == {
+        (block.name, way): getattr(block, way).flops
+        for block in one for way in ("forward", "backward")
+    }  # fmt: skip
+
+
+def test_a_rank_has_the_blocks_of_its_own_stages() -> None:
+    job = make_job("tiny-mixtral", layers=4, layout__pp=2, layout__schedule="interleaved")
+    plan = lay_out(job.layout, job.model, 2)
+    names = [[block.name for block in workload(job, plan, rank)] for rank in (0, 1)]
+    layers = {i: [f"layers.{i}.attention", f"layers.{i}.moe"] for i in range(4)}
+    assert names == [
+        ["embed", *layers[0], *layers[2], "step"], [*layers[1], *layers[3], "head", "step"]
+    ]  # fmt: skip
+
+
+@given(
+    rows=st.integers(1, 9), tp=st.sampled_from([1, 2, 4]), replicas=st.integers(1, 3),
+    weights=st.lists(st.integers(0, 9), min_size=8, max_size=8).filter(any),
+)  # fmt: skip
+def test_every_slice_assigns_its_own_run_of_tokens(
+    rows: int, tp: int, replicas: int, weights: list[int]
+) -> None:
+    job = make_job("tiny-mixtral", train__batch=rows)
+    span = tp * replicas
+    plan = Plan(ranks=2 * span, ep=1, shard=1, tp=tp, pp=2, experts=8)
+    counts = expert_counts(job, plan, weights)
+    samples = [len(plan.rows(rank, rows)) for rank in range(span)]
+    each = job.data.sequence * job.model.top_k
+    assert counts.shape == (span, 8)
+    assert counts.sum(axis=1).tolist() == [num * each // tp for num in samples]
+
+
 def totals(job: Job, ranks: int) -> tuple[int, int, int]:
     """Flops, bytes touched (a slot's gradient is zeroed, or a product's result) and bytes sent."""
     plan = lay_out(job.layout, job.model, ranks)
@@ -337,19 +433,23 @@ def totals(job: Job, ranks: int) -> tuple[int, int, int]:
     layers=st.integers(1, 3),
     experts=st.integers(4, 12),
     layout=st.sampled_from([(1, 1, 1), (2, 2, 1), (4, 2, 2)]),
+    tp=st.sampled_from([1, 2]),
     more=st.sampled_from(["batch", "sequence", "layers", "experts"]),
 )
 def test_more_of_anything_is_more_work(
     name: str, precision: str, recompute: bool, batch: int, sequence: int, layers: int,
-    experts: int, layout: tuple[int, int, int], more: str,
+    experts: int, layout: tuple[int, int, int], tp: int, more: str,
 ) -> None:  # fmt: skip
     ranks, ep, shard = layout
-    sparse = name != "tiny-dense"
+    ranks, sparse = ranks * tp, name != "tiny-dense"
+    sequence *= tp
     sizes = {"batch": batch, "sequence": sequence, "layers": layers, "experts": experts * ep}
     found = []
     for step in (0, 1):
-        now = {**sizes, more: sizes[more] + step * (ep if more == "experts" else 1)}
+        steps = {"experts": ep, "sequence": tp}
+        now = {**sizes, more: sizes[more] + step * steps.get(more, 1)}
         changes = {"experts": now["experts"], "layout__ep": ep} if sparse else {}
+        changes |= {"layout__tp": tp, "vocab": 332}
         if name == "tiny-deepseek":
             changes |= {"groups": 1, "top_groups": 1}
         job = make_job(

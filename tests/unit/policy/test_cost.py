@@ -155,7 +155,7 @@ def test_ranks_are_alike_only_if_all_that_comes_to_them_is(ranks: int, ep: int, 
     costs = Costs.of(job, plan, where)
     alone = {rank: [rank] for rank in range(ranks)}
     work = {rank: workload(job, plan, rank) for rank in alone}
-    each = run(costs.step(work, alone), ranks)
+    each = run(costs.events_of(work, alone), ranks)
     assert run(costs.events(), ranks).end_s == pytest.approx(each.end_s)
 
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import SCHEDULES, simulate
 
+from moesaic.facts.job.train import Schedule
 from moesaic.facts.plan import RankSpan, RankTimeline
-from moesaic.policy.cost.event import Event
+from moesaic.policy.cost.event import PIPELINE, Event
 from moesaic.sim.outline import MOST, outline
 from moesaic.sim.timeline import Timeline, run
 
@@ -113,3 +115,19 @@ def test_deep_models_and_many_micro_batches_are_folded() -> None:
         RankSpan(phase="backward", block="all", micro_batches=7, computing_s=1400.0),
         RankSpan(phase="clip", block="all", computing_s=50.0),
     ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_is_told_by_how_it_begins_and_ends(schedule: Schedule) -> None:
+    found = simulate(schedule, 3, 24, 0.5)
+    for told in outline(found):
+        spans = [span for span in told.spans if span.phase == PIPELINE]
+        folded = schedule != "zero-bubble"  # There all comes in time, and spans run together.
+        assert len(spans) == MOST or (not folded and len(spans) < MOST)
+        assert [span.block for span in spans].count("all") == folded
+        assert spans[0].block == ("step" if told.rank else "layers.0.ffn")
+        computing = sum(span.computing_s for span in spans)
+        assert computing == pytest.approx(24 * 3 * (2 if schedule == "interleaved" else 1))
+        waiting = sum(span.waiting_s for span in spans)
+        assert waiting == pytest.approx(found.waiting_s(told.rank), rel=1e-4)
+        assert told.seconds == pytest.approx(float(found.end_s[told.rank]), rel=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.policy.cost.event import Event
+from moesaic.policy.cost.event import Event, Handover
 from moesaic.sim.timeline import Timeline, run
 from moesaic.sim.trace import trace
 
@@ -32,15 +32,35 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Event]]:
             groups = groups[:1]
         one = event(str(number), seconds, *groups)
         events.append(replace(one, skew_s=draw(st.floats(0, 1))))
-    return ranks, events
+    return ranks, handed(draw, ranks, events)
+
+
+def handed(draw: st.DrawFn, ranks: int, events: list[Event]) -> list[Event]:
+    """Some ranks leave something with one of the events, and others take it over later."""
+    pairs = min(draw(st.integers(0, 2)), ranks // 2, len(events))
+    for _ in range(pairs):
+        order = draw(st.permutations(range(ranks)))
+        how_many = draw(st.integers(1, ranks // 2))
+        over = Handover(
+            np.array(order[:how_many]), np.array(order[how_many : 2 * how_many]),
+            draw(st.booleans()),
+        )  # fmt: skip
+        free = [at for at, one in enumerate(events) if one.leaves is None]
+        left = draw(st.sampled_from(free))
+        taken = draw(st.integers(left + 1, len(events)))
+        events[left] = replace(events[left], leaves=over)
+        seconds = draw(st.lists(st.floats(0, 10), min_size=ranks, max_size=ranks))
+        events.insert(taken, replace(event(f"take {left}", seconds), takes=over))
+    return events
 
 
 def slowly(ranks: int, events: list[Event]) -> tuple[list[float], list[float]]:
     """When each rank ends, and how long it waited: rank by rank, event by event."""
     clock, waited, computed = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+    left: dict[Handover, list[float]] = {}
     for one in events:
         arrived, before = list(clock), list(computed)
-        for rank in range(ranks):
+        for rank in range(ranks) if one.takes is None else ():
             seconds = float(one.seconds[rank])
             group = next((g for g in one.groups if rank in g), [])
             begin = max(
@@ -49,6 +69,15 @@ def slowly(ranks: int, events: list[Event]) -> tuple[list[float], list[float]]:
             waited[rank] += begin - arrived[rank]
             clock[rank] = begin + seconds
             computed[rank] = 0.0 if group else before[rank] + seconds * (not one.groups)
+        if one.takes is not None:
+            for sender, rank in zip(one.takes.senders, one.takes.receivers, strict=True):
+                gone, seconds = left[one.takes][sender], float(one.seconds[rank])
+                begin = max(arrived[rank], gone)
+                waited[rank] += begin - arrived[rank]
+                there = gone + seconds if one.takes.ahead else begin + seconds
+                clock[rank] = max(begin, there)
+        if one.leaves is not None:
+            left[one.leaves] = list(clock)
     return clock, waited
 
 
@@ -91,6 +120,7 @@ def test_the_slowest_holds_up_the_others() -> None:
     assert (found.waiting_s(0), found.waiting_s(1)) == (2.0, 0.0)
     assert found.by_phase(0) == {"forward": 1.0, "reduce": 2.5}
     assert found.by_block(1) == {"block": 3.5}
+    assert found.longest_by_block() == {"block": 3.5}
 
 
 def test_a_trace_shows_work_and_waiting() -> None:
@@ -104,6 +134,22 @@ def test_a_trace_shows_work_and_waiting() -> None:
         (0, "block sum"): (3e6, 5e5, 0),
         (1, "block sum"): (3e6, 5e5, 0),
     }
+
+
+def test_a_trace_shows_what_is_handed_on() -> None:
+    over = Handover(np.array([0]), np.array([1]), ahead=False)
+    events = [
+        replace(event("forward 0", [2.0, 0.0]), leaves=over),
+        replace(event("activations 0", [0.0, 0.5]), takes=over),
+        event("forward 0", [0.0, 1.0]),
+    ]
+    spans = trace(run(events, 2), [0, 1])["traceEvents"]
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans if e["ph"] == "X"] == [
+        (0, "block forward 0", 0.0, 2e6),
+        (1, "wait for activations 0", 0.0, 2e6),
+        (1, "block activations 0", 2e6, 5e5),
+        (1, "block forward 0", 2.5e6, 1e6),
+    ]
 
 
 def test_who_waits_least_of_those_done_last_is_the_slowest() -> None:

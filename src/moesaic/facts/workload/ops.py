@@ -222,17 +222,21 @@ def attend(s: Sizes) -> Part:
     mixed = Product(length, model.head_dim, length, batch)
     q, k = s.tokens * s.queries, s.tokens * s.keys
     repeats = int(s.heads != s.kv_heads)
+    # Of one head, heads stand in the order of tokens already.
+    moved_q, moved_k = int(s.heads > 1), int(s.kv_heads > 1)
     repeated = 2 * repeats * (q + k) * s.narrow
     share = 1.0 if s.masked else (length + 1) / (2 * length)
     turned = s.wide if model.normed is not None else s.narrow
     masking = s.mask * (1 + s.narrow)
     specials = round(batch * length**2 * share)
     return (
-        Op("attend", (scores, mixed), repeated + 2 * q * s.narrow + masking,
-           2 + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
+        Op("attend", (scores, mixed), repeated + 2 * moved_q * q * s.narrow + masking,
+           1 + moved_q + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
         Op("attend", (scores, scores, mixed, mixed, mixed),
-           repeated + 2 * (q + k) * turned + 2 * repeats * k * s.narrow, 3 + 3 * repeats,
-           s.precision, specials, "attention backward", share),
+           repeated + 2 * (moved_q * q + moved_k * k) * turned
+           + 2 * repeats * moved_k * k * s.narrow,
+           1 + moved_q + moved_k + repeats * (2 + moved_k), s.precision, specials,
+           "attention backward", share),
     )  # fmt: skip
 
 
@@ -290,10 +294,11 @@ def router(s: Sizes) -> Part:
 def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     """Tokens copied once for each of their experts, and put in the order of slots."""
     hidden, chosen = s.model.hidden, s.run * s.model.top_k
-    rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
+    rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
+    order = arrived * (2 * hidden * s.narrow + INDEX_BYTES)
     return (
-        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order,
-           21 + s.casts + 8 * travels),
+        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order
+           + 8 * arrived * INDEX_BYTES, 21 + s.casts + 17 * travels),
         Op("dispatch", (), rows + s.stream * s.narrow + s.cast(s.stream) + order,
            3 + s.casts + travels),
     )  # fmt: skip
@@ -327,11 +332,12 @@ def experts(s: Sizes, slots: Sequence[int]) -> Part:
 def combine(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     """Results back in the order of tokens, and added up by weight."""
     hidden, chosen = s.model.hidden, s.run * s.model.top_k
-    rows, order = leaving * hidden * s.narrow, int(travels) * 2 * arriving * hidden * s.narrow
+    rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
+    order = arrived * (2 * hidden * s.narrow + INDEX_BYTES)
     weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
     return (
-        Op("combine", (), rows + s.stream * s.narrow + weights + order,
-           5 + s.casts + 3 * travels),
+        Op("combine", (), rows + s.stream * s.narrow + weights + order
+           + 4 * arrived * INDEX_BYTES, 5 + s.casts + 3 * travels),
         Op("combine", (), 8 * rows + 2 * weights + order, 11 + s.casts + travels),
     )  # fmt: skip
 
@@ -353,7 +359,8 @@ def loss(s: Sizes) -> Part:
     weight, logits, sliced = vocab * hidden, t * vocab, int(s.slices > 1)
     casts, read = s.casts * (2 - sliced), (1 - sliced) * s.cast(s.joined)
     forward = read + s.cast(weight) + weight * s.wide + (6 + sliced) * logits * s.wide
-    forward += 2 * s.cast(logits) + 80 * t + sliced * t * (38 + (5 + s.slices) * s.wide)
+    forward += 2 * s.cast(logits) + t * (59 + 12 * s.wide)
+    forward += sliced * t * (38 + (5 + s.slices) * s.wide)
     forward += s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
     backward = 2 * s.joined * s.narrow + 2 * weight * s.wide + read
     return (

@@ -1,8 +1,8 @@
 """Collective operations as messages between ranks: who sends to whom, how much, in how many turns.
 
 The usual algorithms: rings for sums and gathers, pairwise turns for exchanges, a tree whose first
-branches are the longest for a broadcast. Broadcasts and sends are of no step yet: copies of experts
-and pipelines will ask for them. What the messages cost on links is for `traffic`.
+branches are the longest for a broadcast. Stages of a pipeline send; broadcasts are of no step yet:
+copies of experts will ask for them. What the messages cost on links is for `traffic`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A step as events: what every rank computes for itself, and what ranks do together.
+"""A step as events: what every rank computes for itself, what ranks do together, and what one hands
+to another.
 
 Events stand in the order in which each rank meets them; a rank that an event does not concern takes
 no time over it.
@@ -13,6 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]
+Ranks = NDArray[np.int64]
+
+PIPELINE = "pipeline"
+"""The phase in which the parts of a pipeline compute forward and backward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Handover:
+    """What ranks of one part of a pipeline hand to as many of another, each to its counterpart."""
+
+    senders: Ranks
+    receivers: Ranks
+    ahead: bool
+    """Whether it travels as soon as it has left; else when both of them are there for it."""
 
 
 @dataclass(frozen=True)
@@ -32,3 +47,12 @@ class Event:
     skew_s: float = 0.0
     """How much later the last of them comes than each by itself would, after a second of computing;
     as the square root of other times."""
+    takes: Handover | None = None
+    """What ranks take over in it, which has left in an earlier event; `seconds` on the way."""
+    leaves: Handover | None = None
+    """What leaves ranks when they are done with it. They do not wait until it has come."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether ranks speak in it; else they compute."""
+        return bool(self.groups) or self.takes is not None

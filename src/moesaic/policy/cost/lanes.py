@@ -1,0 +1,191 @@
+"""Ranks laid over a cluster: what blocks take on each of them, and how long their messages.
+
+An event is one row of seconds by rank. Ranks that have the same work on the same kind of device are
+worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import Block, Message, Op, Work
+from moesaic.policy.cost.compute import op_s
+from moesaic.policy.cost.event import Event, Seconds
+from moesaic.policy.cost.traffic import Pace, Traffic
+
+PHASES = {
+    "targets": "data", "accumulate": "backward", "copies": "backward", "reduce": "reduce",
+    "norm": "clip", "losses": "log", "loads": "log",
+}  # fmt: skip
+"""Phases of what is done once a step, by its name: else the optimizer's, and of messages reduce."""
+ORDER = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
+"""Phases as a step goes through them."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Ranks laid over a cluster, and what blocks take on them."""
+
+    plan: Plan
+    cluster: Cluster
+    places: Sequence[Place]
+    _seconds: dict[tuple[int, tuple[float, ...]], Seconds] = field(default_factory=dict)
+    """What is worked out once: seconds by rank of ops, by part of the pipeline and seconds of its
+    ranks that are alike."""
+    _kinds: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    """All groups that do the same at the same time, by the ranks of one."""
+    _paces: dict[tuple[str, tuple[int, ...]], list[Pace]] = field(default_factory=dict)
+    """By operation and the ranks of one group."""
+    _spoken: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Seconds] = field(
+        default_factory=dict
+    )
+    """Seconds by rank of messages, by operation, ranks of one group and bytes of each group."""
+
+    @cached_property
+    def _traffic(self) -> Traffic:
+        return Traffic(self.cluster, self.places)
+
+    def device(self, rank: int) -> Device:
+        """What `rank` computes with."""
+        return device_at(self.cluster, self.places[rank])
+
+    def device_kinds(self) -> list[int]:
+        """By rank, a number that equal devices share."""
+        kinds: dict[tuple[str, int], int] = {}
+        devices: list[Device] = []
+        found = []
+        for rank, (host, entry, _) in enumerate(self.places):
+            if (host, entry) not in kinds:
+                device = self.device(rank)
+                if device not in devices:
+                    devices.append(device)
+                kinds[host, entry] = devices.index(device)
+            found.append(kinds[host, entry])
+        return found
+
+    def block_events(
+        self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: Sequence[list[int]]
+    ) -> Iterator[Event]:
+        """What one block does one way: first it computes, then it speaks.
+
+        Args:
+            phase: of the step; empty: by what each thing is called.
+            row: the block on the first of each kind of ranks.
+            works: what it does there.
+            ranks: those of each kind.
+        """
+        name = row[0].name
+        for ops in zip(*(work.ops for work in works), strict=True):
+            each = self.computing([(op,) for op in ops], ranks)
+            if any(each):
+                said = phase or PHASES.get(ops[0].name, "optimizer")
+                yield Event(ops[0].name, said, name, self.spread(each, ranks))
+        for messages in zip(*(work.messages for work in works), strict=True):
+            yield self.message(phase, name, messages, ranks)
+
+    def message(
+        self, phase: str, block: str, messages: Sequence[Message], ranks: Sequence[list[int]]
+    ) -> Event:
+        """A message of a block, as the first of each kind of ranks sees it; `phase` as above."""
+        groups, said = self._groups(messages[0]), messages[0].name
+        seconds = self._message_s(messages, ranks, groups)
+        paces = self._paces[messages[0].operation, messages[0].ranks]
+        skew_s = max(pace.skew_s for pace in paces)
+        return Event(said, phase or PHASES.get(said, "reduce"), block, seconds, groups, skew_s)
+
+    def computing(
+        self, works: Sequence[Sequence[Op]], ranks: Sequence[list[int]]
+    ) -> tuple[float, ...]:
+        """Seconds that operations take together, by kind of ranks."""
+        devices = [self.device(alike[0]) for alike in ranks]
+        return tuple(
+            sum(op_s(device, op, self._slower(device)) for op in ops)
+            for device, ops in zip(devices, works, strict=True)
+        )
+
+    def spread(self, each: tuple[float, ...], ranks: Sequence[list[int]]) -> Seconds:
+        """Seconds by rank, from those of each kind; layers share what is equal.
+
+        The kinds are all of a part of the pipeline; ranks of other parts take no time.
+        """
+        key = self.plan.part(ranks[0][0]), each
+        if key not in self._seconds:
+            seconds = np.zeros(self.plan.ranks)
+            for one, alike in zip(each, ranks, strict=True):
+                seconds[alike] = one
+            self._seconds[key] = seconds
+        return self._seconds[key]
+
+    def sending_s(self, pairs: Sequence[tuple[int, int]], num_bytes: Sequence[int]) -> Seconds:
+        """Seconds by rank of who receives, where the first of each pair sends to the second."""
+        seconds = np.zeros(self.plan.ranks)
+        for pair, pace, size in zip(
+            pairs, self._traffic.paces("send", pairs), num_bytes, strict=True
+        ):
+            seconds[pair[1]] = self._messages_by * pace.seconds(size)
+        return seconds
+
+    def crosses(self, message: Message) -> bool:
+        """Whether it is among ranks of several parts of the pipeline."""
+        return len(self._parts(message.ranks)) > 1
+
+    def _parts(self, ranks: Sequence[int]) -> set[int]:
+        return set(map(self.plan.part, ranks))
+
+    @property
+    def _messages_by(self) -> float:
+        """What runs have shown of messages."""
+        learnt = self.cluster.calibration
+        return 1.0 if learnt is None else learnt.messages
+
+    def _slower(self, device: Device) -> Calibration | None:
+        """What runs have shown of devices like this one."""
+        learnt = self.cluster.calibration
+        return learnt if learnt is not None and device.model in learnt.devices else None
+
+    def _groups(self, message: Message) -> list[list[int]]:
+        """Everyone who does as `message` says at the same time, group by group.
+
+        Those are ranks of the same parts of a pipeline.
+        """
+        if message.ranks not in self._kinds:
+            self._kinds[message.ranks] = self._kind(message)
+        return self._kinds[message.ranks]
+
+    def _kind(self, message: Message) -> list[list[int]]:
+        plan, parts = self.plan, self._parts(message.ranks)
+        chains = plan.chain_groups()
+        for groups in (
+            [list(range(plan.ranks))], plan.expert_groups(), plan.replica_groups(),
+            plan.shard_groups(), plan.shard_replica_groups(), plan.part_groups(),
+            plan.slice_groups(), plan.same_slice_groups(), chains,
+            [[chain[0], chain[-1]] for chain in chains],
+        ):  # fmt: skip
+            if list(message.ranks) in groups:
+                return [group for group in groups if self._parts(group) == parts]
+        raise AssertionError(f"{message.name} is among ranks {message.ranks}, no group of the plan")
+
+    def _message_s(
+        self, messages: Sequence[Message], ranks: Sequence[list[int]], groups: list[list[int]]
+    ) -> Seconds:
+        """Seconds by rank; who of a group has the most to send or to receive sets its pace."""
+        carried = np.zeros(self.plan.ranks, np.int64)
+        for message, alike in zip(messages, ranks, strict=True):
+            carried[alike] = max(message.num_bytes, sum(message.receive))
+        most = tuple(int(carried[group].max()) for group in groups)
+        operation, one = messages[0].operation, messages[0].ranks
+        key = (operation, one, most)
+        if key not in self._spoken:
+            if key[:2] not in self._paces:
+                self._paces[key[:2]] = self._traffic.paces(operation, groups)
+            seconds = np.zeros(self.plan.ranks)
+            for group, pace, num_bytes in zip(groups, self._paces[key[:2]], most, strict=True):
+                seconds[group] = self._messages_by * pace.seconds(num_bytes)
+            self._spoken[key] = seconds
+        return self._spoken[key]
