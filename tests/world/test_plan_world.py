@@ -161,6 +161,18 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
     assert "Predicted and measured" not in Path("run/report.html").read_text()
 
 
+def test_a_pipeline_is_measured_by_the_phases_that_were_predicted(place: Path) -> None:
+    sets = ("--set", "model.layers=2", "--set", "train.micro_batches=4")
+    predicted = plan("--layout", "pp=2", *sets)["predictions"]
+    told = train(*sets)["prediction"]
+    assert told["predicted"]["phases_s"] == predicted["phases_s"]
+    assert predicted["phases_s"].keys() == {"pipeline", "clip", "optimizer", "log"}
+    assert predicted["phases_s"].keys() <= told["measured"]["phases_s"].keys()
+    (fullest, *_) = sorted(predicted["timeline"], key=lambda one: -len(one["spans"]))
+    assert any(span.get("waiting_s") for span in fullest["spans"] if span["phase"] == "pipeline")
+    assert "Predicted and measured" in (place / "run/report.html").read_text()
+
+
 def test_loads_are_those_of_layers_that_have_experts(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -207,7 +207,11 @@ def predict(
     slowest, tokens = timeline.slowest, job.train.batch * job.data.sequence
     device = device_at(cluster, places[slowest])
     held = tightest(job, layout, cluster, places, recorded)
-    counts, phases = count(job.model), timeline.by_phase(slowest)
+    counts = count(job.model)
+    if layout.pp == 1:
+        phases, blocks = timeline.by_phase(slowest), timeline.by_block(slowest)
+    else:  # The first part begins first and is done last; of blocks every part has its own.
+        phases, blocks = timeline.by_phase(0), timeline.longest_by_block()
     return {
         "cluster": cluster.name, "loads": None if loads is None else str(loads),
         "calibration": learnt and learnt.model_dump(),
@@ -219,7 +223,7 @@ def predict(
         "memory_rank": held.rank,
         "fits": held.share <= 1,
         "step_s": timeline.step_s, "steps": job.train.steps,
-        "phases_s": phases, "blocks_s": timeline.by_block(slowest),
+        "phases_s": phases, "blocks_s": blocks,
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,

@@ -59,6 +59,14 @@ class Timeline:
         """Seconds of one rank by block, waiting included."""
         return _sums((span.event.block, span, rank) for span in self.spans)
 
+    def longest_by_block(self) -> dict[str, float]:
+        """Seconds by block, waiting included, on the rank that takes longest over it."""
+        found: dict[str, Seconds] = {}
+        for span in self.spans:
+            known = found.setdefault(span.event.block, np.zeros_like(self.end_s))
+            known += span.end_s - span.start_s
+        return {block: float(seconds.max()) for block, seconds in found.items()}
+
     def waiting_s(self, rank: int) -> float:
         """Seconds that one rank waits for others."""
         return float(sum(span.begin_s[rank] - span.start_s[rank] for span in self.spans))

@@ -135,7 +135,8 @@ def test_a_pipeline_says_how_much_of_it_is_waiting(
     assert form < facts["pipeline"]["bubble"] < 0.6
     assert list(facts["phases_s"]) == ["data", "pipeline", "reduce", "clip", "optimizer", "log"]
     assert sum(facts["phases_s"].values()) == pytest.approx(facts["step_s"])
-    assert sum(facts["blocks_s"].values()) == pytest.approx(facts["step_s"])
+    assert len(facts["blocks_s"]) == 1 + 2 * 16 + 2
+    assert min(facts["blocks_s"].values()) > 0
     assert main([*line, "--trace", "step.json", "--out", "plan.json"]) == 0
     bubble = f"bubble {facts['pipeline']['bubble']:.0%} (closed form {form:.0%})"
     assert f"pipeline           4 parts, {schedule}, 8 micro-batches: {bubble}\n" in (
@@ -148,7 +149,10 @@ def test_a_pipeline_says_how_much_of_it_is_waiting(
     found = load_plan(place / "plan.json").predictions
     assert found is not None
     assert found.phases_s["pipeline"] == pytest.approx(facts["phases_s"]["pipeline"], rel=1e-4)
-    assert [told.rank for told in found.timeline][-1] == 0
+    first = found.timeline[-1]
+    assert first.rank == 0
+    told = sum(span.seconds for span in first.spans if span.phase == "pipeline")
+    assert told == pytest.approx(found.phases_s["pipeline"], rel=1e-4)
 
 
 def test_a_trace_of_a_pipeline_has_ranks_of_every_part(place: Path) -> None:

@@ -120,6 +120,7 @@ def test_the_slowest_holds_up_the_others() -> None:
     assert (found.waiting_s(0), found.waiting_s(1)) == (2.0, 0.0)
     assert found.by_phase(0) == {"forward": 1.0, "reduce": 2.5}
     assert found.by_block(1) == {"block": 3.5}
+    assert found.longest_by_block() == {"block": 3.5}
 
 
 def test_a_trace_shows_work_and_waiting() -> None:

@@ -77,9 +77,11 @@ class Predictions(Section):
     step_s: float = Field(gt=0)
     """Seconds of a step."""
     phases_s: dict[str, float]
-    """Seconds by phase, on the rank that others wait for; waiting counts where it happens."""
+    """Seconds by phase, on the rank that others wait for, of a pipeline on rank 0; waiting counts
+    where it happens."""
     blocks_s: dict[str, float]
-    """Seconds by block of the model, likewise; `step` is what belongs to none."""
+    """Seconds by block of the model, likewise, of a pipeline on the rank that takes longest over
+    it; `step` is what belongs to none."""
     tokens_per_s: float = Field(gt=0)
     """Tokens of all ranks in a second."""
     memory_bytes: dict[str, int]
