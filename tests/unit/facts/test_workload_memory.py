@@ -51,7 +51,7 @@ def test_ranks_hold_each_parameter_as_often_as_there_are_copies(
             continue
         whole += p.size
         if p.expert is not None:
-            expected += p.size * plan.span // plan.ep
+            expected += p.size * plan.span // (plan.ep * plan.etp)
             continue
         copies = plan.replicas // plan.shard * (1 if p.cut is not None else plan.tp)
         expected += p.size * copies * (2 if tied and plan.pp > 1 and p.kind == "embedding" else 1)
