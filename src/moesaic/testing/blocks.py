@@ -100,10 +100,9 @@ class _Messages:
 
     def noticed(self) -> Any:
         """While this holds."""
-        found: dict[str, Any] = {
-            name: self._around(getattr(dist, name)) for name in self.NAMES if hasattr(dist, name)
-        }
-        return mock.patch.multiple(dist, **found)
+        found = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        calls: dict[str, Any] = {name: self._around(real) for name, real in found.items()}
+        return mock.patch.multiple(dist, **calls)
 
     def _around(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
