@@ -22,8 +22,8 @@ from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Block, Work, count, memory, parameters, workload
-from moesaic.facts.workload.loads import expert_counts
 from moesaic.facts.workload.kept import activations
+from moesaic.facts.workload.loads import expert_counts
 from moesaic.models.initial import InitialSource
 from moesaic.testing.blocks import Watched, watch
 from moesaic.testing.flops import flops
