@@ -144,7 +144,7 @@ def test_slices_allocate_what_is_predicted(
 ) -> None:
     size, layout, family, train = case
     job = make_job(layout, family, train)
-    first, *later = ranks.run(size, peaks, job, timeout_s=60.0)[-1]
+    first, *later = ranks.run(size, peaks, job)[-1]
     needs = memory(job, lay_out(job.layout, job.model, size))
     assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
     assert needs.peak_bytes <= needs.total_bytes
@@ -174,7 +174,7 @@ def test_parts_of_a_pipeline_allocate_what_is_predicted(
     size, layout, family, train = case
     job = make_job({"pp": 2, **layout}, family, {"batch": 16, **train})
     plan = lay_out(job.layout, job.model, size)
-    found = [min(steps) for steps in ranks.run(size, peaks, job, timeout_s=60.0)]
+    found = [min(steps) for steps in ranks.run(size, peaks, job)]
     for rank in (0, size - 1):
         needs = memory(job, plan, rank)
         assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank

@@ -149,13 +149,18 @@ def test_explain_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_a_dry_run_of_a_pipeline_leaves_its_memory_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_a_pipeline_tells_of_its_fullest_rank(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     line = "train job.toml --dry-run --nproc 4 --set layout.pp=2 --set layout.schedule=gpipe"
     text = run(line, capfd)
     assert "plan             4 ranks, layers over 2 parts, gpipe, experts over 2, dense" in text
-    assert "memory per rank  not worked out for slices of matrices (layout.tp) or a pip" in text
+    assert "memory per rank  " in text
     facts = json.loads(run(f"{line} --json", capfd))
-    assert facts["memory_per_rank"] is None
+    memory = facts["memory_per_rank"]
+    peak = memory.pop("peak_bytes")
+    assert memory.pop("total_bytes") == sum(memory.values()) > peak
+    assert memory["head_bytes"] > 0
     assert facts["plan"]["stages"] == [
         ["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"],
     ]  # fmt: skip
@@ -191,8 +196,8 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert [warning.split()[0] for warning in facts["warnings"]] == ["schedule.final"]
     text = run(f"{line} --set layout.tp=2", capfd)
     assert "2 ranks, experts over 2, matrices in 2 slices, dense parameters on every rank" in text
-    assert "memory per rank  not worked out for slices of matrices (layout.tp) or a pip" in text
-    assert json.loads(run(f"{line} --set layout.tp=2 --json", capfd))["memory_per_rank"] is None
+    sliced = json.loads(run(f"{line} --set layout.tp=2 --json", capfd))["memory_per_rank"]
+    assert sliced["parameters_bytes"] < memory["parameters_bytes"]
     assert set(place.rglob("*")) == before
 
 

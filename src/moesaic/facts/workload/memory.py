@@ -37,7 +37,8 @@ class Memory:
     gathered_bytes: int
     """Most of what FSDP has put together of other ranks' shards, or is about to share out."""
     activations_bytes: int
-    """What autograd keeps of embedding and layers."""
+    """What autograd keeps of embedding and layers; in a pipeline most of what is under way, but for
+    what the head keeps of one micro-batch."""
     head_bytes: int
     """What the head keeps, the gradient of its weight among it, and its logits."""
     working_bytes: int
