@@ -28,9 +28,13 @@ from moesaic.dist.collectives import sum_
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.job import Job
+from moesaic.facts.job.train import Schedule
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.nn.context import Context
+from moesaic.policy.cost.step import Costs
+from moesaic.sim.bubble import bubble, closed_form
+from moesaic.sim.timeline import run as simulate
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
 from moesaic.train.data import Batch
@@ -46,25 +50,18 @@ DENSE = {
     "family": "llama", "vocab": 512, "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 8,
     "head_dim": 64, "ffn": 1408,
 }  # fmt: skip
-FORMS = {
-    "gpipe": (1, "(p-1) / (m+p-1)"),
-    "1f1b": (1, "(p-1) / (m+p-1)"),
-    "interleaved": (2, "(p-1) / (vm+p-1) with v = 2 stages a rank"),
-    "zero-bubble": (3, "(p-1) / (3m+p-1), forward and both halves of backward equally long"),
+FORMS: dict[Schedule, str] = {
+    "gpipe": "(p-1) / (m+p-1)",
+    "1f1b": "(p-1) / (m+p-1)",
+    "interleaved": "(p-1) / (vm+p-1) with v = 2 stages a rank",
+    "zero-bubble": "(p-1) / (3m+p-1), forward and both halves of backward equally long",
 }
-"""By schedule, how many times as much a rank computes as the pipeline takes to fill and to empty,
-over the micro-batches; and the share of waiting that follows."""
+"""By schedule, the share of a pipeline's time that ranks wait where messages are free."""
 COMPUTING = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 """All that a stage of torch's computes with; messages and waiting for them are elsewhere."""
 
 
-def theory(schedule: str) -> float:
-    """The share of a pipeline's time that ranks wait, where stages are equal and messages free."""
-    times, _ = FORMS[schedule]
-    return (PARTS - 1) / (times * MICRO_BATCHES + PARTS - 1)
-
-
-def job_of(schedule: str, **sizes: Any) -> Job:
+def job_of(schedule: Schedule, **sizes: Any) -> Job:
     """A dense model in a pipeline."""
     return olmoe(
         MICRO_BATCHES, SEQUENCE, model={**DENSE, **sizes},
@@ -76,52 +73,50 @@ def job_of(schedule: str, **sizes: Any) -> Job:
     )  # fmt: skip
 
 
-def predicted_bubble(job: Job, plan: Plan, cluster: Cluster) -> float:
+def predicted(job: Job, plan: Plan, cluster: Cluster) -> float:
     """The share of the pipeline's time that ranks are predicted to wait, mean over ranks."""
-    raise NotImplementedError(
-        f"nothing says yet what {plan.pp} parts of {job.model.layers} layers take on "
-        f"{len(cluster.hosts)} hosts"
-    )
+    return bubble(simulate(Costs.of(job, plan, cluster).events(), plan.ranks))
 
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Measured bubbles, over theory, predicted over measured, and what a pipeline costs."""
     jobs = {schedule: job_of(schedule) for schedule in FORMS}
+    plans = {name: lay_out(job.layout, job.model, PARTS) for name, job in jobs.items()}
     cluster = probed(PROBE_S)
-    foretold = {
-        schedule: predicted_bubble(job, lay_out(job.layout, job.model, PARTS), cluster)
-        for schedule, job in jobs.items()
-    }
+    foretold = {name: predicted(jobs[name], plan, cluster) for name, plan in plans.items()}
     pool = Ranks()
     try:
         taken = pool.run(PARTS, take_rounds, jobs, rounds, timeout_s=7200.0)
     finally:
         pool.close()
-    for schedule in jobs:
-        shares, costs = bubbles([one[schedule] for one in taken])
-        yield from _rows(schedule, shares, costs, foretold[schedule])
+    for name, plan in plans.items():
+        shares, costs = bubbles([one[name] for one in taken])
+        yield from _rows(plan, shares, costs, foretold[name])
 
 
 def _rows(
-    schedule: str, shares: Sequence[float], costs: Sequence[float], foretold: float
+    plan: Plan, shares: Sequence[float], costs: Sequence[float], foretold: float
 ) -> Iterator[measure.Row]:
-    expected, form = theory(schedule), FORMS[schedule][1]
-    said = f"{form} = {expected:.3f} for {PARTS} parts and {MICRO_BATCHES} micro-batches"
-    for name, unit, values, against in (
+    name, each = plan.schedule, plan.num_stages // plan.pp
+    theory = closed_form(name, plan.pp, each, MICRO_BATCHES)
+    for what, unit, values, against in (
         ("measured", "share", shares, "all of the pipeline's time; one thread a rank"),
-        ("measured over theory", "ratio", [one / expected for one in shares], said),
+        (
+            "measured over closed form", "ratio", [one / theory for one in shares],
+            f"{FORMS[name]} = {theory:.3f}, {plan.pp} parts and {MICRO_BATCHES} micro-batches",
+        ),
         (
             "predicted over measured", "ratio", [foretold / one for one in shares],
             f"the pipeline itself; predicted is {foretold:.3f} of a probe taken before",
         ),
         (
-            "the pipeline's time over that of its stages alone", "ratio", costs,
-            "the same forwards and backwards on both ranks at once, with no messages; theory says "
-            f"{1 / (1 - expected):.3f}",
+            "time over that of the stages alone", "ratio", costs,
+            "the same forwards and backwards on both ranks at once, without messages; the closed "
+            f"form means {1 / (1 - theory):.3f}",
         ),
     ):  # fmt: skip
         yield measure.row(
-            f"bubble, {schedule}: {name}", float(np.median(values)), unit, bar="",
+            f"bubble, {name}: {what}", float(np.median(values)), unit, bar="",
             against=against, interval=measure.bootstrap(values), repeats=len(values),
         )  # fmt: skip
 
@@ -152,16 +147,20 @@ def bubbles(ranks: Sequence[Sequence[Taken]]) -> tuple[list[float], list[float]]
 
 
 def take_rounds(
-    world: World, jobs: Mapping[str, Job], rounds: int, patience_s: float = PATIENCE_S
+    world: World,
+    jobs: Mapping[str, Job],
+    rounds: int,
+    warm_up: int = WARM_UP,
+    patience_s: float = PATIENCE_S,
 ) -> dict[str, list[Taken]]:
-    """On each rank: `rounds` steps of every job, in an order that turns round.
+    """On each rank: `rounds` steps of every job after some of `warm_up`, in turning order.
 
     A round that other programs disturb is taken again, with patience.
     """
     torch.set_num_threads(1)
     contenders = {name: Contender(job, world) for name, job in jobs.items()}
     taken: dict[str, list[Taken]] = {name: [] for name in jobs}
-    until, kept = time.perf_counter() + patience_s, -WARM_UP
+    until, kept = time.perf_counter() + patience_s, -warm_up
     for number in itertools.count():
         if kept == rounds:
             break

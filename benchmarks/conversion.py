@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,28 @@ def rows(
     rounds: int, model: Mapping[str, Any] = OLMOE, shard_bytes: int = SHARD_BYTES
 ) -> Iterator[measure.Row]:
     """Conversions over a copy, in time, and over one shard, in memory."""
-    build = measure.ROOT / "build"
-    build.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build) as place:
-        source = Path(place) / "source"
+    with emptied(measure.ROOT / "build" / "conversion") as place:
+        source = place / "source"
         make(source, ModelConfig(**model), shard_bytes)
-        check_room(Path(place), source)
-        yield from Conversions(Path(place), source, shard_bytes).rows(rounds)
+        check_room(place, source)
+        yield from Conversions(place, source, shard_bytes).rows(rounds)
+
+
+@contextmanager
+def emptied(place: Path) -> Iterator[Path]:
+    """A new directory that is gone at the end, a polite kill included; after others, next time."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield place
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(place)
 
 
 def make(directory: Path, model: ModelConfig, shard_bytes: int) -> None:

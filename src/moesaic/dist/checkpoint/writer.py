@@ -13,6 +13,7 @@ without them; after that, only rank 0's verdict that the save failed gives them 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -389,9 +390,9 @@ class Saver:
 
     def _write_part(self, path: Path, part: Part, pieces: Sequence[Piece]) -> dict[str, Any]:
         buffers = self._staging.staged(part) if self._asynchronous else live(part, pieces)
-        file = path / part.file
-        digest = tensorfile.write(file, part.entries, buffers)
-        return {"bytes": file.stat().st_size, "sha256": digest}
+        file, digest = path / part.file, hashlib.sha256()
+        tensorfile.write(file, part.entries, buffers, digest=digest)
+        return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
     def _explain(self, error: BaseException, save: _Save) -> BaseException:
         if isinstance(error, _Told) or not isinstance(error, (OSError, StoreError)):

@@ -5,6 +5,7 @@ Weights go through one tensor at a time. A checkpoint that is made here holds pa
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -75,8 +76,10 @@ def _write_checkpoint(
     with staged(target) as partial:
         for number, shard in enumerate(cut(items, max_shard_bytes)):
             name = f"rank-0-{number}.safetensors" if number else "rank-0.safetensors"
-            digest = stream.write(partial / name, shard, None)
-            files[name] = FileRecord(bytes=(partial / name).stat().st_size, sha256=digest)
+            digest = hashlib.sha256()
+            stream.write(partial / name, shard, digest=digest)
+            size = (partial / name).stat().st_size
+            files[name] = FileRecord(bytes=size, sha256=digest.hexdigest())
             for item in shard:
                 entry = item.entry
                 place = PieceRecord(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.base import tensorfile
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
-from moesaic.base.tensorfile import ITEM_BYTES, Entry
+from moesaic.base.tensorfile import ITEM_BYTES, Digest, Entry
 from moesaic.dist.state import PRECISIONS, Piece
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import Parameter, parameters
@@ -99,10 +99,16 @@ class Stream:
         self._tensors, self._total_bytes, self._progress = tensors, total_bytes, progress
         self._done_bytes = 0
 
-    def write(self, path: Path, shard: Sequence[Item], metadata: dict[str, str] | None) -> str:
-        """Write one file and return its SHA-256."""
+    def write(
+        self,
+        path: Path,
+        shard: Sequence[Item],
+        metadata: dict[str, str] | None = None,
+        digest: Digest | None = None,
+    ) -> None:
+        """Write one file; `digest` takes all of its bytes."""
         entries = [item.entry for item in shard]
-        return tensorfile.write(path, entries, self._buffers(shard), metadata)
+        tensorfile.write(path, entries, self._buffers(shard), metadata, digest)
 
     def _buffers(self, shard: Sequence[Item]) -> Iterator[memoryview]:
         for item in shard:

@@ -124,6 +124,21 @@ def test_fused_names_shards_and_dtype_are_changed_on_the_way(
         assert torch.equal(found[name], tensor.bfloat16()), name
 
 
+def test_nobody_hashes_a_directory(
+    peer: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No one would read the hash of its files, and it takes as long as a quick disk."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("hashed")
+
+    source = peer("mixtral").directory
+    monkeypatch.setattr(hashlib, "sha256", refuse)
+    convert(source, tmp_path / "out", max_shard_bytes=30_000)
+    with pytest.raises(AssertionError, match="hashed"):
+        convert(source, tmp_path / "checkpoint", to="checkpoint")
+
+
 def test_a_run_becomes_a_directory_that_transformers_reads(
     their_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
