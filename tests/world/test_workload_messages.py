@@ -58,6 +58,8 @@ CUT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pp": 2, "schedule": "interleaved", "ep": 2}),
     (4, {"pp": 2, "shard": 2}),
     (4, {"pp": 2, "tp": 2}),
+    (4, {"pp": 2, "tp": 2, "schedule": "zero-bubble"}),
+    (4, {"pp": 2, "ep": 2, "schedule": "zero-bubble"}),
     (4, {"pp": 4, "schedule": "1f1b"}),
     (8, {"pp": 2, "tp": 2, "shard": 2, "ep": 2, "schedule": "interleaved"}),
 ]  # fmt: skip

@@ -101,7 +101,8 @@ class _Messages:
     def noticed(self) -> Any:
         """While this holds."""
         found = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
-        return mock.patch.multiple(dist, **{n: self._around(real) for n, real in found.items()})
+        calls: dict[str, Any] = {name: self._around(real) for name, real in found.items()}
+        return mock.patch.multiple(dist, **calls)
 
     def _around(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
