@@ -267,6 +267,32 @@ def test_ranks_are_alike_only_if_all_that_comes_to_them_is(
     assert run(costs.events(), 8).end_s == pytest.approx(each.end_s)
 
 
+def test_both_ends_of_a_tied_model_add_up_its_weight() -> None:
+    job = tiny_job(
+        model={"family": "qwen3_moe", "renormalise": True, "tied": True, "layers": 4},
+        layout={"pp": 4}, train={"batch": 16, "micro_batches": 4},
+    )  # fmt: skip
+    events = Costs.of(job, planned(job, 8), cluster(latency_s=0.5)).events()
+    (ends,) = (event for event in events if event.name == "ends")
+    assert (ends.phase, ends.groups) == ("reduce", [[0, 6], [1, 7]])
+    assert ends.seconds.tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    (loads,) = (event for event in events if event.name == "loads")
+    assert (loads.phase, loads.groups) == ("log", [[0, 2, 4, 6], [1, 3, 5, 7]])
+
+
+def test_what_is_computed_again_takes_a_pipeline_longer() -> None:
+    where = cluster(count=8)
+    once, again = (
+        tiny_job(
+            model={"layers": 4}, layout={"pp": 2},
+            train={"batch": 16, "micro_batches": 4, "recompute": recompute},
+        )
+        for recompute in (False, True)
+    )  # fmt: skip
+    took = [run(Costs.of(job, planned(job, 8), where).events(), 8).step_s for job in (once, again)]
+    assert 1.2 * took[0] < took[1] < 1.4 * took[0]
+
+
 def test_what_is_handed_on_is_a_slices_run_of_a_replicas_tokens() -> None:
     """In the type of weights: half of 2 samples of 12 tokens, 32 channels, 8 bytes each."""
     job = jobs("1f1b", tp=2)
