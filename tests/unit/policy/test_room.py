@@ -24,12 +24,15 @@ from moesaic.testing.jobs import tiny_job
         (3, {}, {"batch": 7}),
         (4, {"ep": 4}, {"batch": 6}),
         (8, {"ep": 4, "shard": 8}, {"batch": 12, "micro_batches": 2}),
+        (4, {"pp": 2, "ep": 2}, {"batch": 12, "micro_batches": 4}),
+        (6, {"tp": 2, "shard": 3}, {"batch": 8}),
+        (8, {"pp": 2, "tp": 2, "shard": 2}, {"batch": 6, "micro_batches": 2}),
     ],
 )
 def test_the_fullest_of_all_ranks(
     ranks: int, layout: Mapping[str, object], train: Mapping[str, int], on_cpu: bool
 ) -> None:
-    job = tiny_job(layout=layout, train=train)
+    job = tiny_job(model={"vocab": 60}, layout=layout, train=train)
     plan = lay_out(job.layout, job.model, ranks)
     all_of_them = [memory(job, plan, rank, on_cpu=on_cpu).peak_bytes for rank in range(ranks)]
     rank, needs = fullest(job, plan, on_cpu=on_cpu)

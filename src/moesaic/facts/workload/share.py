@@ -9,7 +9,7 @@ from functools import cached_property
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.finetune import adapters, learnt
+from moesaic.facts.workload.finetune import adapters, learns
 from moesaic.facts.workload.holdings import blocks_on, held, model_block
 from moesaic.facts.workload.parameters import Parameter, moment_bytes, rank_size
 from moesaic.facts.workload.sizes import BIAS_BYTES, STORED_BYTES
@@ -38,7 +38,9 @@ class Share:
             for p in adapters(job.model, job.finetune)
             if (p.expert is None or p.expert in homes) and model_block(p) in here
         ]
-        found = [*held(job.model, plan, rank), *beside]
+        own = held(job.model, plan, rank)
+        learning = [p for p in own if learns(job.finetune, p)]
+        found = [*own, *beside]
         return cls(
             job,
             plan,
@@ -46,7 +48,7 @@ class Share:
             [p for p in found if p.is_dense],
             [p for p in found if p.expert is not None],
             [p for p in found if p.kind == "bias"],
-            frozenset(p.name for p in learnt(job)),
+            frozenset(p.name for p in (*learning, *beside)),
         )
 
     @cached_property

@@ -82,7 +82,9 @@ def fullest(
 
 def _owned(job: Job, plan: Plan) -> list[list[int]]:
     """Elements of dense parameters that lie on a rank, by part of the pipeline and by shard; slices
-    of one have as many."""
+    of one have as many, and where nothing is shared out so have all ranks of a part."""
+    if plan.shard == 1:
+        return [[0]] * plan.pp
     found = []
     for part in range(plan.pp):
         share = Share.of(job, plan, part * plan.span)
