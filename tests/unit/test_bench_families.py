@@ -30,14 +30,17 @@ def test_contenders_of_every_family_take_the_same_steps(family: str) -> None:
     ours = Ours(job, World.solo())
     theirs = {mode: Theirs(ours, mode) for mode in families.modes()}
     assert {"eager", "grouped_mm"} <= theirs.keys()
-    assert families.difference(ours, theirs) < families.TOLERANCE
+    first, *later = families.differences(ours, theirs)
+    assert first < families.TOLERANCE
+    # transformers takes the balance loss over the tokens of all layers.
+    assert max(later) < (families.TOLERANCE if family == "deepseek_v3" else 1e-3)
 
     ours = Ours(job, World.solo())
     other = Theirs(ours)
     with torch.no_grad():
         other.model.lm_head.weight.mul_(1.5)
     with pytest.raises(families.Unlike, match=family):
-        families.difference(ours, {"grouped_mm": other})
+        families.differences(ours, {"grouped_mm": other})
 
 
 def test_a_balance_loss_that_transformers_has_not_is_refused() -> None:
