@@ -81,6 +81,7 @@ CUT_JOBS: dict[str, dict[str, Any]] = {
     "deepseek_v3, queries from the stream": {
         "model": {**SIGMOID["model"], "latent": {**LATENT, "queries": None}}
     },
+    "replicas without a sample": {"train": {"batch": 4}},
     "several chunks of logits": {"data": {"sequence": 600}, "model": {"hidden": 16}},
 }  # fmt: skip
 
