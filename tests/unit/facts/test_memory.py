@@ -114,3 +114,15 @@ def test_a_pipeline_shares_out_layers() -> None:
     assert sum(part.parameters_bytes for part in parts) == one.parameters_bytes
     assert parts[0].head_bytes == 0
     assert parts[1].head_bytes == one.head_bytes
+
+
+def test_a_stage_need_not_have_a_layer() -> None:
+    """A cut by hand: the embedding alone, the head alone."""
+    job = make_job({"pp": 2, "schedule": "interleaved"})
+    even = lay_out(job.layout, job.model, 2)
+    names = [f"layers.{index}" for index in range(4)]
+    by_hand = even.model_copy(update={"stages": [["embed"], names[:3], names[3:], ["head"]]})
+    cut, uncut = ([memory(job, plan, rank) for rank in (0, 1)] for plan in (by_hand, even))
+    assert sum(m.parameters_bytes for m in cut) == sum(m.parameters_bytes for m in uncut)
+    assert cut[0].activations_bytes < uncut[0].activations_bytes  # One layer, not two.
+    assert all(0 < m.peak_bytes <= m.total_bytes for m in cut)

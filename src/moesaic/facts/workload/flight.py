@@ -101,7 +101,8 @@ class Flight(Step):
 
     def backward(self) -> int:
         """The most that is there in any backward, or when copies of gradients are summed."""
-        contexts = (self.kept["context"] - self.s.mask) * self.job.train.micro_batches
+        mask = 0 if self.recompute else self.s.mask
+        contexts = (self.kept["context"] - mask) * self.job.train.micro_batches
         reduced = sum(self.shards) + self.arena * len(self.routed)
         end = contexts + reduced * self.s.wide + self.flat()
         return self.buffers + max(self.most_gathered() + self.most_backward, end)
