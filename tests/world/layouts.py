@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,19 @@ from moesaic.train.assemble import assemble
 from moesaic.train.routes import RouteReplay, recording
 
 Array = npt.NDArray[Any]
+
+
+def sparing(cases: Sequence[Any], every: int) -> list[Any]:
+    """`cases` for the default suite, one of `every` of them; all others are soaks.
+
+    A list is as many arguments as it has items, anything else is one.
+    """
+    soak = pytest.mark.soak
+    return [
+        pytest.param(*(case if isinstance(case, list) else [case]), marks=[soak] * (at % every > 0))
+        for at, case in enumerate(cases)
+    ]
+
 
 SIGMOID: dict[str, Any] = {
     "model": {
