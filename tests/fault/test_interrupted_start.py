@@ -81,7 +81,15 @@ def living(group: int) -> Iterator[int]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("flags", "tries"), [([], 8), (["--nproc", "2"], 5)])
+@pytest.mark.parametrize(
+    ("flags", "tries"),
+    [
+        ([], 3),
+        (["--nproc", "2"], 2),
+        pytest.param([], 12, marks=pytest.mark.soak),
+        pytest.param(["--nproc", "2"], 8, marks=pytest.mark.soak),
+    ],
+)
 def test_nothing_is_left_of_a_start_that_is_interrupted(
     flags: list[str], tries: int, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from moesaic.testing.ranks import Ranks
 LAYOUTS = [
     # ranks, ep, shard; test_table.py has every axis
     (2, 2, 1),
-    (4, 1, 1),
     (4, 2, 2),
     (4, 1, 4),
 ]

