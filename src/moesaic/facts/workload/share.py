@@ -11,6 +11,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload.finetune import adapters, learns
 from moesaic.facts.workload.holdings import blocks_on, held, model_block
+from moesaic.facts.workload.messages import group_of, part_of
 from moesaic.facts.workload.parameters import Parameter, moment_bytes, rank_size
 from moesaic.facts.workload.sizes import BIAS_BYTES, STORED_BYTES
 
@@ -90,7 +91,7 @@ class Share:
         shard = part + plan.replica(self.rank) % plan.shard * plan.tp
         firsts = range(shard, part + plan.span, plan.shard * plan.tp)
         whole = tuple(first + index for first in firsts for index in range(plan.tp))
-        alike = tuple(first + self.rank % plan.tp for first in firsts)
+        alike = group_of(plan.shard_replica_groups(), self.rank)
         tied = [p for p in self.dense if p.name == "embed.weight"]
         tied = tied if self.job.model.tied and plan.pp > 1 else []
         alone = [p for p in self.dense if p not in tied]
@@ -99,11 +100,9 @@ class Share:
         if tied:  # It is cut, or there are no slices.
             ends = (-part, plan.ranks - plan.span - part)
             yield tuple(end + rank for end in ends for rank in alike), self._dense(tied)
-        apart = plan.ep * plan.etp
-        copies = tuple(range(part + self.rank % apart, part + plan.span, apart))
+        copies = group_of(plan.replica_groups(), self.rank)
         yield copies, [n for p in self.experts for n in self._tensors(p, p.size)]
-        everyone = tuple(range(part, part + plan.span))
-        yield everyone, [p.size * BIAS_BYTES for p in self.biases]
+        yield part_of(plan, self.rank), [p.size * BIAS_BYTES for p in self.biases]
 
     def _dense(self, some: Sequence[Parameter]) -> list[int]:
         return [n for p in some for n in self._tensors(p, self.rank_size(p))]
