@@ -66,6 +66,16 @@ def wide(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {key: values.astype(np.float64) for key, values in state.items()}
 
 
+def check_same(other: Outcome, one: Outcome) -> None:
+    """Hold what a layout did against one rank that does everything."""
+    for a, b in zip(one.steps, other.steps, strict=True):
+        assert a["counts"] == b["counts"]
+        for figure in ("loss", "balance", "z", "norm"):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
+    assert worst_element(other.gradients, one.gradients) < 1e-9
+    assert worst_element(wide(other.state), wide(one.state)) < 1e-9
+
+
 def check_what_changed(job: Job, result: Outcome) -> None:
     """What learns has changed and has moments; not a bit of anything else has, nor has it any."""
     names = {p.name for p in learnt(job)}
@@ -94,12 +104,7 @@ def test_every_layout_gives_the_same_numbers(ranks: Ranks, name: str) -> None:
         (2, {"ep": ep}), (2, {"shard": 2}), (4, {"ep": ep, "shard": 2}), (2, halves),
     ):  # fmt: skip
         other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
-        for a, b in zip(one.steps, other.steps, strict=True):
-            assert a["counts"] == b["counts"]
-            for figure in ("loss", "balance", "z", "norm"):
-                assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
-        assert worst_element(other.gradients, one.gradients) < 1e-9
-        assert worst_element(wide(other.state), wide(one.state)) < 1e-9
+        check_same(other, one)
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if "alone" not in name])
@@ -112,12 +117,7 @@ def test_slices_give_the_same_numbers(ranks: Ranks, name: str) -> None:
     halves = {"pp": 2, "schedule": "gpipe", "ep": ep}
     for size, layout in ((2, {}), (4, {"ep": ep, "shard": 2}), (4, halves)):
         other = outcome(ranks, size, tiny_job(**tables, layout={**layout, "tp": 2}), STEPS)
-        for a, b in zip(one.steps, other.steps, strict=True):
-            assert a["counts"] == b["counts"]
-            for figure in ("loss", "balance", "z", "norm"):
-                assert a[figure] == pytest.approx(b[figure], rel=1e-9, abs=1e-12), figure
-        assert worst_element(other.gradients, one.gradients) < 1e-9
-        assert worst_element(wide(other.state), wide(one.state)) < 1e-9
+        check_same(other, one)
 
 
 def test_bf16_stays_close_to_fp32(ranks: Ranks) -> None:
