@@ -208,9 +208,8 @@ def touched(tensor: Tensor) -> int:
 
 
 def _see_slots(seen: Seen, name: str, args: Any) -> None:
-    """A product a slot; gradients in another type than factors are written once more."""
+    """Gradients in another type than factors are written once more."""
     busy = int((args[2] > 0).sum())
-    seen.calls += busy - 1
     if name == "grouped_outer":
         left, out = args[0], args[3]
         size = out[0].numel()
@@ -375,6 +374,7 @@ SHAPES: dict[str, Callable[[Named], Shapes]] = {
     "dot": _matrices("self", "tensor"),
     "_grouped_mm": _grouped,
     "grouped_mm": _expert_rows,
+    "grouped_mm_into": _expert_rows,
     "grouped_outer": _expert_weights,
     "convolution": _convolve,
     "convolution_backward": _convolve_back,

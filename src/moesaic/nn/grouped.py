@@ -1,110 +1,26 @@
-"""Matrix products of many experts at once: the one seam for expert compute.
+"""The network of experts over rows sorted by slot, from and to one arena.
 
-Rows are sorted by slot; `counts[s]` of them (a tensor on the host) belong to slot s. Weights are
-views of an arena: [slots, N, K] with any stride between slots. The products are custom ops, so
-that torch's compiler, flop counter and profiler see them as one thing; which engine computes them
-is decided here, by device and dtype.
+`counts[s]` rows (a tensor on the host) belong to slot s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-_SHARE_BYTES = 2 << 20
+from moesaic.dist import threads
+from moesaic.dist.products import grouped_mm, grouped_outer
+
+_SHARE_BYTES = 1 << 20
 """Between two products of a share of slots, on the CPU."""
-
-
-_OPS = torch.library.Library("moesaic", "DEF")
-# `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
-# a second, and every call costs five times as much.
-_OPS.define("grouped_mm(Tensor rows, Tensor weight, Tensor counts, bool transposed) -> Tensor")
-_OPS.define("grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out) -> ()")
-
-
-def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    out = rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
-    if _by_library(rows, weight):
-        operand = weight.transpose(1, 2) if transposed else weight
-        product: Tensor = F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
-        return product
-    start = 0
-    for slot, count in enumerate(counts.tolist()):
-        if count:
-            stop = start + count
-            matrix = weight[slot].T if transposed else weight[slot]
-            torch.mm(rows[start:stop], matrix, out=out[start:stop])
-            start = stop
-    return out
-
-
-def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
-    direct = out.dtype == left.dtype
-    start = 0
-    for slot, count in enumerate(counts.tolist()):
-        if not count:
-            out[slot].zero_()
-            continue
-        stop = start + count
-        if direct:
-            torch.mm(left[start:stop].T, right[start:stop], out=out[slot])
-        else:
-            out[slot].copy_(left[start:stop].T @ right[start:stop])
-        start = stop
-
-
-def _fake_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
-
-
-def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
-    return None
-
-
-_OPS.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
-_OPS.impl("grouped_outer", _grouped_outer, "CompositeExplicitAutograd")
-torch.library.register_fake("moesaic::grouped_mm", _fake_mm, lib=_OPS)
-torch.library.register_fake("moesaic::grouped_outer", _fake_outer, lib=_OPS)
-
-
-def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """rows[s] @ weight[s] for every slot s, or rows[s] @ weight[s].T if `transposed`."""
-    product: Tensor = torch.ops.moesaic.grouped_mm.default(rows, weight, counts, transposed)
-    return product
-
-
-def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
-    """left[s].T @ right[s] for every slot s, into out[s]; zero for a slot without rows."""
-    torch.ops.moesaic.grouped_outer.default(left, right, counts, out)
-
-
-def _by_library(rows: Tensor, weight: Tensor) -> bool:
-    """Torch's own grouped product: a kernel on GPUs in bf16; on the CPU it is a loop like ours."""
-    narrow = rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
-    # It takes rows of whole 16 bytes; a low rank may have others.
-    return narrow and not any(extent % 8 for extent in weight.shape[1:])
-
-
-def _ends(counts: Tensor, device: torch.device) -> Tensor:
-    return counts.cumsum(0).to(torch.int32).to(device, non_blocking=True)
-
-
-@register_flop_formula(torch.ops.moesaic.grouped_mm)
-def _grouped_mm_flops(
-    rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, out_shape: tuple[int, ...], **__: Any
-) -> int:
-    return 2 * rows[0] * rows[1] * out_shape[1]
-
-
-@register_flop_formula(torch.ops.moesaic.grouped_outer)
-def _grouped_outer_flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
+_LARGE = 2
+"""Shares that take more than one of so many parts of a thread's are for all threads."""
 
 
 class GatedExperts(torch.autograd.Function):
@@ -119,39 +35,96 @@ class GatedExperts(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, arena: Tensor, counts: Tensor, ffn: int) -> Tensor:
         """Compute in the dtype of `rows`."""
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        inners, results = [], []
-        for share in shares(rows, counts, ffn):
-            inner = share.multiply(rows[share.rows], gate_up, transposed=True)
+        parts = shares(rows, counts, ffn)
+        results, inners = Joined(parts, rows), [rows] * len(parts)
+
+        def compute(place: int) -> None:
+            share = parts[place]
+            inner = inners[place] = share.multiply(rows[share.rows], gate_up, transposed=True)
             gate, up = inner.chunk(2, dim=1)
-            results.append(share.multiply(F.silu(gate).mul_(up), down, transposed=True))
-            inners.append(inner)
+            results.multiply(share, F.silu(gate).mul_(up), down, transposed=True)
+
+        for_each(parts, compute)
         ctx.save_for_backward(rows, arena, counts, *inners)
-        ctx.ffn = ffn
-        return join(results)
+        ctx.ffn, ctx.ahead = ffn, None
+        return results.whole
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        """Gradients of rows, and of the arena if it learns."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Gradients of rows, and of the arena; in a backward that comes in halves, of one of them.
+
+        The half for rows keeps the gradients between the products for the one for the arena.
+        """
         rows, arena, counts, *inners = ctx.saved_tensors
         ffn, grad = ctx.ffn, grads[0].contiguous()
-        grad_arena = torch.empty_like(arena) if ctx.needs_input_grad[1] else None
+        of_rows, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
+        known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
+        grad_arena = torch.empty_like(arena) if of_arena else None
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        grad_rows = []
-        for share, inner in zip(shares(rows, counts, ffn), inners, strict=True):
+        parts = shares(rows, counts, ffn)
+        made: list[Tensor | None] = [*known] if known else [None] * len(parts)
+        grad_rows = Joined(parts, rows) if of_rows else None
+        keeps = ctx.needs_input_grad[1] and not of_arena
+
+        def compute(place: int) -> None:
+            share, inner, grad_inner = parts[place], inners[place], made[place]
             gate, up = inner.chunk(2, dim=1)
-            grad_activated = share.multiply(grad[share.rows], down, transposed=False)
             activated = F.silu(gate)
-            grad_inner = torch.empty_like(inner)
-            torch.mul(grad_activated, activated, out=grad_inner[:, ffn:])
-            grad_inner[:, :ffn] = torch.ops.aten.silu_backward(grad_activated.mul_(up), gate)
+            if grad_inner is None:
+                grad_activated = share.multiply(grad[share.rows], down, transposed=False)
+                grad_inner = _back_to_inner(grad_activated, gate, up, activated)
+                del grad_activated
             if grad_arena is not None:
                 grad_gate_up, grad_down = arena_views(grad_arena, ffn, rows.shape[1])
                 activated.mul_(up)
                 grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
                 grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
-            grad_rows.append(share.multiply(grad_inner, gate_up, transposed=False))
-            del grad_activated, activated, grad_inner  # Or they outlast the next share's.
-        return join(grad_rows), grad_arena, None, None
+            del activated
+            if grad_rows is not None:
+                grad_rows.multiply(share, grad_inner, gate_up, transposed=False)
+            made[place] = grad_inner if keeps else None
+
+        for_each(parts, compute)
+        if keeps:
+            ctx.ahead = Ahead(grads[0], grads[0]._version, made)
+        return None if grad_rows is None else grad_rows.whole, grad_arena, None, None
+
+
+class Ahead(NamedTuple):
+    """What the first half of a backward leaves for the second, if that begins with the same."""
+
+    grad: Tensor
+    version: int
+    inners: list[Tensor | None]
+    """Gradients between the products, share by share."""
+
+
+def ahead_of(ahead: Ahead | None, grad: Tensor) -> list[Tensor | None] | None:
+    """What is ahead of a backward that begins with `grad`."""
+    if ahead is None or not ahead.grad.is_set_to(grad) or ahead.version != grad._version:
+        return None
+    return ahead.inners
+
+
+def asked_for(ctx: Any, position: int) -> bool:
+    """Whether this backward needs the gradient of an input; torch tells only its own functions."""
+    node = ctx.next_functions[position][0]
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # It does not say so of a leaf that `autograd.grad` is to return.
+        return True
+
+
+def _back_to_inner(grad_activated: Tensor, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
+    """The gradient of gate and up, side by side, where `activated` is silu(gate); writes over
+    `grad_activated`."""
+    ffn = gate.shape[1]
+    grad_inner = gate.new_empty((len(gate), 2 * ffn))
+    torch.mul(grad_activated, activated, out=grad_inner[:, ffn:])
+    torch.ops.aten.silu_backward(grad_activated.mul_(up), gate, grad_input=grad_inner[:, :ffn])
+    return grad_inner
 
 
 @dataclass(frozen=True)
@@ -162,10 +135,32 @@ class Share:
     rows: slice
     counts: Tensor
 
-    def multiply(self, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+    def multiply(
+        self, rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None
+    ) -> Tensor:
         """The share's `rows` times its slots of `weight`, in the dtype of `rows`."""
         weight = weight[self.slots].to(rows.dtype)
-        return grouped_mm(rows, weight, self.counts, transposed)
+        return grouped_mm(rows, weight, self.counts, transposed, out)
+
+
+class Joined:
+    """Results of all shares in one tensor, each written where it belongs."""
+
+    whole: Tensor
+
+    def __init__(self, parts: Sequence[Share], like: Tensor) -> None:
+        """For as many rows and columns as `like` has."""
+        self._several = len(parts) > 1
+        if self._several:
+            self.whole = like.new_empty(like.shape)
+
+    def multiply(self, share: Share, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+        """As the share does; the place of its rows in the whole."""
+        if self._several:
+            out = self.whole[share.rows]
+            return share.multiply(rows, weight, transposed=transposed, out=out)
+        self.whole = share.multiply(rows, weight, transposed=transposed)
+        return self.whole
 
 
 def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
@@ -186,9 +181,19 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     ]
 
 
-def join(parts: list[Tensor]) -> Tensor:
-    """What shares gave, in one tensor."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def for_each(parts: Sequence[Share], compute: Callable[[int], None]) -> None:
+    """Have `compute` take all shares, by their places: those that are too large for one thread in
+    turn, and then each thread some of the others."""
+    places, crew = list(range(len(parts))), threads.crew() if len(parts) > 1 else None
+    if crew is not None:
+        rows = [share.rows.stop - share.rows.start for share in parts]
+        limit = sum(rows) / (_LARGE * crew.size)
+        small = sorted((place for place in places if rows[place] <= limit), key=lambda i: -rows[i])
+        places = [place for place in places if rows[place] > limit]
+    for place in places:
+        compute(place)
+    if crew is not None:
+        crew.each(compute, small)
 
 
 def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:

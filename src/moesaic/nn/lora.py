@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.nn.grouped import Share, arena_views, grouped_outer, join, shares
+from moesaic.dist.products import grouped_outer
+from moesaic.nn.grouped import Joined, Share, arena_views, for_each, shares
 
 
 class Adapters(nn.Module):
@@ -96,21 +97,24 @@ class AdaptedExperts(torch.autograd.Function):
         """Compute in the dtype of `rows`."""
         ffn, (gate_pair, up_pair, down_pair) = shape.ffn, shape.pairs(adapters)
         gate_up, down = arena_views(arena, ffn, shape.hidden)
-        inners, results = [], []
-        for share in shares(rows, counts, ffn):
+        parts = shares(rows, counts, ffn)
+        results, inners = Joined(parts, rows), [rows] * len(parts)
+
+        def compute(place: int) -> None:
+            share = parts[place]
             own = rows[share.rows]
-            inner = share.multiply(own, gate_up, transposed=True)
+            inner = inners[place] = share.multiply(own, gate_up, transposed=True)
             gate, up = inner.chunk(2, dim=1)
             gate_pair.add(share, own, gate)
             up_pair.add(share, own, up)
             activated = F.silu(gate).mul_(up)
-            result = share.multiply(activated, down, transposed=True)
+            result = results.multiply(share, activated, down, transposed=True)
             down_pair.add(share, activated, result)
-            inners.append(inner)
-            results.append(result)
+
+        for_each(parts, compute)
         ctx.save_for_backward(rows, arena, adapters, counts, *inners)
         ctx.shape = shape
-        return join(results)
+        return results.whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
@@ -121,8 +125,11 @@ class AdaptedExperts(torch.autograd.Function):
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
         grad_gate_pair, grad_up_pair, grad_down_pair = shape.pairs(grad_adapters)
         gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
-        grad_rows = []
-        for share, inner in zip(shares(rows, counts, shape.ffn), inners, strict=True):
+        parts = shares(rows, counts, shape.ffn)
+        grad_rows = Joined(parts, rows)
+
+        def compute(place: int) -> None:
+            share, inner = parts[place], inners[place]
             own, grad = rows[share.rows], grad_out[share.rows]
             gate, up = inner.chunk(2, dim=1)
             activated = F.silu(gate)
@@ -132,8 +139,9 @@ class AdaptedExperts(torch.autograd.Function):
             grad_gate, grad_up = grad_inner.chunk(2, dim=1)
             torch.mul(grad_activated, activated, out=grad_up)
             grad_gate.copy_(torch.ops.aten.silu_backward(grad_activated.mul_(up), gate))
-            grad_own = share.multiply(grad_inner, gate_up, transposed=False)
+            grad_own = grad_rows.multiply(share, grad_inner, gate_up, transposed=False)
             grad_own += gate_pair.back(share, own, grad_gate, grad_gate_pair)
             grad_own += up_pair.back(share, own, grad_up, grad_up_pair)
-            grad_rows.append(grad_own)
-        return join(grad_rows), None, grad_adapters, None, None
+
+        for_each(parts, compute)
+        return grad_rows.whole, None, grad_adapters, None, None

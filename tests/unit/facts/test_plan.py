@@ -312,7 +312,11 @@ def test_homes_are_where_the_plan_says() -> None:
         ),
         (
             {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
-            "train.micro_batches = 1 is fewer than layout.pp = 2",
+            "train.micro_batches = 1 is fewer than pp = 2, and the parts of",
+        ),
+        (
+            {"pp": 2, "schedule": "zero-bubble", "recompute": True, "micro_batches": None},
+            'recompute = true with schedule = "zero-bubble"',
         ),
         (
             {"pp": 2, "schedule": "gpipe", "stages": [["embed", "layers.0"], ["layers.1"]]},

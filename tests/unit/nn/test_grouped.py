@@ -1,15 +1,14 @@
-"""Grouped products: finite differences, strided weights, fake shapes, flops, engines."""
+"""The network of many experts: finite differences, shares, halves of its backward, flops."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.nn import grouped
 from moesaic.nn.bank import Bank
-from moesaic.nn.grouped import GatedExperts, arena_views, grouped_mm, grouped_outer
+from moesaic.nn.grouped import GatedExperts
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0]]
 
@@ -20,25 +19,6 @@ def test_gradcheck(counts: list[int]) -> None:
     arena = torch.randn(3, 3 * 4 * 5, dtype=torch.float64, requires_grad=True)
     sizes = torch.tensor(counts)
     assert torch.autograd.gradcheck(lambda r, a: GatedExperts.apply(r, a, sizes, 5), (rows, arena))
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("transposed", [True, False])
-def test_strided_slots_equal_a_loop(counts: list[int], transposed: bool) -> None:
-    arena = torch.randn(3, 3 * 4 * 5)
-    gate_up, down = arena_views(arena, 5, 4)
-    weight = gate_up if transposed else down
-    assert not weight.is_contiguous()
-    rows = torch.randn(sum(counts), 4)
-    fast = grouped_mm(rows, weight, torch.tensor(counts), transposed)
-    parts = [
-        part @ (w.T if transposed else w)
-        for part, w in zip(rows.split(counts), weight, strict=True)
-    ]
-    torch.testing.assert_close(fast, torch.cat(parts))
-    out = torch.full((3, 4, 4), 7.0)
-    grouped_outer(rows, rows, torch.tensor(counts), out)
-    torch.testing.assert_close(out, torch.stack([p.T @ p for p in rows.split(counts)]))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 2, 9, 0, 1], [0, 0, 0, 0, 0, 4], [0] * 6])
@@ -56,13 +36,39 @@ def test_shares_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_torch_library_sees_well_formed_ops() -> None:
-    rows, counts = torch.randn(5, 4), torch.tensor([3, 0, 2])
-    weight = arena_views(torch.randn(3, 60), 5, 4)[0]
-    torch.library.opcheck(torch.ops.moesaic.grouped_mm.default, (rows, weight, counts, True))
-    torch.library.opcheck(
-        torch.ops.moesaic.grouped_outer.default, (rows, rows, counts, torch.empty(3, 4, 4))
-    )
+def experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, an arena that learns, and what comes of them; rows are a result, as in a model."""
+    rows = torch.randn(14, 16, requires_grad=True)
+    arena = torch.randn(3, 3 * 16 * 8, requires_grad=True)
+    return rows, arena, GatedExperts.apply(rows * 1.0, arena, torch.tensor([9, 0, 5]), 8)
+
+
+@pytest.mark.parametrize("share_rows", [1, 1000])
+def test_halves_of_a_backward_are_the_whole_and_no_more_work(
+    share_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * 8 * 4)
+    rows, arena, out = experts()
+    cotangent, spent, halves = torch.randn_like(out), [], []
+    whole = torch.autograd.grad(out, (rows, arena), cotangent, retain_graph=True)
+    for one in (rows, arena):
+        with FlopCounterMode(display=False) as counter:
+            halves += torch.autograd.grad(out, one, cotangent, retain_graph=True)
+        spent.append(counter.get_total_flops())
+    assert all(torch.equal(a, b) for a, b in zip(whole, halves, strict=True))
+    assert spent == [2 * 14 * 3 * 16 * 8] * 2
+
+
+def test_a_second_half_that_begins_with_something_else_takes_nothing_over() -> None:
+    rows, arena, out = experts()
+    first = torch.randn_like(out)
+    for other in (torch.randn_like(out), first):
+        torch.autograd.grad(out, rows, first, retain_graph=True)
+        if other is first:
+            first.mul_(3.0)
+        (found,) = torch.autograd.grad(out, arena, other, retain_graph=True)
+        whole = torch.autograd.grad(out, (rows, arena), other, retain_graph=True)
+        assert torch.equal(found, whole[1])
 
 
 def test_flops_are_counted() -> None:
@@ -90,15 +96,6 @@ def test_bf16_rows_over_fp32_weights() -> None:
         assert float(((a.float() - b).norm() / b.norm()).detach()) < 0.02
 
 
-def test_torch_grouped_mm_is_the_same_function() -> None:
-    """What GPUs run in bf16; the CPU has it too, so the way we call it is tested here."""
-    rows, counts = torch.randn(24, 16, dtype=torch.bfloat16), torch.tensor([8, 0, 16])
-    weight = torch.randn(3, 32, 16, dtype=torch.bfloat16)
-    ends = counts.cumsum(0).to(torch.int32)
-    theirs = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    torch.testing.assert_close(theirs, grouped_mm(rows, weight, counts, True), rtol=1e-2, atol=1e-1)
-
-
 def test_the_bank_names_every_element_once() -> None:
     bank = Bank([4, 7], hidden=3, ffn=5)
     mark = torch.zeros_like(bank.arena)
@@ -109,3 +106,18 @@ def test_the_bank_names_every_element_once() -> None:
     assert shapes[:3] == [(4, "gate", (5, 3)), (4, "up", (5, 3)), (4, "down", (3, 5))]
     assert {e for e, _, _ in shapes} == {4, 7}
     bank.release()
+
+
+@pytest.mark.parametrize("counts", [[40, 3, 0, 9, 17, 1, 30, 25], [400, 3, 0, 9, 17, 1, 30, 25]])
+def test_threads_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that a thread takes, and one that is too large for it, against one after another."""
+    rows = torch.randn(sum(counts), 16, requires_grad=True)
+    arena = torch.randn(8, 3 * 16 * 16, requires_grad=True)
+    cotangent, before, results = torch.randn(sum(counts), 16), torch.get_num_threads(), []
+    monkeypatch.setattr(grouped, "_SHARE_BYTES", 16 * 2 * 16 * 4)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        out = GatedExperts.apply(rows, arena, torch.tensor(counts), 16)
+        results.append((out, *torch.autograd.grad(out, (rows, arena), cotangent)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

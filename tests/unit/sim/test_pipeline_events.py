@@ -16,7 +16,7 @@ from moesaic.facts.cluster import place
 from moesaic.facts.job import Job
 from moesaic.facts.job.train import Schedule
 from moesaic.facts.plan import Action, order, planned
-from moesaic.facts.workload import STEP, Block, Message, Op, Product, Work, workload
+from moesaic.facts.workload import SLOTS, STEP, Block, Message, Op, Product, Work, workload
 from moesaic.policy.cost.event import PIPELINE, Event
 from moesaic.policy.cost.lanes import Lanes
 from moesaic.policy.cost.pipeline import awaited, halves, in_turn, pipelined
@@ -93,20 +93,19 @@ def test_ranks_of_a_part_do_the_same_and_nothing_of_others(schedule: Schedule) -
 
 
 def test_halves_of_a_backward_are_the_products_for_inputs_and_for_weights() -> None:
-    """A weight's are as many flops as forward, over its tokens; experts have all in both."""
+    """A weight's are as many flops as forward; of a dense one over all tokens."""
     latent = {"width": 9, "rotary": 4, "value": 6, "queries": 10}
     for model in ({}, {"family": "deepseek_v3", "kv_heads": 4, "shared": 1, "latent": latent}):
         job = tiny_job(model=model)
         tokens = job.train.batch * job.data.sequence
         for one in workload(job, planned(job, 1))[:-2]:
-            inputs, weights = ([op for op in half if op.name != "experts"] for half in halves(one))
-            linear = [op for op in one.forward.ops if op.name != "experts" and not op.kind]
-            back = [op for op in one.backward.ops if op.name != "experts"]
+            inputs, weights = halves(one)
+            linear = [op for op in one.forward.ops if op.kind in ("", SLOTS)]
             assert sum(op.flops for op in weights) == sum(op.flops for op in linear)
-            assert sum(op.flops for op in (*inputs, *weights)) == sum(op.flops for op in back)
-            assert all(product.inner == tokens for op in weights for product in op.products)
-            both = [half for half in halves(one) if any(op.name == "experts" for op in half)]
-            assert len(both) == 2 * one.name.endswith("moe")
+            assert sum(op.flops for op in (*inputs, *weights)) == one.backward.flops
+            dense = [op for op in weights if op.name != "experts"]
+            assert all(product.inner == tokens for op in dense for product in op.products)
+            assert len(weights) - len(dense) == one.name.endswith("moe")
         assert not halves(workload(job, planned(job, 1))[-2])[1], "forward has the head's done"
 
 

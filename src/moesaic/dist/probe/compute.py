@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from moesaic.dist import device as devices
+from moesaic.dist import threads
 from moesaic.dist.probe.timing import Figures, powers, seconds
+from moesaic.dist.products import grouped_mm, grouped_outer
 
 _TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
@@ -35,6 +37,7 @@ HEADS, HEAD_DIM = 8, 64
 _LENGTHS = (64, 1024)
 """Least and most tokens of it."""
 
+_LEAST_SLOTS = 8
 _SMALLEST_SIDE = 64
 _CUBES = 7
 """All products take about 2.3 times the largest one, and each is done three times."""
@@ -48,6 +51,8 @@ class Sizes:
     """Side of the largest matrices, by type of number."""
     copies: list[int]
     """Bytes that are copied."""
+    slots: int
+    """Products that are done together: enough that no part of the device is idle."""
 
     @property
     def passed(self) -> list[int]:
@@ -74,6 +79,15 @@ class Sizes:
         columns = self.columns(dtype)
         return list(itertools.product(self.rows(dtype), columns, columns))
 
+    def rows_of_slots(self, dtype: str) -> list[int]:
+        """Rows of each of the products that are done together: experts do not have the most."""
+        return self.rows(dtype)[:-1]
+
+    def products_of_slots(self, dtype: str) -> list[tuple[int, int, int]]:
+        """The same of each of those."""
+        columns = self.columns(dtype)
+        return list(itertools.product(self.rows_of_slots(dtype), columns, columns))
+
 
 def suitable(
     device: torch.device, dtypes: Sequence[str] | None, largest: int | None,
@@ -83,7 +97,8 @@ def suitable(
     types = dtypes or devices.number_types(device)
     most = largest or devices.largest_product(device)
     sides = {dtype: _largest_side(device, dtype, most, budget_s / len(types)) for dtype in types}
-    return Sizes(sides, powers(_SMALLEST_COPY_BYTES, copy_bytes or devices.largest_copy(device), 4))
+    copies = powers(_SMALLEST_COPY_BYTES, copy_bytes or devices.largest_copy(device), 4)
+    return Sizes(sides, copies, max(_LEAST_SLOTS, 2 * torch.get_num_threads()))
 
 
 def _largest_side(device: torch.device, dtype: str, most: int, budget_s: float) -> int:
@@ -132,6 +147,8 @@ def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Itera
             yield f"attention {way} {dtype}", len(lengths), attending
         products = sizes.products(dtype)
         yield f"products {dtype}", len(products), _products(device, dtype, sizes, products)
+        products = sizes.products_of_slots(dtype)
+        yield f"slots {dtype}", len(products), _slots(device, dtype, sizes, products)
 
 
 def _calls(device: torch.device) -> _Work:
@@ -257,6 +274,45 @@ def _product(arena: Tensor, rows: int, columns: int, inner: int) -> _Work:
         torch.mm(left, next(weights).view(columns, inner).T, out=result)
         torch.mm(left, next(weights), out=result)
         torch.mm(turned.T, right, out=next(gradients))
+
+    return multiply
+
+
+def _slots(
+    device: torch.device, dtype: str, sizes: Sizes, products: Sequence[tuple[int, int, int]]
+) -> Iterator[_Work]:
+    with _precision(dtype):
+        largest = sizes.slots * sizes.columns(dtype)[-1] ** 2
+        weights = max(largest, sizes.copies[-1] // 2 // _TYPES[dtype].itemsize)
+        arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
+        for rows, columns, inner in products:
+            yield _of_slots(arena, sizes.slots, rows, columns, inner)
+
+
+def _of_slots(arena: Tensor, slots: int, rows: int, columns: int, inner: int) -> _Work:
+    """The `WAYS` of `_product`, of as many experts' weights; each thread has some of them."""
+    weights = itertools.cycle(_cut(arena, slots, inner * columns))
+    counts = torch.full((slots,), rows)
+    left = arena.new_full((slots * rows, inner), 1 / inner)
+    right = arena.new_full((slots * rows, columns), 0.5)
+
+    crew = threads.crew()
+    step = slots if crew is None else max(1, slots // (2 * crew.size))
+
+    def multiply() -> None:
+        one, other, gradient = (next(weights) for _ in range(WAYS))
+
+        def some(first: int) -> None:
+            chosen, places = slice(first, first + step), slice(first * rows, (first + step) * rows)
+            own, each = left[places], counts[chosen]
+            grouped_mm(own, one.view(slots, columns, inner)[chosen], each, transposed=True)
+            grouped_mm(own, other.view(slots, inner, columns)[chosen], each, transposed=False)
+            grouped_outer(own, right[places], each, gradient.view(slots, inner, columns)[chosen])
+
+        if crew is None:
+            some(0)
+        else:
+            crew.each(some, range(0, slots, step))
 
     return multiply
 

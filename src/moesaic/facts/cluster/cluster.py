@@ -33,6 +33,9 @@ class Matmul(Section):
     """Flops a second of large products, two for each multiplication."""
     products: Grid | None = None
     """Measured times; unset: large products run at `flops`, small ones are bound by memory."""
+    slots: Grid | None = None
+    """Measured times of each of many products that are done together, as those of experts are;
+    unset: as any product's."""
     attention: Heads | None = None
     """Measured times of attention; unset: by its products."""
 

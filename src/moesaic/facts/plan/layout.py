@@ -50,7 +50,7 @@ def _homes(layout: LayoutConfig) -> tuple[str, int]:
 def planned(job: Job, ranks: int) -> Plan:
     """The plan that `job` itself means on `ranks` ranks, with nothing left to the job."""
     plan = lay_out(job.layout, job.model, ranks)
-    fault = pipeline_fault(plan, job)
+    fault = pipeline_fault(plan, job, "layout.")
     if fault:
         raise ConfigError(fault)
     return plan.model_copy(
@@ -61,32 +61,34 @@ def planned(job: Job, ranks: int) -> Plan:
     )  # fmt: skip
 
 
-def pipeline_fault(plan: Plan, job: Job) -> str | None:
-    """What keeps the pipeline of `plan` from training `job`, and the remedy."""
+def pipeline_fault(plan: Plan, job: Job, table: str = "") -> str | None:
+    """What keeps the pipeline of `plan` from training `job`, and the remedy; its keys are of a
+    job's `table`, or of a plan."""
     pp, schedule, micro = plan.pp, plan.schedule, job.train.micro_batches
     if pp == 1:
         return None
     if plan.stages is None and plan.num_stages > job.model.layers:
         return (
-            f'layout.pp = {pp} with layout.schedule = "{schedule}" cuts the model into '
+            f'{table}pp = {pp} with {table}schedule = "{schedule}" cuts the model into '
             f"{plan.num_stages} stages, and model.layers = {job.model.layers}: a stage has one "
-            "layer at least, lower layout.pp"
+            f"layer at least, lower {table}pp"
         )
     if schedule == "1f1b" and micro < pp:
         return (
-            f"train.micro_batches = {micro} is fewer than layout.pp = {pp}, and the parts of "
+            f"train.micro_batches = {micro} is fewer than {table}pp = {pp}, and the parts of "
             f'schedule "1f1b" work on as many at a time: raise it to {pp} or more, or set '
-            'layout.schedule = "gpipe"'
+            f'{table}schedule = "gpipe"'
         )
     if schedule in ("interleaved", "zero-bubble") and micro % max(1, micro // pp):
         return (
-            f'train.micro_batches = {micro} with layout.schedule = "{schedule}", which takes them '
-            f"in equal rounds of about layout.pp = {pp}: choose a multiple of {pp}"
+            f'train.micro_batches = {micro} with {table}schedule = "{schedule}", which takes them '
+            f"in equal rounds of about {table}pp = {pp}: choose a multiple of {pp}"
         )
     recompute = job.train.recompute if plan.recompute is None else plan.recompute
     if schedule == "zero-bubble" and recompute:
+        key = "train.recompute" if plan.recompute is None or table else "recompute"
         return (
-            'train.recompute = true with layout.schedule = "zero-bubble", whose backward comes in '
+            f'{key} = true with {table}schedule = "zero-bubble", whose backward comes in '
             "pieces that would each compute a layer again: set one of them otherwise"
         )
     return None

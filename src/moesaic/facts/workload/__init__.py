@@ -10,10 +10,11 @@ from moesaic.facts.workload.file import (
 )
 from moesaic.facts.workload.memory import Memory, memory
 from moesaic.facts.workload.messages import Message
-from moesaic.facts.workload.ops import Op, Product
+from moesaic.facts.workload.ops import SLOTS, Op, Product
 from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
 
 __all__ = [
+    "SLOTS",
     "STEP",
     "Block",
     "Counts",

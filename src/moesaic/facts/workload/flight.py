@@ -172,11 +172,11 @@ class Flight(Step):
         there = self.there + self.made + self.stream
         self._note(there + _NORM_STREAMS * self.stream)
         for index in stage.layers[:1]:
-            if index in self.routed:  # With the gradients of experts, which nobody asks for yet.
+            if index in self.routed:
                 routed = self.routed[index]
                 gradients = sum(routed.slots) * self.s.model.hidden * self.s.narrow
                 later = captured_attention(self.s) + captured_network(self.s, index, routed)
-                working = self.arena * self.s.wide + self._rows(routed) * self.s.narrow
+                working = self.rows(routed, stay=True) * self.s.narrow
                 self._note(there - later + gradients + working)
 
     def _second_half(self, stage: _Stage, batch: int) -> None:

@@ -182,7 +182,8 @@ def captured_network(s: Sizes, layer: int, routed: Routed | None) -> int:
     kept = s.stream * s.wide
     if routed is None:
         return kept + joined + 2 * s.tokens * s.inner(layer) * s.narrow
-    kept += s.run * model.experts * s.wide + sum(routed.slots) * model.hidden * s.narrow
+    kept += s.run * model.experts * s.wide
+    kept += sum(routed.slots) * (model.hidden + 2 * s.ffn) * s.narrow
     if model.shared:
         kept += joined + 2 * s.tokens * s.shared * s.narrow
     return kept

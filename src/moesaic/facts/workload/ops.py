@@ -49,6 +49,10 @@ class Product:
         return (rows * inner + inner * columns + rows * columns) * self.count
 
 
+SLOTS = "slots"
+"""The kind of an operation whose products, those of many experts, are done together."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One part of a block, one way."""
@@ -65,8 +69,8 @@ class Op:
     specials: int = 0
     """Numbers of which an exponential, or the like, is taken."""
     kind: str = ""
-    """What kernels it is made by, where they are unlike most: attention, and those that
-    `Device.passes` names."""
+    """What kernels it is made by, where they are unlike most: attention, products of slots, and
+    those that `Device.passes` names."""
     causal_share: float = 1.0
     """Share of `products` that is left to a kernel that skips what causality hides."""
 
@@ -322,10 +326,10 @@ def experts(s: Sizes, slots: Sequence[int]) -> Part:
     cast = s.cast(len(slots) * arena)
     written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
     return (
-        Op("experts", tuple(forward), cast + 5 * inner, 2 * num_busy + 2 + 2 * s.casts,
-           s.precision, specials=rows * ffn),
-        Op("experts", tuple(backward), cast + written + 16 * inner,
-           4 * num_busy + 6 + (2 + 2 * num_busy) * s.casts, s.precision, specials=2 * rows * ffn),
+        Op("experts", tuple(forward), cast + 5 * inner, 4 + 2 * s.casts, s.precision,
+           kind=SLOTS, specials=rows * ffn),
+        Op("experts", tuple(backward), cast + written + 14 * inner,
+           9 + (2 + 2 * num_busy) * s.casts, s.precision, kind=SLOTS, specials=2 * rows * ffn),
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class Step:
             return stream + self._gated(s.inner(index), stays)
         routed = self.routed[index]
         handed = (sum(routed.slots) - routed.leaving) * model.hidden
-        most = self.arena * s.wide + (handed + self._rows(routed)) * s.narrow
+        most = self.arena * s.wide + (handed + self.rows(routed)) * s.narrow
         if model.shared:  # Their gradients come when those of experts are done.
             gone = 2 * s.ffn * sum(routed.slots) + model.hidden * routed.leaving
             arena = stays * self.arena * s.wide
@@ -207,17 +207,18 @@ class Step:
         cast = s.casts * s.stream * s.narrow
         return max(most, joined + cast + max(joined, rows + weight * s.narrow))
 
-    def _rows(self, routed: Routed) -> int:
-        """Elements that an expert layer's rows take beside the gradients of their results: share by
-        share, and then all shares joined."""
+    def rows(self, routed: Routed, *, stay: bool = False) -> int:
+        """Elements that an expert layer's rows take beside the gradients of their results, share by
+        share; gradients between the products may `stay`."""
         model, rows = self.s.model, sum(routed.slots)
-        shares = self._shares(routed.slots)
-        most, done = 2 * rows * model.hidden if len(shares) > 1 else 0, 0
+        shares, between = self._shares(routed.slots), 2 * self.s.ffn * stay
+        whole, most, done = rows * model.hidden, 0, 0
         for num_slots, num_rows in shares:
-            inner, before = num_rows * self.s.ffn, done * model.hidden
+            inner, before = num_rows * self.s.ffn, done * between + (len(shares) > 1) * whole
             done += num_rows
             weights = self.s.casts * num_slots * 2 * self.s.ffn * model.hidden
-            most = max(most, before + 5 * inner, done * model.hidden + 4 * inner + weights)
+            after = whole + done * between + (not stay) * 2 * inner
+            most = max(most, before + 4 * inner, after + weights)
         return most
 
     def _shares(self, slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 HEAD_ROWS = 1024
 """Tokens whose logits exist at one time."""
 
-SHARE_BYTES = 2 << 20
+SHARE_BYTES = 1 << 20
 """Between two products of an expert layer on a CPU, which takes that many rows at a time."""
 
 INDEX_BYTES = 8

@@ -7,7 +7,7 @@ two floors: its flops at a share of the peak, its operands at the memory's bandw
 from __future__ import annotations
 
 from moesaic.facts.cluster import Calibration, Device
-from moesaic.facts.workload import Op, Product
+from moesaic.facts.workload import SLOTS, Op, Product
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of a number by its type."""
@@ -16,14 +16,16 @@ PEAK_SHARE = 0.75
 """Share of a data sheet's speed that large products reach, where none were measured."""
 
 
-def product_s(device: Device, dtype: str, product: Product) -> float:
-    """Seconds of `product.count` equal products, one after another, without starting them."""
+def product_s(device: Device, dtype: str, product: Product, *, slots: bool = False) -> float:
+    """Seconds of `product.count` equal products, one after another, without starting them; those
+    of `slots` are done together."""
     speed = device.speed(dtype)
     rows, columns, inner = product.rows, product.columns, product.inner
     if not (rows and columns and inner):
         return 0.0
-    if speed.products is not None:
-        return product.count * speed.products.at(rows, columns, inner)
+    grid = speed.slots if slots and speed.slots is not None else speed.products
+    if grid is not None:
+        return product.count * grid.at(rows, columns, inner)
     arithmetic_s = product.flops / (PEAK_SHARE * speed.flops)
     return max(arithmetic_s, product.elements * ITEM_BYTES[dtype] / device.memory_bandwidth)
 
@@ -65,7 +67,8 @@ def op_s(device: Device, op: Op, slower: Calibration | None = None) -> float:
         if seconds is not None:
             passes = passes_s(device, op.moved_bytes, op.calls)
             return products_by * seconds + passes_by * passes
-    products = sum(product_s(device, op.type, product) for product in op.products)
+    slots = op.kind == SLOTS
+    products = sum(product_s(device, op.type, product, slots=slots) for product in op.products)
     passes = passes_s(device, op.moved_bytes, op.calls, op.kind)
     specials = op.specials * device.special_s
     return products_by * products * op.causal_share + passes_by * passes + passes_by * specials

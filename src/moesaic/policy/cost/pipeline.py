@@ -32,8 +32,6 @@ _ADDING = frozenset({"accumulate"})
 """What backwards do, and an update tells of all of them together."""
 _LAST = frozenset({"backward", "weight"})
 """Kinds of actions with which a micro-batch is done with a stage."""
-_AT_ONCE = frozenset({"experts"})
-"""What autograd takes for one function: each half of a backward computes all of it."""
 _AHEAD = frozenset({"interleaved", "zero-bubble"})
 """Schedules that ask for what comes before they need it."""
 
@@ -205,10 +203,6 @@ def halves(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
         forward[op.name] += op.products
     inputs, weights = list[Op](), list[Op]()
     for op in block.backward.ops:
-        if op.name in _AT_ONCE:
-            inputs.append(op)
-            weights.append(op)
-            continue
         left, found = list(op.products), list[Product]()
         for one in () if op.kind.startswith("attention") else forward[op.name]:
             for sides in ((one.columns, one.inner), (one.inner, one.columns)):
@@ -219,7 +213,7 @@ def halves(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
                     break
         inputs.append(replace(op, products=tuple(left)))
         if found:
-            weights.append(Op(op.name, tuple(found), type=op.type))
+            weights.append(Op(op.name, tuple(found), type=op.type, kind=op.kind))
     return tuple(inputs), tuple(weights)
 
 

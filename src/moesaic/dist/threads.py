@@ -1,0 +1,85 @@
+"""Threads that compute side by side, each operation on the one thread that asks for it.
+
+torch has all threads work on one operation, and on the next when the last of them is done. Small
+products are done sooner if each thread has some of its own. OpenMP and MKL keep for every thread
+how many it may use; torch has a function that sets it for all threads alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+Item = Any
+
+
+class Crew:
+    """As many threads as torch has for one operation."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pool = ThreadPoolExecutor(size, "moesaic-crew", initializer=_be_alone)
+        self.works = self._pool.submit(torch.get_num_threads).result() == 1
+        """Whether its threads do compute alone."""
+
+    def each(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
+        """`work` on all `items`, begun in their order, without gradients."""
+        waiting, lock = iter(items), threading.Lock()
+        inference = torch.is_inference_mode_enabled()
+
+        def take() -> None:
+            with torch.inference_mode(inference):
+                torch.set_grad_enabled(False)
+                while True:
+                    with lock:
+                        item = next(waiting, None)
+                    if item is None:
+                        return
+                    work(item)
+
+        done = [self._pool.submit(take) for _ in range(self.size)]
+        for one in done:
+            one.result()
+
+
+def crew() -> Crew | None:
+    """The crew of this process; None where a thread would be alone, or cannot be, or where a mode
+    of the calling thread is to see every operation."""
+    size = torch.get_num_threads()
+    if size == 1 or _get_current_dispatch_mode() is not None:
+        return None
+    found = _crew(size, os.getpid())
+    return found if found is not None and found.works else None
+
+
+@lru_cache(maxsize=1)
+def _crew(size: int, process: int) -> Crew | None:
+    """Of a process, for threads do not outlive a fork."""
+    del process
+    return Crew(size) if _settings() else None
+
+
+@cache
+def _settings() -> list[Callable[[int], object]]:
+    """Functions that set how many threads operations of the calling thread use."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return []
+    names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+    return [getattr(library, name) for name in names if hasattr(library, name)]
+
+
+def _be_alone() -> None:
+    torch.get_num_threads()  # A thread that asks for the first time takes over torch's number.
+    for set_threads in _settings():
+        set_threads(1)
