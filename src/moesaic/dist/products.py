@@ -112,17 +112,8 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
     return counts.cumsum(0).to(torch.int32).to(device, non_blocking=True)
 
 
-@register_flop_formula(torch.ops.moesaic.grouped_mm)
-def _grouped_mm_flops(
-    rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, out_shape: tuple[int, ...], **__: Any
-) -> int:
-    return 2 * rows[0] * rows[1] * out_shape[1]
-
-
-@register_flop_formula(torch.ops.moesaic.grouped_mm_into)
-def _grouped_mm_into_flops(
-    rows: tuple[int, ...], weight: tuple[int, ...], counts: Any, transposed: bool, *_: Any, **__: Any
-) -> int:
+@register_flop_formula([torch.ops.moesaic.grouped_mm, torch.ops.moesaic.grouped_mm_into])
+def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * rows[0] * weight[1] * weight[2]
 
 

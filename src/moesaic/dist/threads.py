@@ -11,15 +11,12 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-Item = Any
 
 
 class Crew:
@@ -31,14 +28,13 @@ class Crew:
         self.works = self._pool.submit(torch.get_num_threads).result() == 1
         """Whether its threads do compute alone."""
 
-    def each(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
-        """`work` on all `items`, begun in their order, without gradients."""
+    def each(self, work: Callable[[int], None], items: Iterable[int]) -> None:
+        """`work` on all `items`, begun in their order, without gradients; all have ended then."""
         waiting, lock = iter(items), threading.Lock()
         inference = torch.is_inference_mode_enabled()
 
         def take() -> None:
-            with torch.inference_mode(inference):
-                torch.set_grad_enabled(False)
+            with torch.inference_mode(inference), torch.no_grad():
                 while True:
                     with lock:
                         item = next(waiting, None)
@@ -47,7 +43,7 @@ class Crew:
                     work(item)
 
         done = [self._pool.submit(take) for _ in range(self.size)]
-        for one in done:
+        for one in wait(done).done:
             one.result()
 
 

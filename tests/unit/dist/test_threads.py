@@ -1,4 +1,4 @@
-"""A crew of threads: each computes alone, all items are done once, errors and modes come through."""
+"""A crew of threads: each computes alone, all items are done once, errors come through."""
 
 from __future__ import annotations
 
