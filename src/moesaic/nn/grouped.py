@@ -36,16 +36,16 @@ class GatedExperts(torch.autograd.Function):
         """Compute in the dtype of `rows`."""
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
         parts = shares(rows, counts, ffn)
-        results, inners = Joined(parts, rows), [rows] * len(parts)
+        results, inners = Joined(parts, rows, rows.shape[1]), Joined(parts, rows, 2 * ffn)
 
         def compute(place: int) -> None:
             share = parts[place]
-            inner = inners[place] = share.multiply(rows[share.rows], gate_up, transposed=True)
+            inner = inners.multiply(share, rows[share.rows], gate_up, transposed=True)
             gate, up = inner.chunk(2, dim=1)
             results.multiply(share, F.silu(gate).mul_(up), down, transposed=True)
 
         for_each(parts, compute)
-        ctx.save_for_backward(rows, arena, counts, *inners)
+        ctx.save_for_backward(rows, arena, counts, inners.whole)
         ctx.ffn, ctx.ahead = ffn, None
         return results.whole
 
@@ -55,7 +55,7 @@ class GatedExperts(torch.autograd.Function):
 
         The half for rows keeps the gradients between the products for the one for the arena.
         """
-        rows, arena, counts, *inners = ctx.saved_tensors
+        rows, arena, counts, inners = ctx.saved_tensors
         ffn, grad = ctx.ffn, grads[0].contiguous()
         of_rows, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
@@ -63,12 +63,12 @@ class GatedExperts(torch.autograd.Function):
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
         parts = shares(rows, counts, ffn)
         made: list[Tensor | None] = [*known] if known else [None] * len(parts)
-        grad_rows = Joined(parts, rows) if of_rows else None
+        grad_rows = Joined(parts, rows, rows.shape[1]) if of_rows else None
         keeps = ctx.needs_input_grad[1] and not of_arena
 
         def compute(place: int) -> None:
-            share, inner, grad_inner = parts[place], inners[place], made[place]
-            gate, up = inner.chunk(2, dim=1)
+            share, grad_inner = parts[place], made[place]
+            gate, up = inners[share.rows].chunk(2, dim=1)
             activated = F.silu(gate)
             if grad_inner is None:
                 grad_activated = share.multiply(grad[share.rows], down, transposed=False)
@@ -148,11 +148,11 @@ class Joined:
 
     whole: Tensor
 
-    def __init__(self, parts: Sequence[Share], like: Tensor) -> None:
-        """For as many rows and columns as `like` has."""
+    def __init__(self, parts: Sequence[Share], rows: Tensor, width: int) -> None:
+        """For results as wide as `width`, of all `rows`."""
         self._several = len(parts) > 1
         if self._several:
-            self.whole = like.new_empty(like.shape)
+            self.whole = rows.new_empty((len(rows), width))
 
     def multiply(self, share: Share, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
         """As the share does; the place of its rows in the whole."""

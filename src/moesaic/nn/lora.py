@@ -98,12 +98,13 @@ class AdaptedExperts(torch.autograd.Function):
         ffn, (gate_pair, up_pair, down_pair) = shape.ffn, shape.pairs(adapters)
         gate_up, down = arena_views(arena, ffn, shape.hidden)
         parts = shares(rows, counts, ffn)
-        results, inners = Joined(parts, rows), [rows] * len(parts)
+        results = Joined(parts, rows, shape.hidden)
+        inners = Joined(parts, rows, 2 * ffn)
 
         def compute(place: int) -> None:
             share = parts[place]
             own = rows[share.rows]
-            inner = inners[place] = share.multiply(own, gate_up, transposed=True)
+            inner = inners.multiply(share, own, gate_up, transposed=True)
             gate, up = inner.chunk(2, dim=1)
             gate_pair.add(share, own, gate)
             up_pair.add(share, own, up)
@@ -112,25 +113,25 @@ class AdaptedExperts(torch.autograd.Function):
             down_pair.add(share, activated, result)
 
         for_each(parts, compute)
-        ctx.save_for_backward(rows, arena, adapters, counts, *inners)
+        ctx.save_for_backward(rows, arena, adapters, counts, inners.whole)
         ctx.shape = shape
         return results.whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         """Gradients of rows and adapters."""
-        rows, arena, adapters, counts, *inners = ctx.saved_tensors
+        rows, arena, adapters, counts, inners = ctx.saved_tensors
         shape, grad_out = ctx.shape, grads[0].contiguous()
         grad_adapters = torch.empty_like(adapters)
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
         grad_gate_pair, grad_up_pair, grad_down_pair = shape.pairs(grad_adapters)
         gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
         parts = shares(rows, counts, shape.ffn)
-        grad_rows = Joined(parts, rows)
+        grad_rows = Joined(parts, rows, shape.hidden)
 
         def compute(place: int) -> None:
-            share, inner = parts[place], inners[place]
-            own, grad = rows[share.rows], grad_out[share.rows]
+            share = parts[place]
+            own, grad, inner = (whole[share.rows] for whole in (rows, grad_out, inners))
             gate, up = inner.chunk(2, dim=1)
             activated = F.silu(gate)
             grad_activated = share.multiply(grad, down, transposed=False)
