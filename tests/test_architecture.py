@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -360,6 +361,14 @@ def invented(house: list[Module], page: str) -> list[str]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_house_keeps(rule: Callable[[list[Module]], Iterator[str]]) -> None:
     assert not list(rule(modules(SOURCE)))
+
+
+def test_every_directory_of_tests_is_run(pytestconfig: pytest.Config) -> None:
+    """By itself pytest passes over directories of some names, and says nothing."""
+    passed_over, root = pytestconfig.getini("norecursedirs"), Path(__file__).parent
+    for path in root.rglob("*.py"):
+        for name in path.relative_to(root).parent.parts:
+            assert not any(fnmatch(name, pattern) for pattern in passed_over), path
 
 
 def test_every_module_is_on_the_map() -> None:

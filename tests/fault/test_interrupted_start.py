@@ -44,6 +44,8 @@ def start(place: Path, *flags: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "moesaic", "train", "job.toml", "--out", "run", *flags],
         cwd=place, env={**os.environ, "TMPDIR": str(place / "tmp")}, start_new_session=True,
+        # Whoever is started in the background may not hear interrupts, nor do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     # Before, it is the interpreter's own start, which nobody but Python itself can mend.

@@ -3,7 +3,7 @@
 Rows are sorted by slot; `counts[s]` of them (a tensor on the host) belong to slot s. Weights are
 views of an arena: [slots, N, K] with any stride between slots. The products are custom ops, so
 that torch's compiler, flop counter and profiler see them as one thing; which engine computes them
-is decided here, by device and dtype.
+is decided here, by device and dtype. (A profiler of one thread does not see those of a crew.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
         operand = weight.transpose(1, 2) if transposed else weight
         product: Tensor = F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
         return product
-    out = _fake_mm(rows, weight, counts, transposed)
+    out = _empty(rows, weight, counts, transposed)
     _grouped_mm_into(rows, weight, counts, transposed, out)
     return out
 
@@ -63,7 +63,7 @@ def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> 
         start = stop
 
 
-def _fake_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+def _empty(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
 
 
@@ -80,7 +80,7 @@ def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> Non
 _OPS.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
 _OPS.impl("grouped_mm_into", _grouped_mm_into, "CompositeExplicitAutograd")
 _OPS.impl("grouped_outer", _grouped_outer, "CompositeExplicitAutograd")
-torch.library.register_fake("moesaic::grouped_mm", _fake_mm, lib=_OPS)
+torch.library.register_fake("moesaic::grouped_mm", _empty, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_mm_into", _fake_mm_into, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_outer", _fake_outer, lib=_OPS)
 

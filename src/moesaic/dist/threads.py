@@ -2,7 +2,7 @@
 
 torch has all threads work on one operation, and on the next when the last of them is done. Small
 products are done sooner if each thread has some of its own. OpenMP and MKL keep for every thread
-how many it may use; torch has a function that sets it for all threads alone.
+how many it may use, but torch's own function sets MKL's number for the whole process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class Crew:
         """Whether its threads do compute alone."""
 
     def each(self, work: Callable[[int], None], items: Iterable[int]) -> None:
-        """`work` on all `items`, begun in their order, without gradients; all have ended then."""
-        waiting, lock = iter(items), threading.Lock()
+        """`work` on all `items`, begun in their order, without gradients.
+
+        After an error nothing more is begun, and it is raised when all that was begun has ended.
+        """
+        waiting, lock = (item for item in items), threading.Lock()
         inference = torch.is_inference_mode_enabled()
 
         def take() -> None:
@@ -40,10 +43,20 @@ class Crew:
                         item = next(waiting, None)
                     if item is None:
                         return
-                    work(item)
+                    try:
+                        work(item)
+                    except BaseException:
+                        with lock:
+                            waiting.close()
+                        raise
 
         done = [self._pool.submit(take) for _ in range(self.size)]
-        for one in wait(done).done:
+        try:
+            wait(done)
+        finally:  # An interrupt ends the wait; what is left is not to be begun.
+            with lock:
+                waiting.close()
+        for one in done:
             one.result()
 
 
@@ -57,7 +70,7 @@ def crew() -> Crew | None:
     return found if found is not None and found.works else None
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def _crew(size: int, process: int) -> Crew | None:
     """Of a process, for threads do not outlive a fork."""
     del process

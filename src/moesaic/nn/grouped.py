@@ -20,7 +20,7 @@ from moesaic.dist.products import grouped_mm, grouped_outer
 _SHARE_BYTES = 1 << 20
 """Between two products of a share of slots, on the CPU."""
 _LARGE = 2
-"""Shares that take more than one of so many parts of a thread's are for all threads."""
+"""Shares for each thread, at least: a larger one is for all threads."""
 
 
 class GatedExperts(torch.autograd.Function):
@@ -55,14 +55,15 @@ class GatedExperts(torch.autograd.Function):
 
         The half for rows keeps the gradients between the products for the one for the arena.
         """
+        refuse_second_order()
         rows, arena, counts, inners = ctx.saved_tensors
         ffn, grad = ctx.ffn, grads[0].contiguous()
         of_rows, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
         grad_arena = torch.empty_like(arena) if of_arena else None
         gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        parts = shares(rows, counts, ffn)
-        made: list[Tensor | None] = [*known] if known else [None] * len(parts)
+        parts = shares(rows, counts, ffn) if known is None else known.parts
+        made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
         grad_rows = Joined(parts, rows, rows.shape[1]) if of_rows else None
         keeps = ctx.needs_input_grad[1] and not of_arena
 
@@ -86,8 +87,14 @@ class GatedExperts(torch.autograd.Function):
 
         for_each(parts, compute)
         if keeps:
-            ctx.ahead = Ahead(grads[0], grads[0]._version, made)
+            ctx.ahead = Ahead(grads[0], grads[0]._version, parts, made)
         return None if grad_rows is None else grad_rows.whole, grad_arena, None, None
+
+
+def refuse_second_order() -> None:
+    """Stop a backward that is to have a graph of its own: in threads that would get lost."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError("experts have no second derivative: leave out create_graph")
 
 
 class Ahead(NamedTuple):
@@ -95,15 +102,16 @@ class Ahead(NamedTuple):
 
     grad: Tensor
     version: int
+    parts: list[Share]
     inners: list[Tensor | None]
     """Gradients between the products, share by share."""
 
 
-def ahead_of(ahead: Ahead | None, grad: Tensor) -> list[Tensor | None] | None:
+def ahead_of(ahead: Ahead | None, grad: Tensor) -> Ahead | None:
     """What is ahead of a backward that begins with `grad`."""
     if ahead is None or not ahead.grad.is_set_to(grad) or ahead.version != grad._version:
         return None
-    return ahead.inners
+    return ahead
 
 
 def asked_for(ctx: Any, position: int) -> bool:
@@ -167,7 +175,10 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
     limit = rows.shape[0]
     if rows.device.type == "cpu":
-        limit = _SHARE_BYTES // (2 * ffn * rows.element_size())
+        crew = threads.crew()
+        if crew is not None:
+            limit //= _LARGE * crew.size
+        limit = min(limit, _SHARE_BYTES // (2 * ffn * rows.element_size()))
     cuts, first_row, row = [(0, 0)], 0, 0
     for slot, count in enumerate(counts.tolist()):
         if row > first_row and row + count - first_row > limit:
@@ -182,8 +193,10 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
 
 
 def for_each(parts: Sequence[Share], compute: Callable[[int], None]) -> None:
-    """Have `compute` take all shares, by their places: those that are too large for one thread in
-    turn, and then each thread some of the others."""
+    """Have `compute` take all shares, by their places.
+
+    One that is more than half of a thread's part is taken by all threads, the rest by one each.
+    """
     places, crew = list(range(len(parts))), threads.crew() if len(parts) > 1 else None
     if crew is not None:
         rows = [share.rows.stop - share.rows.start for share in parts]

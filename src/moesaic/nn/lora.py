@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.dist.products import grouped_outer
-from moesaic.nn.grouped import Joined, Share, arena_views, for_each, shares
+from moesaic.nn.grouped import (
+    Joined,
+    Share,
+    arena_views,
+    asked_for,
+    for_each,
+    refuse_second_order,
+    shares,
+)
 
 
 class Adapters(nn.Module):
@@ -54,11 +62,13 @@ class Pair(NamedTuple):
         """Add scale * B A rows to `out`."""
         out += share.multiply(self._thin(share, rows), self.b, transposed=True)
 
-    def back(self, share: Share, rows: Tensor, grad: Tensor, grads: Pair) -> Tensor:
-        """What `grad`, the gradient of `out`, brings to `rows`; those of A and B go to `grads`."""
+    def back(self, share: Share, rows: Tensor, grad: Tensor, grads: Pair | None) -> Tensor:
+        """What `grad`, the gradient of `out`, brings to `rows`; those of A and B go to `grads`, if
+        they are asked for."""
         grad_thin = share.multiply(grad, self.b, transposed=False).mul_(self.scale)
-        grouped_outer(grad, self._thin(share, rows), share.counts, grads.b[share.slots])
-        grouped_outer(grad_thin, rows, share.counts, grads.a[share.slots])
+        if grads is not None:
+            grouped_outer(grad, self._thin(share, rows), share.counts, grads.b[share.slots])
+            grouped_outer(grad_thin, rows, share.counts, grads.a[share.slots])
         return share.multiply(grad_thin, self.a, transposed=False)
 
     def _thin(self, share: Share, rows: Tensor) -> Tensor:
@@ -118,13 +128,17 @@ class AdaptedExperts(torch.autograd.Function):
         return results.whole
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
-        """Gradients of rows and adapters."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        """Gradients of rows and adapters; in a backward that comes in halves, of one of them."""
+        refuse_second_order()
         rows, arena, adapters, counts, inners = ctx.saved_tensors
         shape, grad_out = ctx.shape, grads[0].contiguous()
-        grad_adapters = torch.empty_like(adapters)
+        of_rows, of_adapters = asked_for(ctx, 0), asked_for(ctx, 2)
+        grad_adapters = torch.empty_like(adapters) if of_adapters else None
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
-        grad_gate_pair, grad_up_pair, grad_down_pair = shape.pairs(grad_adapters)
+        grad_gate_pair, grad_up_pair, grad_down_pair = (
+            (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
+        )
         gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
         parts = shares(rows, counts, shape.ffn)
         grad_rows = Joined(parts, rows, shape.hidden)
@@ -140,9 +154,11 @@ class AdaptedExperts(torch.autograd.Function):
             grad_gate, grad_up = grad_inner.chunk(2, dim=1)
             torch.mul(grad_activated, activated, out=grad_up)
             grad_gate.copy_(torch.ops.aten.silu_backward(grad_activated.mul_(up), gate))
-            grad_own = grad_rows.multiply(share, grad_inner, gate_up, transposed=False)
-            grad_own += gate_pair.back(share, own, grad_gate, grad_gate_pair)
-            grad_own += up_pair.back(share, own, grad_up, grad_up_pair)
+            thin = gate_pair.back(share, own, grad_gate, grad_gate_pair)
+            thin += up_pair.back(share, own, grad_up, grad_up_pair)
+            if of_rows:
+                grad_own = grad_rows.multiply(share, grad_inner, gate_up, transposed=False)
+                grad_own += thin
 
         for_each(parts, compute)
-        return grad_rows.whole, None, grad_adapters, None, None
+        return grad_rows.whole if of_rows else None, None, grad_adapters, None, None

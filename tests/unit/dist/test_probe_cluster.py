@@ -24,7 +24,7 @@ from moesaic.dist.probe.timing import Figures
 from moesaic.facts.cluster import Cluster
 from moesaic.facts.workload.ops import PASSED_BYTES
 
-SIZES = Sizes({"fp32": 64}, [4096, 1 << 20])
+SIZES = Sizes({"fp32": 64}, [4096, 1 << 20], slots=8)
 GPU = Place("a", "a cpu", 8, 64e9, "gpu", "a gpu", 16e9, "infiniband")
 PATTERNS = {"read": 8.0, "write": 7.0, "random read": 6.0, "random write": 5.0, "mixed": 4.0}
 
@@ -47,6 +47,10 @@ def computed(name: str, flops: float, bandwidth: float) -> Figures:
         f"{name} products fp32": [
             WAYS * 2 * rows * columns * inner / flops
             for rows, columns, inner in SIZES.products("fp32")
+        ],
+        f"{name} slots fp32": [
+            WAYS * SIZES.slots * rows * columns * inner / flops
+            for rows, columns, inner in SIZES.products_of_slots("fp32")
         ],
     }
 
@@ -118,6 +122,13 @@ def test_curves_are_read_as_they_were_measured() -> None:
     for rows, columns, inner in SIZES.products("fp32"):
         expected = 2 * rows * columns * inner / 1e10
         assert products.at(rows, columns, inner) == pytest.approx(expected, rel=1e-3)
+    slots = cpu.speed("fp32").slots
+    assert slots is not None
+    assert slots.rows == products.rows[:-1]
+    for rows, columns, inner in SIZES.products_of_slots("fp32"):
+        assert slots.at(rows, columns, inner) == pytest.approx(
+            rows * columns * inner / 1e10, rel=1e-3
+        )
 
 
 def test_disks_keep_the_rates_of_small_blocks() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from moesaic.dist import threads
 from moesaic.nn import grouped
 from moesaic.nn.bank import Bank
 from moesaic.nn.grouped import GatedExperts
@@ -108,16 +111,55 @@ def test_the_bank_names_every_element_once() -> None:
     bank.release()
 
 
-@pytest.mark.parametrize("counts", [[40, 3, 0, 9, 17, 1, 30, 25], [400, 3, 0, 9, 17, 1, 30, 25]])
-def test_threads_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares that a thread takes, and one that is too large for it, against one after another."""
-    rows = torch.randn(sum(counts), 16, requires_grad=True)
-    arena = torch.randn(8, 3 * 16 * 16, requires_grad=True)
-    cotangent, before, results = torch.randn(sum(counts), 16), torch.get_num_threads(), []
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Two threads; the shares that they have taken."""
+    before, taken = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(2)
+    if threads.crew() is None:
+        pytest.skip("this build of torch has no OpenMP to be told of threads")
+    each = threads.Crew.each
+
+    def watched(self: threads.Crew, work: Callable[[int], None], items: Iterable[int]) -> None:
+        chosen = list(items)
+        taken.extend(chosen)
+        each(self, work, chosen)
+
+    monkeypatch.setattr(threads.Crew, "each", watched)
     monkeypatch.setattr(grouped, "_SHARE_BYTES", 16 * 2 * 16 * 4)
+    yield taken
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_nothing(
+    crew: list[int], dtype: torch.dtype, adapted: bool, large: bool
+) -> None:
+    """An expert with most rows is left to all threads, which may split its sums otherwise."""
+    counts = [400 if large else 40, 3, 0, 39, 27, 1, 30, 25]
+    bank = Bank(range(8), 16, 16)
+    if adapted:
+        bank.adapt(4, 0.5)
+    for parameter in bank.parameters():
+        parameter.data.normal_()
+    learns = [p for name, p in bank.named_parameters() if not adapted or name != "arena"]
+    rows = torch.randn(sum(counts), 16, dtype=dtype, requires_grad=True)
+    cotangent, results = torch.randn(sum(counts), 16, dtype=dtype), []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        out = GatedExperts.apply(rows, arena, torch.tensor(counts), 16)
-        results.append((out, *torch.autograd.grad(out, (rows, arena), cotangent)))
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        out = bank.compute(rows, torch.tensor(counts))
+        results.append((out, *torch.autograd.grad(out, (rows, *learns), cotangent)))
+    assert set(crew) == set(range(large, max(crew) + 1))
+    for one, other in zip(*results, strict=True):
+        if large:
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other)
+
+
+def test_a_graph_of_backward_is_refused() -> None:
+    rows, _, out = experts()
+    with pytest.raises(NotImplementedError, match="leave out create_graph"):
+        torch.autograd.grad(out.square().sum(), rows, create_graph=True)

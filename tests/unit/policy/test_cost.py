@@ -15,7 +15,7 @@ from moesaic.facts.cluster import Calibration, Cluster, Curve, Device, Grid, Hea
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
-from moesaic.facts.workload import Message, Op, Product, Work, workload
+from moesaic.facts.workload import SLOTS, Message, Op, Product, Work, workload
 from moesaic.facts.workload.file import TracedProduct, TracedWork
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
 from moesaic.policy.cost.step import Costs, replicated
@@ -54,6 +54,18 @@ def test_a_measured_grid_decides_where_there_is_one() -> None:
     assert passes_s(unlike, 4e4, 4, "norm") == pytest.approx(4.0)
     assert passes_s(unlike, 4e4, 4, "adamw") == pytest.approx(4e-5)
     assert passes_s(device(), 1e11, 1) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_products_of_slots_take_what_was_measured_of_such() -> None:
+    """Where nothing was, each is started by itself."""
+    products = (Product(4, 8, 8, count=5),)
+    alone, together = Op("one", products), Op("one", products, kind=SLOTS)
+    grid, many = (Grid(rows=[4], columns=[8], inner=[8], seconds=[each]) for each in (2e-3, 1e-3))
+    measured = device(matmul=[Matmul(dtype="fp32", flops=1e12, products=grid, slots=many)])
+    assert [op_s(measured, op) for op in (alone, together)] == pytest.approx([1e-2, 5e-3])
+    unmeasured = device(matmul=[Matmul(dtype="fp32", flops=1e12, products=grid)])
+    assert op_s(unmeasured, together) == pytest.approx(op_s(unmeasured, alone) + 5e-6)
+    assert op_s(device(), together) == pytest.approx(op_s(device(), alone) + 5e-6)
 
 
 def test_attention_that_was_measured_costs_what_was_measured() -> None:

@@ -41,6 +41,8 @@ _LEAST_SLOTS = 8
 _SMALLEST_SIDE = 64
 _CUBES = 7
 """All products take about 2.3 times the largest one, and each is done three times."""
+_CUBES_OF_SLOTS = 14
+"""Likewise those of the least slots: more come with more threads, which are as much faster."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +93,30 @@ class Sizes:
 
 def suitable(
     device: torch.device, dtypes: Sequence[str] | None, largest: int | None,
-    copy_bytes: int | None, budget_s: float,
+    copy_bytes: int | None, budget_s: float, threads_each: int,
 ) -> Sizes:  # fmt: skip
-    """Sizes whose products, as many as there are, take about `budget_s` at most."""
+    """Sizes whose products, as many as there are, take about `budget_s` at most, of ranks that have
+    so many threads each."""
     types = dtypes or devices.number_types(device)
     most = largest or devices.largest_product(device)
     sides = {dtype: _largest_side(device, dtype, most, budget_s / len(types)) for dtype in types}
     copies = powers(_SMALLEST_COPY_BYTES, copy_bytes or devices.largest_copy(device), 4)
-    return Sizes(sides, copies, max(_LEAST_SLOTS, 2 * torch.get_num_threads()))
+    return Sizes(sides, copies, slots_for(threads_each))
+
+
+def slots_for(threads_each: int) -> int:
+    """Products that are done together: enough for a rank that has so many threads."""
+    return max(_LEAST_SLOTS, 4 * threads_each)
 
 
 def _largest_side(device: torch.device, dtype: str, most: int, budget_s: float) -> int:
     """The largest side that there is time for: some types crawl on devices not made for them."""
-    side = _SMALLEST_SIDE
+    side, cubes = _SMALLEST_SIDE, _CUBES + _CUBES_OF_SLOTS
     with _precision(dtype):
         while 2 * side <= most:
             weight = torch.full((side * side,), 0.5, dtype=_TYPES[dtype], device=device)
             product = _product(weight, side, side, side)
-            if 8 * _CUBES * seconds(product, lambda: devices.now(device), 0.0) > budget_s:
+            if 8 * cubes * seconds(product, lambda: devices.now(device), 0.0) > budget_s:
                 break
             side *= 2
     return side

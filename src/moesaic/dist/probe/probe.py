@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def probe(world: World, config: ProbeConfig, watch: Watch) -> Found | None:
     words = _Words(world)
     places = [Place(**said) for said in words.gather(asdict(_place(world)))]
     hosts = hosts_of(places)
-    sizes = words.gather([asdict(one) for one in _sizes(world, config)])[0]
+    sizes = words.gather([asdict(one) for one in _sizes(world, config, len(hosts[0]))])[0]
     alone, shared = (Sizes(**one) for one in sizes)
     whole = Assembly(config, places, alone, shared)
     part = _Part(world, config, hosts, words, whole, watch)
@@ -78,15 +78,17 @@ def probe(world: World, config: ProbeConfig, watch: Watch) -> Found | None:
     )
 
 
-def _sizes(world: World, config: ProbeConfig) -> list[Sizes]:
-    """What one rank with all cores, and what all at once have to do: rank 0 tries it out."""
+def _sizes(world: World, config: ProbeConfig, ranks_each: int) -> list[Sizes]:
+    """What one rank with all cores, and what all at once have to do, so many of each host: rank 0
+    tries it out."""
     if not world.leads:
         return []
-    cpu, share_s = torch.device("cpu"), _share_s(config)
+    cpu, share_s, cores = torch.device("cpu"), _share_s(config), devices.num_cores()
     asked = (config.dtypes, config.largest, config.copy_bytes)
-    shared = compute.suitable(world.device, *asked, share_s)
-    same = world.device == cpu
-    return [shared if same else compute.suitable(cpu, None, None, None, share_s), shared]
+    shared = compute.suitable(world.device, *asked, share_s, max(1, cores // ranks_each))
+    if world.device == cpu:
+        return [replace(shared, slots=compute.slots_for(cores)), shared]
+    return [compute.suitable(cpu, None, None, None, share_s, cores), shared]
 
 
 def _share_s(config: ProbeConfig) -> float:

@@ -119,16 +119,18 @@ class Flight(Step):
         first, last = number == 0, number == self.plan.num_stages - 1
         if not first:
             kept[names[0]] -= self.stream  # It has been received.
-        captured = sum(
-            captured_attention(self.s) + captured_network(self.s, i, self.routed.get(i))
-            for i in layers
-        )
+        captured = sum(map(self._captured, layers))
         if last and (self.s.casts or self.s.slices > 1):  # Else it is what the head has formed.
             captured += self.stream
         gradients = sum(self.own[index] for index in layers) + (first or last) * self.root_grads
         return _Stage(
             layers, first, last, kept, (not last) * self.stream, captured, gradients * self.s.wide
         )
+
+    def _captured(self, index: int) -> int:
+        """Gradients of a layer's results that wait for the second half."""
+        learns, routed = self.arena > 0, self.routed.get(index)
+        return captured_attention(self.s) + captured_network(self.s, index, routed, learns=learns)
 
     def _pass(self, number: int, stage: _Stage) -> None:
         """Forward of one micro-batch; what all its blocks share comes with the first stage, and
@@ -175,9 +177,8 @@ class Flight(Step):
             if index in self.routed:
                 routed = self.routed[index]
                 gradients = sum(routed.slots) * self.s.model.hidden * self.s.narrow
-                later = captured_attention(self.s) + captured_network(self.s, index, routed)
-                working = self.rows(routed, stay=True) * self.s.narrow
-                self._note(there - later + gradients + working)
+                working = self.rows(routed, stay=self.arena > 0) * self.s.narrow
+                self._note(there - self._captured(index) + gradients + working)
 
     def _second_half(self, stage: _Stage, batch: int) -> None:
         """Gradients of weights."""

@@ -176,14 +176,15 @@ def captured_attention(s: Sizes) -> int:
     return kept + s.run * (latent.width + (latent.queries or 0)) * (s.wide + s.narrow)
 
 
-def captured_network(s: Sizes, layer: int, routed: Routed | None) -> int:
-    """The same of a layer's network; `routed`: rows of its experts, if it has some."""
+def captured_network(s: Sizes, layer: int, routed: Routed | None, *, learns: bool) -> int:
+    """The same of a layer's network; `routed`: rows of its experts, if it has some, and whether
+    those experts learn."""
     model, joined = s.model, joined_bytes(s)
     kept = s.stream * s.wide
     if routed is None:
         return kept + joined + 2 * s.tokens * s.inner(layer) * s.narrow
     kept += s.run * model.experts * s.wide
-    kept += sum(routed.slots) * (model.hidden + 2 * s.ffn) * s.narrow
+    kept += learns * sum(routed.slots) * (model.hidden + 2 * s.ffn) * s.narrow
     if model.shared:
         kept += joined + 2 * s.tokens * s.shared * s.narrow
     return kept

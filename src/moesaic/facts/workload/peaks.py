@@ -218,7 +218,9 @@ class Step:
             done += num_rows
             weights = self.s.casts * num_slots * 2 * self.s.ffn * model.hidden
             after = whole + done * between + (not stay) * 2 * inner
-            most = max(most, before + 4 * inner, after + weights)
+            # Beside three there may be the gradient of a slot's matrices, before it is widened.
+            one = self.s.casts * 2 * self.s.ffn * model.hidden
+            most = max(most, before + 4 * inner, before + 3 * inner + one, after + weights)
         return most
 
     def _shares(self, slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,16 +18,19 @@ PEAK_SHARE = 0.75
 
 def product_s(device: Device, dtype: str, product: Product, *, slots: bool = False) -> float:
     """Seconds of `product.count` equal products, one after another, without starting them; those
-    of `slots` are done together."""
+    of `slots` are done together, or, where that was not measured, started one by one."""
     speed = device.speed(dtype)
     rows, columns, inner = product.rows, product.columns, product.inner
     if not (rows and columns and inner):
         return 0.0
-    grid = speed.slots if slots and speed.slots is not None else speed.products
-    if grid is not None:
-        return product.count * grid.at(rows, columns, inner)
+    if slots and speed.slots is not None:
+        return product.count * speed.slots.at(rows, columns, inner)
+    starting_s = product.count * device.call_s if slots else 0.0
+    if speed.products is not None:
+        return starting_s + product.count * speed.products.at(rows, columns, inner)
     arithmetic_s = product.flops / (PEAK_SHARE * speed.flops)
-    return max(arithmetic_s, product.elements * ITEM_BYTES[dtype] / device.memory_bandwidth)
+    memory_s = product.elements * ITEM_BYTES[dtype] / device.memory_bandwidth
+    return starting_s + max(arithmetic_s, memory_s)
 
 
 def passes_s(device: Device, moved_bytes: float, calls: int, kind: str = "") -> float:
