@@ -19,6 +19,8 @@ from moesaic.dist.products import grouped_mm, grouped_outer
 
 _SHARE_BYTES = 1 << 20
 """Between two products of a share of slots, on the CPU."""
+_CACHED = 2
+"""As many times that, the rows of a single slot, are still for one thread."""
 _LARGE = 2
 """Shares for each thread, at least: a larger one is for all threads."""
 
@@ -142,6 +144,8 @@ class Share:
     slots: slice
     rows: slice
     counts: Tensor
+    is_cached: bool
+    """Whether the cache of one core holds what stands between its products."""
 
     def multiply(
         self, rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None
@@ -173,12 +177,12 @@ class Joined:
 
 def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
-    limit = rows.shape[0]
+    limit = cached = rows.shape[0]
     if rows.device.type == "cpu":
-        crew = threads.crew()
+        crew, fitting = threads.crew(), _SHARE_BYTES // (2 * ffn * rows.element_size())
         if crew is not None:
             limit //= _LARGE * crew.size
-        limit = min(limit, _SHARE_BYTES // (2 * ffn * rows.element_size()))
+        limit, cached = min(limit, fitting), _CACHED * fitting
     cuts, first_row, row = [(0, 0)], 0, 0
     for slot, count in enumerate(counts.tolist()):
         if row > first_row and row + count - first_row > limit:
@@ -187,7 +191,12 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
         row += count
     cuts.append((len(counts), row))
     return [
-        Share(slice(slot, next_slot), slice(row, next_row), counts[slot:next_slot])
+        Share(
+            slice(slot, next_slot),
+            slice(row, next_row),
+            counts[slot:next_slot],
+            next_row - row <= cached,
+        )
         for (slot, row), (next_slot, next_row) in pairwise(cuts)
     ]
 
@@ -195,14 +204,16 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
 def for_each(parts: Sequence[Share], compute: Callable[[int], None]) -> None:
     """Have `compute` take all shares, by their places.
 
-    One that is more than half of a thread's part is taken by all threads, the rest by one each.
+    One that is more than half of a thread's part, or than a thread's cache holds, is taken by all
+    threads, the rest by one each.
     """
     places, crew = list(range(len(parts))), threads.crew() if len(parts) > 1 else None
     if crew is not None:
         rows = [share.rows.stop - share.rows.start for share in parts]
         limit = sum(rows) / (_LARGE * crew.size)
-        small = sorted((place for place in places if rows[place] <= limit), key=lambda i: -rows[i])
-        places = [place for place in places if rows[place] > limit]
+        alone = [share.is_cached and rows[place] <= limit for place, share in enumerate(parts)]
+        small = sorted((place for place in places if alone[place]), key=lambda i: -rows[i])
+        places = [place for place in places if not alone[place]]
     for place in places:
         compute(place)
     if crew is not None:

@@ -126,7 +126,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         each(self, work, chosen)
 
     monkeypatch.setattr(threads.Crew, "each", watched)
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", 16 * 2 * 16 * 4)
+    monkeypatch.setattr(grouped, "_SHARE_BYTES", 32 * 2 * 16 * 4)
     yield taken
     torch.set_num_threads(before)
 
