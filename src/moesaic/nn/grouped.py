@@ -23,6 +23,8 @@ _CACHED = 2
 """As many times that, the rows of a single slot, are still for one thread."""
 _LARGE = 2
 """Shares for each thread, at least: a larger one is for all threads."""
+_LEAST_BYTES = 8 << 20
+"""Of rows and matrices: below, waking threads takes longer than they save."""
 
 
 class GatedExperts(torch.autograd.Function):
@@ -144,8 +146,9 @@ class Share:
     slots: slice
     rows: slice
     counts: Tensor
-    is_cached: bool
-    """Whether the cache of one core holds what stands between its products."""
+    alone: bool
+    """Whether one thread takes it: it is no more than half of a thread's part, and the cache of one
+    core holds what stands between its products."""
 
     def multiply(
         self, rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None
@@ -177,12 +180,16 @@ class Joined:
 
 def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
-    limit = cached = rows.shape[0]
+    limit, most_alone = rows.shape[0], 0
     if rows.device.type == "cpu":
-        crew, fitting = threads.crew(), _SHARE_BYTES // (2 * ffn * rows.element_size())
+        crew, fitting = (
+            _crew_for(rows, counts, ffn),
+            _SHARE_BYTES // (2 * ffn * rows.element_size()),
+        )
         if crew is not None:
             limit //= _LARGE * crew.size
-        limit, cached = min(limit, fitting), _CACHED * fitting
+            most_alone = min(limit, _CACHED * fitting)
+        limit = min(limit, fitting)
     cuts, first_row, row = [(0, 0)], 0, 0
     for slot, count in enumerate(counts.tolist()):
         if row > first_row and row + count - first_row > limit:
@@ -195,29 +202,31 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
             slice(slot, next_slot),
             slice(row, next_row),
             counts[slot:next_slot],
-            next_row - row <= cached,
+            next_row - row <= most_alone,
         )
         for (slot, row), (next_slot, next_row) in pairwise(cuts)
     ]
 
 
-def for_each(parts: Sequence[Share], compute: Callable[[int], None]) -> None:
-    """Have `compute` take all shares, by their places.
+def _crew_for(rows: Tensor, counts: Tensor, ffn: int) -> threads.Crew | None:
+    """Threads for the experts, if there is enough to do for them to be woken."""
+    hidden, busy = rows.shape[1], int(counts.count_nonzero())
+    touched = (3 * ffn * busy + rows.shape[0]) * hidden * rows.element_size()
+    return threads.crew() if touched >= _LEAST_BYTES else None
 
-    One that is more than half of a thread's part, or than a thread's cache holds, is taken by all
-    threads, the rest by one each.
-    """
-    places, crew = list(range(len(parts))), threads.crew() if len(parts) > 1 else None
-    if crew is not None:
-        rows = [share.rows.stop - share.rows.start for share in parts]
-        limit = sum(rows) / (_LARGE * crew.size)
-        alone = [share.is_cached and rows[place] <= limit for place, share in enumerate(parts)]
-        small = sorted((place for place in places if alone[place]), key=lambda i: -rows[i])
-        places = [place for place in places if not alone[place]]
-    for place in places:
-        compute(place)
-    if crew is not None:
-        crew.each(compute, small)
+
+def for_each(parts: Sequence[Share], compute: Callable[[int], None]) -> None:
+    """Have `compute` take all shares, by their places: those of one thread each, the largest first,
+    after those that all threads take."""
+    crew, alone = threads.crew(), list[int]()
+    for place, share in enumerate(parts):
+        if share.alone and crew is not None:
+            alone.append(place)
+        else:
+            compute(place)
+    if crew is not None and alone:
+        alone.sort(key=lambda place: parts[place].rows.start - parts[place].rows.stop)
+        crew.each(compute, alone)
 
 
 def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(threads.Crew, "each", watched)
     monkeypatch.setattr(grouped, "_SHARE_BYTES", 32 * 2 * 16 * 4)
+    monkeypatch.setattr(grouped, "_LEAST_BYTES", 0)
     yield taken
     torch.set_num_threads(before)
 
