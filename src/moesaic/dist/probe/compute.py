@@ -298,13 +298,12 @@ def _slots(
 
 
 def _of_slots(arena: Tensor, slots: int, rows: int, columns: int, inner: int) -> _Work:
-    """The `WAYS` of `_product`, of as many experts' weights; each thread has some of them."""
+    """The `WAYS` of `_product`, of as many experts' weights; of a CPU each thread has some."""
     weights = itertools.cycle(_cut(arena, slots, inner * columns))
     counts = torch.full((slots,), rows)
     left = arena.new_full((slots * rows, inner), 1 / inner)
     right = arena.new_full((slots * rows, columns), 0.5)
-
-    crew = threads.crew()
+    crew = threads.crew() if arena.device.type == "cpu" else None
     step = slots if crew is None else max(1, slots // (2 * crew.size))
 
     def multiply() -> None:
