@@ -6,14 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from benchmarks import bubble, conversion, measure
-from benchmarks.training import TRANSFORMERS, VOCAB, Ours, Theirs, olmoe
+from benchmarks.apart import Apart
+from benchmarks.training import TRANSFORMERS, VOCAB, Ours, olmoe
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 
@@ -52,6 +54,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Peer(Protocol):
+    """What is compared with ours."""
+
+    weight: float
+    """Of the balance loss that it trains with."""
+
+    def step(self) -> float:
+        """One step; its cross-entropy."""
+
+    def balance(self) -> float:
+        """The balance loss of the next batch, as ours has it."""
+
+
 class Unlike(Exception):
     """Two contenders do not compute the same, so that no time of theirs says anything."""
 
@@ -83,9 +98,16 @@ def modes() -> list[str]:
 
 def training(family: str, rounds: int) -> Iterator[measure.Row]:
     """Tokens/s against every mode of transformers; the bar is for the quickest of them."""
-    job = job_of(family)
-    ours = Ours(job, World.solo())
-    theirs = {mode: Theirs(ours, mode) for mode in modes()}
+    with ExitStack() as stack:
+        ours = Ours(job_of(family), World.solo())
+        stack.callback(ours.run.close)
+        theirs = {mode: stack.enter_context(Apart(ours, mode)) for mode in modes()}
+        yield from race(ours, theirs, rounds)
+
+
+def race(ours: Ours, theirs: Mapping[str, Peer], rounds: int) -> Iterator[measure.Row]:
+    """Ours and theirs, which begin with the same weights, in turn."""
+    family = ours.run.job.model.family
     first, *later = differences(ours, theirs)
     what = f"{family}, {BATCH} x {SEQUENCE} tokens"
     peer = f"{TRANSFORMERS}, {' and '.join(theirs)}"
@@ -110,7 +132,7 @@ def training(family: str, rounds: int) -> Iterator[measure.Row]:
             f"training tokens/s, {what}" + f", {mode}" * bool(place), ratio, "ratio",
             bar="" if place else ">= 1.2", interval=interval, repeats=rounds,
             against=f"{TRANSFORMERS}, experts_implementation {mode}, {which}, same weights and "
-            f"batches, {threads}",
+            f"batches, a process of its own, {threads}",
         )  # fmt: skip
     tokens = BATCH * SEQUENCE
     low, high = measure.bootstrap(times.seconds["ours"])
@@ -118,10 +140,9 @@ def training(family: str, rounds: int) -> Iterator[measure.Row]:
         f"training tokens/s, {what}, absolute", tokens / times.median("ours"), "tokens/s", bar="",
         against=f"nothing; {threads}", interval=(tokens / high, tokens / low), repeats=rounds,
     )  # fmt: skip
-    ours.run.close()
 
 
-def differences(ours: Ours, theirs: dict[str, Theirs]) -> list[float]:
+def differences(ours: Ours, theirs: Mapping[str, Peer]) -> list[float]:
     """By step, how far losses of contenders with the same weights are apart at most.
 
     An error where those of the first step are not the same, the balance loss among them.

@@ -90,11 +90,11 @@ class Ours:
 
 
 class Theirs:
-    """transformers' model with the weights that `ours` has now, trained as it is."""
+    """transformers' model, trained as it is."""
 
-    def __init__(self, ours: Ours, experts: str = "grouped_mm") -> None:
+    def __init__(self, job: Job, experts: str = "grouped_mm") -> None:
         """Its products of experts are of the implementation that is called `experts`."""
-        job = self.job = ours.run.job
+        self.job = job
         self.samples, self.next = UniformSamples(job), 0
         self.weight = self._balance_weight()
         keys = {**to_huggingface(job.model, "float32"), "use_cache": False}
@@ -105,10 +105,16 @@ class Theirs:
             config = transformers.AutoConfig.for_model(**keys)
             self.model = transformers.AutoModelForCausalLM.from_config(config).train()
         self.model.set_experts_implementation(experts)
-        self._copy(ours)
         self.optimizer = self._optimizer()
 
-    def _copy(self, ours: Ours) -> None:
+    @classmethod
+    def like(cls, ours: Ours, experts: str = "grouped_mm") -> Theirs:
+        """With the weights that `ours` has now."""
+        theirs = cls(ours.run.job, experts)
+        theirs.copy(ours)
+        return theirs
+
+    def copy(self, ours: Ours) -> None:
         """Every weight of ours into the tensor, or the part of a fused one, that holds it here."""
         values = self.model.state_dict()
         places = choose(self.job.model, values)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import bubble, conversion, families
+from benchmarks.apart import Apart
 from benchmarks.bubble import Taken
 from benchmarks.training import Ours, Theirs
 
@@ -33,17 +34,27 @@ def test_contenders_of_every_family_take_the_same_steps(family: str) -> None:
     """All steps but for the balance loss, which transformers takes over all layers together."""
     job = families.job_of(family, 2, 16, **SMALL)
     ours = Ours(weighed(job, 0.0), World.solo())
-    theirs = {mode: Theirs(ours, mode) for mode in families.modes()}
+    theirs = {mode: Theirs.like(ours, mode) for mode in families.modes()}
     assert {"eager", "grouped_mm"} <= theirs.keys()
     assert max(families.differences(ours, theirs)) < families.TOLERANCE
     ours = Ours(job, World.solo())
-    assert families.differences(ours, {"eager": Theirs(ours, "eager")})[0] < families.TOLERANCE
+    assert families.differences(ours, {"eager": Theirs.like(ours, "eager")})[0] < families.TOLERANCE
+
+
+def test_a_contender_elsewhere_is_the_one_here() -> None:
+    job = families.job_of("olmoe", 2, 16, **SMALL)
+    ours = Ours(job, World.solo())
+    with Apart(ours, "eager") as there:
+        here = Theirs.like(ours, "eager")
+        assert there.weight == here.weight
+        assert there.balance() == pytest.approx(here.balance(), rel=1e-5)
+        assert [there.step(), there.step()] == pytest.approx([here.step(), here.step()], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", families.SHAPES)
 def test_nobody_measures_where_weights_differ(family: str) -> None:
     ours = Ours(families.job_of(family, 2, 16, **SMALL), World.solo())
-    other = Theirs(ours)
+    other = Theirs.like(ours)
     with torch.no_grad():
         other.model.lm_head.weight.mul_(1.5)
     with pytest.raises(families.Unlike, match=family):
@@ -54,7 +65,7 @@ def test_a_balance_loss_that_transformers_has_not_is_refused() -> None:
     job = families.job_of("deepseek_v3", 2, 16, **SMALL)
     ours = Ours(weighed(job, 0.01), World.solo())
     with pytest.raises(ValueError, match=r"routing\.balance_loss = 0\.01"):
-        Theirs(ours)
+        Theirs.like(ours)
 
 
 def test_who_is_done_early_waits_for_the_last() -> None:

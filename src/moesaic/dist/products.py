@@ -1,4 +1,4 @@
-"""Matrix products of many slots at once: the one seam for expert compute.
+"""Matrix products, of one weight and of many slots at once: the one seam for what multiplies.
 
 Rows are sorted by slot; `counts[s]` of them (a tensor on the host) belong to slot s. Weights are
 views of an arena: [slots, N, K] with any stride between slots. The products are custom ops, so
@@ -15,15 +15,34 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moesaic.dist.device import prefers_onednn
+
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
+_OPS.define("product(Tensor rows, Tensor weight, bool transposed) -> Tensor")
+_OPS.define("product_into(Tensor rows, Tensor weight, bool transposed, Tensor(a!) out) -> ()")
 _OPS.define("grouped_mm(Tensor rows, Tensor weight, Tensor counts, bool transposed) -> Tensor")
 _OPS.define(
     "grouped_mm_into(Tensor rows, Tensor weight, Tensor counts, bool transposed, Tensor(a!) out)"
     " -> ()"
 )
 _OPS.define("grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out) -> ()")
+
+
+def _product(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    outwards = weight if transposed else weight.T
+    if not by_onednn(rows, weight):
+        return rows @ outwards.T
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, outwards, None, "none", [], "")
+    return product
+
+
+def _product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -> None:
+    if by_onednn(rows, weight):
+        out.copy_(_product(rows, weight, transposed))
+    else:
+        torch.mm(rows, weight.T if transposed else weight, out=out)
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
@@ -67,6 +86,14 @@ def _empty(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Te
     return rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
 
 
+def _empty_product(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0 if transposed else 1]))
+
+
+def _fake_product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -> None:
+    return None
+
+
 def _fake_mm_into(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
 ) -> None:
@@ -77,12 +104,32 @@ def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> Non
     return None
 
 
+_OPS.impl("product", _product, "CompositeExplicitAutograd")
+_OPS.impl("product_into", _product_into, "CompositeExplicitAutograd")
 _OPS.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
 _OPS.impl("grouped_mm_into", _grouped_mm_into, "CompositeExplicitAutograd")
 _OPS.impl("grouped_outer", _grouped_outer, "CompositeExplicitAutograd")
+torch.library.register_fake("moesaic::product", _empty_product, lib=_OPS)
+torch.library.register_fake("moesaic::product_into", _fake_product_into, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_mm", _empty, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_mm_into", _fake_mm_into, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_outer", _fake_outer, lib=_OPS)
+
+
+def product(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None) -> Tensor:
+    """Rows @ weight, or rows @ weight.T if `transposed`; for sizes that come again and again."""
+    if out is None:
+        out = torch.ops.moesaic.product.default(rows, weight, transposed)
+    else:
+        torch.ops.moesaic.product_into.default(rows, weight, transposed, out)
+    return out
+
+
+def by_onednn(rows: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies these. It takes most of a millisecond to get ready for sizes that
+    it has not met, so that experts, whose rows are never the same number, are none of its work."""
+    kinds = {(t.dtype, t.device.type) for t in (rows, weight)}
+    return kinds == {(torch.float32, "cpu")} and rows.numel() > 0 and prefers_onednn()
 
 
 def grouped_mm(
@@ -110,6 +157,11 @@ def _by_library(rows: Tensor, weight: Tensor) -> bool:
 
 def _ends(counts: Tensor, device: torch.device) -> Tensor:
     return counts.cumsum(0).to(torch.int32).to(device, non_blocking=True)
+
+
+@register_flop_formula([torch.ops.moesaic.product, torch.ops.moesaic.product_into])
+def _product_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * weight[0] * weight[1]
 
 
 @register_flop_formula([torch.ops.moesaic.grouped_mm, torch.ops.moesaic.grouped_mm_into])

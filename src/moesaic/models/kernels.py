@@ -132,8 +132,8 @@ class Passes(TorchDispatchMode):
         seen = self._place()
         seen.calls += 1
         found = products(func, name, args, kwargs or {}, out)
-        if func.namespace == HOUSE:
-            _see_slots(seen, name, args)
+        if func.namespace == HOUSE and name == "grouped_outer":
+            _see_slots(seen, args)
         if found is None:
             placing = name in GRADIENTS and torch._C._current_autograd_node() is not None
             seen.moved_bytes += _moved(f"{name}_" if placing else name, read, written)
@@ -207,16 +207,14 @@ def touched(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def _see_slots(seen: Seen, name: str, args: Any) -> None:
-    """Gradients in another type than factors are written once more."""
-    busy = int((args[2] > 0).sum())
-    if name == "grouped_outer":
-        left, out = args[0], args[3]
-        size = out[0].numel()
-        seen.moved_bytes += (len(out) - busy) * size * out.itemsize
-        if left.dtype != out.dtype:
-            seen.calls += busy
-            seen.moved_bytes += busy * size * (left.itemsize + out.itemsize)
+def _see_slots(seen: Seen, args: Any) -> None:
+    """Zeros of slots without rows; gradients in another type than factors, written once more."""
+    left, busy, out = args[0], int((args[2] > 0).sum()), args[3]
+    size = out[0].numel()
+    seen.moved_bytes += (len(out) - busy) * size * out.itemsize
+    if left.dtype != out.dtype:
+        seen.calls += busy
+        seen.moved_bytes += busy * size * (left.itemsize + out.itemsize)
 
 
 def products(func: Any, name: str, args: Any, kwargs: Named, out: Any) -> Shapes | None:
@@ -296,6 +294,11 @@ def _evenly(total: int, groups: int) -> Iterator[tuple[int, int]]:
     yield from ((size, n) for size, n in ((each + 1, more), (each, groups - more)) if size and n)
 
 
+def _rows(given: Named) -> Shapes:
+    (rows, inner), weight = given["rows"].shape, given["weight"].shape
+    yield Shape(rows, weight[0 if given["transposed"] else 1], inner), 1
+
+
 def _expert_rows(given: Named) -> Shapes:
     rows, weight = given["rows"], given["weight"]
     columns = weight.shape[1] if given["transposed"] else weight.shape[2]
@@ -373,6 +376,8 @@ SHAPES: dict[str, Callable[[Named], Shapes]] = {
     "addmv": _matrices("mat", "vec"),
     "dot": _matrices("self", "tensor"),
     "_grouped_mm": _grouped,
+    "product": _rows,
+    "product_into": _rows,
     "grouped_mm": _expert_rows,
     "grouped_mm_into": _expert_rows,
     "grouped_outer": _expert_weights,

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan, block_names
-from moesaic.nn.attention import Attention, FeedForward, RMSNorm, SlicedNorm
+from moesaic.nn.attention import Attention, FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary, compute_dtype
 from moesaic.nn.dispatch import Dispatcher, Ranks
 from moesaic.nn.latent import LatentAttention
 from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE
+from moesaic.nn.norm import RMSNorm, SlicedNorm
 from moesaic.nn.router import Router, SigmoidRouter
 from moesaic.nn.slices import WHOLE, Slices
 

@@ -1,12 +1,18 @@
-"""Grouped-query attention with rotary positions, RMS norm and the dense feed-forward network."""
+"""Grouped-query attention with rotary positions, and the dense feed-forward network."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from moesaic.dist.products import by_onednn, product
 from moesaic.nn.context import Context, Rotary
+from moesaic.nn.halves import asked_for
+from moesaic.nn.norm import RMSNorm
 from moesaic.nn.slices import WHOLE, Slices
 
 
@@ -29,39 +35,41 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
-        result = F.linear(x, self.weight)
+        result = multiply(x, self.weight)
         if self.lora_a is None or self.lora_b is None:
             return result
         return result + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
-class RMSNorm(nn.Module):
-    """x / root mean square(x) * weight over the last dimension."""
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply by weight.T over the last dimension.
 
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.epsilon = epsilon
+    The engine for recurring sizes does it only where autograd records, as those of training are, so
+    that last digits may be others where it does not.
+    """
+    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not learning or torch.is_autocast_enabled(x.device.type) or not by_onednn(x, weight):
+        return F.linear(x, weight)
+    result: Tensor = _Multiplied.apply(x.reshape(-1, x.shape[-1]), weight)
+    return result.view(*x.shape[:-1], weight.shape[0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        wide = x.to(self.weight.dtype)  # Under autocast it may be narrower.
-        return F.rms_norm(wide, (x.shape[-1],), self.weight, self.epsilon)
 
+class _Multiplied(torch.autograd.Function):
+    """Products of sizes that are the same in every step, by what multiplies those fastest."""
 
-class SlicedNorm(RMSNorm):
-    """The same over channels that lie on several slices, of which `width` are this one's."""
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by weight.T."""
+        ctx.save_for_backward(rows, weight)
+        return product(rows, weight, transposed=True)
 
-    def __init__(self, width: int, epsilon: float, slices: Slices) -> None:
-        super().__init__(width, epsilon)
-        self.slices = slices
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        wide = x.to(self.weight.dtype)
-        squares = self.slices.sum(wide.square().sum(dim=-1, keepdim=True))
-        mean = squares / (x.shape[-1] * self.slices.count)
-        return wide * torch.rsqrt(mean + self.epsilon) * self.weight
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of rows and weight; in a backward that comes in halves, of one of them."""
+        rows, weight = ctx.saved_tensors
+        of_rows = product(grads[0], weight, transposed=False) if asked_for(ctx, 0) else None
+        return of_rows, grads[0].T @ rows if asked_for(ctx, 1) else None
 
 
 class Attention(nn.Module):
@@ -137,9 +145,35 @@ def attend(
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn channel pairs (i, i + d/2) of [batch, heads, sequence, d] by the positions' angles."""
-    left, right = x.chunk(2, dim=-1)
-    cosine, sine = rotary.cosine, rotary.sine
-    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
+    turned: Tensor = _Turned.apply(x, rotary.cosine, rotary.sine)
+    return turned
+
+
+class _Turned(torch.autograd.Function):
+    """Backward turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Turn; the result lies in memory as `x` does."""
+        ctx.save_for_backward(cosine, sine)
+        ctx.dtype = x.dtype
+        return _turn(x, cosine, sine, 1.0, torch.promote_types(x.dtype, cosine.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, turned back."""
+        cosine, sine = ctx.saved_tensors
+        return _turn(grads[0], cosine, sine, -1.0, ctx.dtype), None, None
+
+
+def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
+    wide = x.to(cosine.dtype)
+    turned = torch.empty_like(wide)
+    (left, right), (first, second) = wide.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    torch.mul(left, cosine, out=first).addcmul_(right, sine, value=-sign)
+    torch.mul(right, cosine, out=second).addcmul_(left, sine, value=sign)
+    return turned.to(dtype)
 
 
 class FeedForward(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.nn.grouped import GatedExperts, arena_views
 from moesaic.nn.lora import AdaptedExperts, Adapters
+from moesaic.nn.routes import Routes
 from moesaic.nn.slices import WHOLE, Slices
 
 
@@ -41,15 +42,15 @@ class Bank(nn.Module):
     def release(self) -> None:
         """Forward is through with the slots; backward may not be."""
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows sorted by slot, each through its expert."""
+    def compute(self, tokens: Tensor, routes: Routes, weights_NK: Tensor | None = None) -> Tensor:
+        """Each token's rows through their experts, added up, weighted if there are weights."""
         arena = self.acquire()
         results: Tensor
         if self.adapters is None:
-            results = GatedExperts.apply(rows, arena, counts, self.ffn)
+            results = GatedExperts.apply(tokens, arena, weights_NK, self.ffn, *routes)
         else:
             own, shape = self.adapters.arena, self.adapters.shape
-            results = AdaptedExperts.apply(rows, arena, own, counts, shape)
+            results = AdaptedExperts.apply(tokens, arena, own, weights_NK, shape, *routes)
         self.release()
         return results
 

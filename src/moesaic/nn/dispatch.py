@@ -2,8 +2,9 @@
 
 `count` says how many tokens go where, over all ranks: one all-gather of counts serves the exchange,
 the balance loss, capacity and the report. `start` launches the exchange, `finish` waits for it and
-puts rows in order of (slot, global token), the same whatever the layout. `combine` brings results
-back and adds them up, weighted, in the order of each token's choices.
+says how rows come about in order of (slot, global token), the same whatever the layout. `combine`
+brings results back and adds them up, weighted, in the order of each token's choices. Tokens that
+stay on their rank are neither copied nor brought back: experts read and add up by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from moesaic.dist.collectives import Exchange, gather
 from moesaic.dist.world import Group
 from moesaic.nn.router import NOBODY
+from moesaic.nn.routes import Routes, add_up, inverse
 from moesaic.nn.slices import WHOLE, Slices
 
 _BLOCK_ROWS = 1024
@@ -62,16 +64,15 @@ class Sent:
     """Tokens on their way."""
 
     rows: Tensor
-    works: list[Any]
-    order: Tensor
-    """Flat (token, choice) index of each row that leaves this rank, sorted by slot."""
-    inverse_TK: Tensor
-    """Row that carries each (token, choice); 0 where nobody does."""
-    arrival: Tensor | None = None
-    """Which arrived row stands at each place of slot order; None where they arrive in order."""
+    """Those that arrive; tokens themselves where all experts are on this rank."""
+    weights_TK: Tensor
+    home: Routes
+    """From this rank's tokens to the rows that leave it."""
+    arrived: Routes | None = None
+    """From the rows that arrive to those of this rank's experts; None where none travels."""
+    works: list[Any] = field(default_factory=list)
     send: list[int] = field(default_factory=list)
     receive: list[int] = field(default_factory=list)
-    slot_counts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 class Dispatcher:
@@ -112,33 +113,31 @@ class Dispatcher:
         dropped = int(asked_RKE.sum() - kept_RKE.sum())
         return Counted(kept_TK, asked_RKE.sum(0), kept_RKE.sum(1), tokens, dropped)
 
-    def start(self, tokens_TH: Tensor, counted: Counted) -> Sent:
+    def start(self, tokens_TH: Tensor, weights_TK: Tensor, counted: Counted) -> Sent:
         """Launch the exchange of tokens."""
-        flat = counted.experts_TK.reshape(-1)
-        flat = torch.where(flat == NOBODY, self.experts, flat)
+        present_TK = counted.experts_TK != NOBODY
+        flat = torch.where(present_TK, counted.experts_TK, self.experts).reshape(-1)
         counts_RE = counted.counts_RE
         if self._slots is not None:  # From here on slots stand where experts did.
             flat, counts_RE = self._places(flat.device)[flat], counts_RE[:, self._slots]
-        order = flat.argsort(stable=True)
-        leaving = int(counts_RE[self.ranks.rank].sum())
-        order = order[:leaving]
-        inverse = torch.zeros_like(flat)
-        inverse[order] = torch.arange(leaving, device=flat.device)
-        inverse_TK = inverse.view(counted.experts_TK.shape)
-        rows = Gather.apply(tokens_TH, order, inverse_TK, counted.experts_TK != NOBODY)
-        sent = Sent(rows, [], order, inverse_TK)
+        counts_E = counts_RE[self.ranks.rank]
+        order = flat.argsort(stable=True)[: int(counts_E.sum())]
+        rows_TK = inverse(order, len(flat)).view(present_TK.shape)
+        home = Routes(counts_E, order, rows_TK, present_TK)
+        weights_TK = torch.where(present_TK, weights_TK, 0.0).to(tokens_TH.dtype)
         group = self.ranks.group
         if group is None:
-            sent.slot_counts = counts_RE[self.ranks.rank]
-            return sent
+            return Sent(tokens_TH, weights_TK, home)
         share = self.experts // len(self.ranks.group_ranks)
         me = self.ranks.group_ranks.index(self.ranks.rank)
         mine_RS = counts_RE[list(self.ranks.group_ranks), me * share : (me + 1) * share]
-        sent.send = counts_RE[self.ranks.rank].view(-1, share).sum(1).tolist()
+        sent = Sent(tokens_TH, weights_TK, home)
+        sent.send = counts_E.view(-1, share).sum(1).tolist()
         sent.receive = mine_RS.sum(1).tolist()
-        sent.slot_counts = mine_RS.sum(0)
-        sent.arrival = _slot_order(mine_RS).to(tokens_TH.device)
+        rows = Gather.apply(tokens_TH, *home[1:])
         sent.rows = Exchange.apply(rows, sent.send, sent.receive, group, sent.works)
+        arrival = _slot_order(mine_RS).to(tokens_TH.device)
+        sent.arrived = Routes(mine_RS.sum(0), arrival)
         return sent
 
     def _places(self, device: torch.device) -> Tensor:
@@ -149,27 +148,21 @@ class Dispatcher:
             self._places_E = slots.argsort()
         return self._places_E
 
-    def finish(self, sent: Sent) -> tuple[Tensor, Tensor]:
-        """Wait; rows in order of (slot, global token), and how many each slot has (on the host)."""
+    def finish(self, sent: Sent) -> tuple[Tensor, Routes, Tensor | None]:
+        """Wait; what has arrived, how experts take it, and weights if they are to add up."""
         _wait(sent.works)
-        if sent.arrival is None:
-            return sent.rows, sent.slot_counts
-        sent.rows = Permute.apply(sent.rows, sent.arrival)
-        return sent.rows, sent.slot_counts
+        if sent.arrived is None:
+            return sent.rows, sent.home, sent.weights_TK
+        return sent.rows, sent.arrived, None
 
-    def combine(self, results: Tensor, weights_TK: Tensor, counted: Counted, sent: Sent) -> Tensor:
-        """Bring results (in slot order) back to their tokens and add them up, weighted."""
-        if sent.arrival is not None:
-            back = torch.empty_like(sent.arrival)
-            back[sent.arrival] = torch.arange(len(back), device=back.device)
-            results = Permute.apply(results, back)
-            works: list[Any] = []
-            group = self.ranks.group
-            results = Exchange.apply(results, sent.receive, sent.send, group, works)
-            _wait(works)
-        present = counted.experts_TK != NOBODY
-        weights_TK = torch.where(present, weights_TK, 0.0).to(results.dtype)
-        combined: Tensor = Combine.apply(results, weights_TK, sent.order, sent.inverse_TK)
+    def combine(self, results: Tensor, sent: Sent) -> Tensor:
+        """Bring results of what has arrived back to their tokens and add them up, weighted."""
+        if sent.arrived is None:
+            return results
+        works: list[Any] = []
+        results = Exchange.apply(results, sent.receive, sent.send, self.ranks.group, works)
+        _wait(works)
+        combined: Tensor = Combine.apply(results, sent.weights_TK, *sent.home[1:3])
         return combined
 
 
@@ -217,17 +210,17 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens_TH: Tensor, order: Tensor, inverse_TK: Tensor, present_TK: Tensor
+        ctx: Any, tokens_TH: Tensor, order: Tensor, rows_TK: Tensor, present_TK: Tensor
     ) -> Tensor:
         """Rows sorted by slot."""
-        ctx.save_for_backward(inverse_TK, present_TK)
-        return tokens_TH.index_select(0, order // inverse_TK.shape[1])
+        ctx.save_for_backward(rows_TK, present_TK)
+        return tokens_TH.index_select(0, order // rows_TK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Add up the gradients of a token's copies, in the order of its choices."""
-        inverse_TK, present_TK = ctx.saved_tensors
-        return _add_up(grads[0], inverse_TK, present_TK.to(grads[0].dtype)), None, None, None
+        rows_TK, present_TK = ctx.saved_tensors
+        return add_up(grads[0], rows_TK, present_TK.to(grads[0].dtype)), None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -235,21 +228,21 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights_TK: Tensor, order: Tensor, inverse_TK: Tensor
+        ctx: Any, rows: Tensor, weights_TK: Tensor, order: Tensor, rows_TK: Tensor
     ) -> Tensor:
         """Tokens from rows."""
-        ctx.save_for_backward(rows, weights_TK, order, inverse_TK)
-        return _add_up(rows, inverse_TK, weights_TK)
+        ctx.save_for_backward(rows, weights_TK, order)
+        return add_up(rows, rows_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Gradients of rows and weights."""
-        rows, weights_TK, order, inverse_TK = ctx.saved_tensors
+        rows, weights_TK, order = ctx.saved_tensors
         weights = weights_TK.view(-1)[order]
         grad_rows, products = torch.empty_like(rows), torch.empty_like(weights)
         # On the CPU in blocks: what lies between three passes stays in the cache.
         size = _BLOCK_ROWS if rows.device.type == "cpu" else max(len(rows), 1)
-        sources = order // inverse_TK.shape[1]
+        sources = order // weights_TK.shape[1]
         split = (t.split(size) for t in (sources, rows, weights, grad_rows, products))
         for source, row, weight, grad_row, product in zip(*split, strict=True):
             spread = grads[0].index_select(0, source)
@@ -258,28 +251,3 @@ class Combine(torch.autograd.Function):
         grad_weights = torch.zeros_like(weights_TK).view(-1)
         grad_weights[order] = products
         return grad_rows, grad_weights.view(weights_TK.shape), None, None
-
-
-class Permute(torch.autograd.Function):
-    """Rows in another order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        """rows[index]."""
-        ctx.save_for_backward(index)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The same rows, back in their old order."""
-        (index,) = ctx.saved_tensors
-        result = torch.empty_like(grads[0])
-        result[index] = grads[0]
-        return result, None
-
-
-def _add_up(rows: Tensor, inverse_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Sum over k of weights[t, k] * rows[inverse[t, k]], without the [T, K, H] between."""
-    if rows.shape[0] == 0 or inverse_TK.shape[0] == 0:
-        return rows.new_zeros((inverse_TK.shape[0], rows.shape[1]))
-    return F.embedding_bag(inverse_TK, rows, mode="sum", per_sample_weights=weights_TK)

@@ -1,7 +1,4 @@
-"""The network of experts over rows sorted by slot, from and to one arena.
-
-`counts[s]` rows (a tensor on the host) belong to slot s.
-"""
+"""The network of experts over tokens' rows sorted by slot, from and to one arena."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ from torch import Tensor
 
 from moesaic.dist import threads
 from moesaic.dist.products import grouped_mm, grouped_outer
+from moesaic.nn.halves import asked_for, refuse_second_order
+from moesaic.nn.routes import Routes
 
 _SHARE_BYTES = 1 << 20
 """Between two products of a share of slots, on the CPU."""
@@ -28,77 +27,88 @@ _LEAST_BYTES = 8 << 20
 
 
 class GatedExperts(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)) for rows sorted by slot, straight from and to one arena.
+    """Sums of down(silu(gate(x)) * up(x)) over each token's rows, straight from one arena.
 
     gate and up are one product. On the CPU a few slots are taken at a time, so that what stands
-    between two products never leaves the cache. The gradient of the arena is written once. Slots
-    without rows get zeros.
+    between two products never leaves the cache; rows are copied from tokens, and from gradients of
+    tokens, as they are needed, and only what comes of gate and up is kept. A row's weight meets
+    what is between the products: its own gradient is found there. The gradient of the arena is
+    written once. Slots without rows get zeros.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, arena: Tensor, counts: Tensor, ffn: int) -> Tensor:
-        """Compute in the dtype of `rows`."""
-        gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        parts = shares(rows, counts, ffn)
-        results, inners = Joined(parts, rows, rows.shape[1]), Joined(parts, rows, 2 * ffn)
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        arena: Tensor,
+        weights_NK: Tensor | None,
+        ffn: int,
+        *routes: Tensor | None,
+    ) -> Tensor:
+        """Compute in the dtype of `tokens`, along `Routes.of(routes)`."""
+        way = Routes.of(routes)
+        gate_up, down = arena_views(arena, ffn, tokens.shape[1])
+        parts = shares(tokens, way.counts, ffn)
+        inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
+        own = Copies(tokens, way)
 
         def compute(place: int) -> None:
             share = parts[place]
-            inner = inners.multiply(share, rows[share.rows], gate_up, transposed=True)
-            gate, up = inner.chunk(2, dim=1)
-            results.multiply(share, F.silu(gate).mul_(up), down, transposed=True)
+            inner = inners.multiply(share, own[share], gate_up, transposed=True)
+            results.multiply(share, activate(inner), down, transposed=True)
 
         for_each(parts, compute)
-        ctx.save_for_backward(rows, arena, counts, inners.whole)
+        ctx.save_for_backward(tokens, arena, weights_NK, inners.whole, *routes)
         ctx.ffn, ctx.ahead = ffn, None
-        return results.whole
+        return results.add_up(weights_NK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Gradients of rows, and of the arena; in a backward that comes in halves, of one of them.
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of tokens and weights, and of the arena; in a backward that comes in halves, of
+        the ones or the other.
 
-        The half for rows keeps the gradients between the products for the one for the arena.
+        The first half keeps the gradients between the products for the second.
         """
         refuse_second_order()
-        rows, arena, counts, inners = ctx.saved_tensors
-        ffn, grad = ctx.ffn, grads[0].contiguous()
-        of_rows, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
+        tokens, arena, weights_NK, inners, *routes = ctx.saved_tensors
+        ffn, way = ctx.ffn, Routes.of(routes)
+        of_tokens, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
+        of_tokens |= weights_NK is not None and asked_for(ctx, 2)
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
         grad_arena = torch.empty_like(arena) if of_arena else None
-        gate_up, down = arena_views(arena, ffn, rows.shape[1])
-        parts = shares(rows, counts, ffn) if known is None else known.parts
+        gate_up, down = arena_views(arena, ffn, tokens.shape[1])
+        parts = shares(tokens, way.counts, ffn) if known is None else known.parts
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
-        grad_rows = Joined(parts, rows, rows.shape[1]) if of_rows else None
+        weighed = Weighed(weights_NK, way) if known is None else known.weighed
+        own, spread = Copies(tokens, way), Copies(grads[0], way)
+        grad_tokens = Returned(parts, tokens, way) if of_tokens else None
         keeps = ctx.needs_input_grad[1] and not of_arena
 
         def compute(place: int) -> None:
-            share, grad_inner = parts[place], made[place]
-            gate, up = inners[share.rows].chunk(2, dim=1)
-            activated = F.silu(gate)
+            share, grad_inner, inner = parts[place], made[place], inners[parts[place].rows]
+            grad = spread[share]
             if grad_inner is None:
-                grad_activated = share.multiply(grad[share.rows], down, transposed=False)
-                grad_inner = _back_to_inner(grad_activated, gate, up, activated)
+                grad_activated = share.multiply(grad, down, transposed=False)
+                activated, grad_inner = go_back(share, inner, grad_activated, weighed)
                 del grad_activated
+            else:
+                activated = activate(inner)
             if grad_arena is not None:
-                grad_gate_up, grad_down = arena_views(grad_arena, ffn, rows.shape[1])
-                activated.mul_(up)
-                grouped_outer(grad[share.rows], activated, share.counts, grad_down[share.slots])
-                grouped_outer(grad_inner, rows[share.rows], share.counts, grad_gate_up[share.slots])
-            del activated
-            if grad_rows is not None:
-                grad_rows.multiply(share, grad_inner, gate_up, transposed=False)
+                grad_gate_up, grad_down = arena_views(grad_arena, ffn, tokens.shape[1])
+                weighed.scale(share, activated)
+                grouped_outer(grad, activated, share.counts, grad_down[share.slots])
+                del grad, activated
+                grouped_outer(grad_inner, own[share], share.counts, grad_gate_up[share.slots])
+            if grad_tokens is not None:
+                grad_tokens.multiply(share, grad_inner, gate_up, transposed=False)
             made[place] = grad_inner if keeps else None
 
         for_each(parts, compute)
         if keeps:
-            ctx.ahead = Ahead(grads[0], grads[0]._version, parts, made)
-        return None if grad_rows is None else grad_rows.whole, grad_arena, None, None
-
-
-def refuse_second_order() -> None:
-    """Stop a backward that is to have a graph of its own: in threads that would get lost."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError("experts have no second derivative: leave out create_graph")
+            ctx.ahead = Ahead(grads[0], grads[0]._version, parts, made, weighed)
+        of_inputs = None if grad_tokens is None else grad_tokens.add_up()
+        none = [None] * (1 + len(routes))
+        return of_inputs, grad_arena, weighed.gradient() if of_tokens else None, *none
 
 
 class Ahead(NamedTuple):
@@ -109,6 +119,7 @@ class Ahead(NamedTuple):
     parts: list[Share]
     inners: list[Tensor | None]
     """Gradients between the products, share by share."""
+    weighed: Weighed
 
 
 def ahead_of(ahead: Ahead | None, grad: Tensor) -> Ahead | None:
@@ -118,25 +129,27 @@ def ahead_of(ahead: Ahead | None, grad: Tensor) -> Ahead | None:
     return ahead
 
 
-def asked_for(ctx: Any, position: int) -> bool:
-    """Whether this backward needs the gradient of an input; torch tells only its own functions."""
-    node = ctx.next_functions[position][0]
-    if node is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # It does not say so of a leaf that `autograd.grad` is to return.
-        return True
+def activate(inner: Tensor) -> Tensor:
+    """silu(gate) * up of gate and up side by side."""
+    gate, up = inner.chunk(2, dim=1)
+    return F.silu(gate).mul_(up)
 
 
-def _back_to_inner(grad_activated: Tensor, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
-    """The gradient of gate and up, side by side, where `activated` is silu(gate); writes over
-    `grad_activated`."""
-    ffn = gate.shape[1]
-    grad_inner = gate.new_empty((len(gate), 2 * ffn))
-    torch.mul(grad_activated, activated, out=grad_inner[:, ffn:])
-    torch.ops.aten.silu_backward(grad_activated.mul_(up), gate, grad_input=grad_inner[:, :ffn])
-    return grad_inner
+def go_back(share: Share, inner: Tensor, grad: Tensor, weighed: Weighed) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up, and the gradient of gate and up, side by side as in `inner`.
+
+    `grad` is the gradient of silu(gate) * up as if rows had no weights, and is written over; what
+    those weights have for gradients is left with `weighed`.
+    """
+    gate, up = inner.chunk(2, dim=1)
+    silu = F.silu(gate)
+    activated = silu * up
+    weighed.back(share, grad, activated)
+    grad_inner = torch.empty_like(inner)
+    grad_gate, grad_up = grad_inner.chunk(2, dim=1)
+    torch.mul(grad, silu, out=grad_up)
+    torch.ops.aten.silu_backward(grad.mul_(up), gate, grad_input=grad_gate)
+    return activated, grad_inner
 
 
 @dataclass(frozen=True)
@@ -163,29 +176,101 @@ class Joined:
 
     whole: Tensor
 
-    def __init__(self, parts: Sequence[Share], rows: Tensor, width: int) -> None:
-        """For results as wide as `width`, of all `rows`."""
+    def __init__(self, parts: Sequence[Share], like: Tensor, width: int) -> None:
+        """For results as wide as `width`, in dtype and place of `like`."""
         self._several = len(parts) > 1
         if self._several:
-            self.whole = rows.new_empty((len(rows), width))
+            self.whole = like.new_empty((parts[-1].rows.stop, width))
+
+    def place(self, share: Share) -> Tensor | None:
+        """Where the share's results belong, if there is such a place."""
+        return self.whole[share.rows] if self._several else None
+
+    def put(self, share: Share, results: Tensor) -> None:
+        """Results that have been written to their place, or have none yet."""
+        del share
+        if not self._several:
+            self.whole = results
 
     def multiply(self, share: Share, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
-        """As the share does; the place of its rows in the whole."""
-        if self._several:
-            out = self.whole[share.rows]
-            return share.multiply(rows, weight, transposed=transposed, out=out)
-        self.whole = share.multiply(rows, weight, transposed=transposed)
-        return self.whole
+        """As the share does; its results are where they belong."""
+        results = share.multiply(rows, weight, transposed=transposed, out=self.place(share))
+        self.put(share, results)
+        return results
 
 
-def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
+class Returned(Joined):
+    """Results of all shares, as wide as tokens, for the tokens whose rows they come from."""
+
+    def __init__(self, parts: Sequence[Share], tokens: Tensor, way: Routes) -> None:
+        super().__init__(parts, tokens, tokens.shape[1])
+        self._way, self._moved = way, way.rows_NK is None
+        if self._moved:  # Each token has one: its results go straight there.
+            self.whole = torch.empty_like(tokens)
+
+    def place(self, share: Share) -> Tensor | None:
+        """None where results have another order than rows."""
+        return None if self._moved else super().place(share)
+
+    def put(self, share: Share, results: Tensor) -> None:
+        """Results that have been written to their place, or have none yet."""
+        if self._moved:
+            self.whole.index_put_((self._way.order_R[share.rows],), results)
+        else:
+            super().put(share, results)
+
+    def add_up(self, weights_NK: Tensor | None = None) -> Tensor:
+        """Sums by token, weighted if there are weights."""
+        return self.whole if self._moved else self._way.add_up(self.whole, weights_NK)
+
+
+class Copies:
+    """Rows of shares, copied from tokens when they are asked for."""
+
+    def __init__(self, tokens: Tensor, way: Routes) -> None:
+        self._tokens, self._tokens_R = tokens, way.tokens_R
+
+    def __getitem__(self, share: Share) -> Tensor:
+        """The rows of one share."""
+        return self._tokens.index_select(0, self._tokens_R[share.rows])
+
+
+class Weighed:
+    """Weights of rows, if they have some, where backward comes to what is between the products."""
+
+    def __init__(self, weights_NK: Tensor | None, way: Routes) -> None:
+        self._weights_NK, self._order_R = weights_NK, way.order_R
+        if weights_NK is not None:
+            self._weights_R = weights_NK.view(-1)[way.order_R]
+            self._grads_R = torch.empty_like(self._weights_R)
+
+    def back(self, share: Share, grad: Tensor, inner: Tensor) -> None:
+        """Find the gradients of the share's weights and put the weights into `grad`, the gradient
+        that `inner`, without weights, would have."""
+        if self._weights_NK is not None:
+            torch.sum(grad * inner, dim=1, out=self._grads_R[share.rows])
+            self.scale(share, grad)
+
+    def scale(self, share: Share, rows: Tensor) -> None:
+        """Multiply the share's rows by their weights."""
+        if self._weights_NK is not None:
+            rows.mul_(self._weights_R[share.rows, None])
+
+    def gradient(self) -> Tensor | None:
+        """That of all weights."""
+        if self._weights_NK is None:
+            return None
+        grad = torch.zeros_like(self._weights_NK)
+        grad.view(-1)[self._order_R] = self._grads_R
+        return grad
+
+
+def shares(tokens: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
-    limit, most_alone = rows.shape[0], 0
-    if rows.device.type == "cpu":
-        crew, fitting = (
-            _crew_for(rows, counts, ffn),
-            _SHARE_BYTES // (2 * ffn * rows.element_size()),
-        )
+    limit, most_alone = int(counts.sum()), 0
+    if tokens.device.type == "cpu":
+        crew = _crew_for(tokens, counts, ffn)
+        fitting = _SHARE_BYTES // (2 * ffn * tokens.element_size())
         if crew is not None:
             limit //= _LARGE * crew.size
             most_alone = min(limit, _CACHED * fitting)
@@ -208,10 +293,10 @@ def shares(rows: Tensor, counts: Tensor, ffn: int) -> list[Share]:
     ]
 
 
-def _crew_for(rows: Tensor, counts: Tensor, ffn: int) -> threads.Crew | None:
+def _crew_for(tokens: Tensor, counts: Tensor, ffn: int) -> threads.Crew | None:
     """Threads for the experts, if there is enough to do for them to be woken."""
-    hidden, busy = rows.shape[1], int(counts.count_nonzero())
-    touched = (3 * ffn * busy + rows.shape[0]) * hidden * rows.element_size()
+    busy, num_rows = int(counts.count_nonzero()), int(counts.sum())
+    touched = (3 * ffn * busy + num_rows) * tokens.shape[1] * tokens.element_size()
     return threads.crew() if touched >= _LEAST_BYTES else None
 
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.facts.job.model import Latent, RopeScaling
-from moesaic.nn.attention import Linear, RMSNorm, attend
+from moesaic.nn.attention import Linear, attend
 from moesaic.nn.context import Context, Rotary
+from moesaic.nn.norm import RMSNorm
 from moesaic.nn.rope import mscale
 from moesaic.nn.slices import WHOLE, Slices
 

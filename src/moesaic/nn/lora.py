@@ -10,19 +10,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.dist.products import grouped_outer
 from moesaic.nn.grouped import (
+    Copies,
     Joined,
+    Returned,
     Share,
+    Weighed,
+    activate,
     arena_views,
-    asked_for,
     for_each,
-    refuse_second_order,
+    go_back,
     shares,
 )
+from moesaic.nn.halves import asked_for, refuse_second_order
+from moesaic.nn.routes import Routes
 
 
 class Adapters(nn.Module):
@@ -102,63 +106,76 @@ class AdaptedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, arena: Tensor, adapters: Tensor, counts: Tensor, shape: Shape
+        ctx: Any,
+        tokens: Tensor,
+        arena: Tensor,
+        adapters: Tensor,
+        weights_NK: Tensor | None,
+        shape: Shape,
+        *routes: Tensor | None,
     ) -> Tensor:
-        """Compute in the dtype of `rows`."""
-        ffn, (gate_pair, up_pair, down_pair) = shape.ffn, shape.pairs(adapters)
-        gate_up, down = arena_views(arena, ffn, shape.hidden)
-        parts = shares(rows, counts, ffn)
-        results = Joined(parts, rows, shape.hidden)
-        inners = Joined(parts, rows, 2 * ffn)
+        """Compute in the dtype of `tokens`, along `Routes.of(routes)`."""
+        way, (gate_pair, up_pair, down_pair) = Routes.of(routes), shape.pairs(adapters)
+        gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
+        parts = shares(tokens, way.counts, shape.ffn)
+        inners, results = Joined(parts, tokens, 2 * shape.ffn), Returned(parts, tokens, way)
+        own = Copies(tokens, way)
 
         def compute(place: int) -> None:
-            share = parts[place]
-            own = rows[share.rows]
-            inner = inners.multiply(share, own, gate_up, transposed=True)
+            share, rows = parts[place], own[parts[place]]
+            inner = inners.multiply(share, rows, gate_up, transposed=True)
             gate, up = inner.chunk(2, dim=1)
-            gate_pair.add(share, own, gate)
-            up_pair.add(share, own, up)
-            activated = F.silu(gate).mul_(up)
-            result = results.multiply(share, activated, down, transposed=True)
+            gate_pair.add(share, rows, gate)
+            up_pair.add(share, rows, up)
+            del rows
+            activated = activate(inner)
+            result = share.multiply(activated, down, transposed=True, out=results.place(share))
             down_pair.add(share, activated, result)
+            results.put(share, result)
 
         for_each(parts, compute)
-        ctx.save_for_backward(rows, arena, adapters, counts, inners.whole)
+        ctx.save_for_backward(tokens, arena, adapters, weights_NK, inners.whole, *routes)
         ctx.shape = shape
-        return results.whole
+        return results.add_up(weights_NK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        """Gradients of rows and adapters; in a backward that comes in halves, of one of them."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of tokens and weights, and of adapters; in a backward that comes in halves, of
+        the ones or the other."""
         refuse_second_order()
-        rows, arena, adapters, counts, inners = ctx.saved_tensors
-        shape, grad_out = ctx.shape, grads[0].contiguous()
-        of_rows, of_adapters = asked_for(ctx, 0), asked_for(ctx, 2)
+        tokens, arena, adapters, weights_NK, inners, *routes = ctx.saved_tensors
+        shape, way = ctx.shape, Routes.of(routes)
+        of_tokens, of_adapters = asked_for(ctx, 0), asked_for(ctx, 2)
+        of_tokens |= weights_NK is not None and asked_for(ctx, 3)
         grad_adapters = torch.empty_like(adapters) if of_adapters else None
         gate_pair, up_pair, down_pair = shape.pairs(adapters)
         grad_gate_pair, grad_up_pair, grad_down_pair = (
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
         )
         gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
-        parts = shares(rows, counts, shape.ffn)
-        grad_rows = Joined(parts, rows, shape.hidden)
+        parts = shares(tokens, way.counts, shape.ffn)
+        own, spread, weighed = Copies(tokens, way), Copies(grads[0], way), Weighed(weights_NK, way)
+        grad_tokens = Returned(parts, tokens, way) if of_tokens else None
 
-        def compute(place: int) -> None:
-            share = parts[place]
-            own, grad, inner = (whole[share.rows] for whole in (rows, grad_out, inners))
-            gate, up = inner.chunk(2, dim=1)
-            activated = F.silu(gate)
+        def compute(number: int) -> None:
+            share = parts[number]
+            inner, grad = inners[share.rows], spread[share]
+            activated = activate(inner)
+            weighed.scale(share, activated)
             grad_activated = share.multiply(grad, down, transposed=False)
-            grad_activated += down_pair.back(share, activated * up, grad, grad_down_pair)
-            grad_inner = torch.empty_like(inner)
-            grad_gate, grad_up = grad_inner.chunk(2, dim=1)
-            torch.mul(grad_activated, activated, out=grad_up)
-            grad_gate.copy_(torch.ops.aten.silu_backward(grad_activated.mul_(up), gate))
-            thin = gate_pair.back(share, own, grad_gate, grad_gate_pair)
-            thin += up_pair.back(share, own, grad_up, grad_up_pair)
-            if of_rows:
-                grad_own = grad_rows.multiply(share, grad_inner, gate_up, transposed=False)
-                grad_own += thin
+            grad_activated += down_pair.back(share, activated, grad, grad_down_pair)
+            del activated, grad
+            _, grad_inner = go_back(share, inner, grad_activated, weighed)
+            rows, (grad_gate, grad_up) = own[share], grad_inner.chunk(2, dim=1)
+            thin = gate_pair.back(share, rows, grad_gate, grad_gate_pair)
+            thin += up_pair.back(share, rows, grad_up, grad_up_pair)
+            if grad_tokens is not None:
+                place = grad_tokens.place(share)
+                result = share.multiply(grad_inner, gate_up, transposed=False, out=place)
+                result += thin
+                grad_tokens.put(share, result)
 
         for_each(parts, compute)
-        return grad_rows.whole if of_rows else None, None, grad_adapters, None, None
+        of_inputs = None if grad_tokens is None else grad_tokens.add_up()
+        of_weights = weighed.gradient() if of_tokens else None
+        return of_inputs, None, grad_adapters, of_weights, None, *[None] * len(routes)

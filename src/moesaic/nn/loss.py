@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.collectives import gather
+from moesaic.dist.products import product
 from moesaic.facts.workload.sizes import HEAD_ROWS
 from moesaic.nn.slices import WHOLE, Slices
 
@@ -47,7 +48,7 @@ class HeadLoss(torch.autograd.Function):
             rows, targets = x_TH[start : start + HEAD_ROWS], targets_T[start : start + HEAD_ROWS]
             present = targets != IGNORED
             here, target = _own(targets, present, weight_VH.shape[0], slices)
-            log_p = _log_softmax((rows @ operand.T).to(wide), slices)
+            log_p = _log_softmax(product(rows, operand, transposed=True).to(wide), slices)
             picked = log_p.gather(1, target).squeeze(1)
             total -= torch.where(here, picked, 0.0).sum()
             if grad_x is None and grad_weight is None:
@@ -60,7 +61,8 @@ class HeadLoss(torch.autograd.Function):
             grad *= present.to(wide)[:, None] * scale
             grad = grad.to(x_TH.dtype)
             if grad_x is not None:
-                torch.mm(grad, operand, out=grad_x[start : start + HEAD_ROWS])
+                out = grad_x[start : start + HEAD_ROWS]
+                product(grad, operand, transposed=False, out=out)
             if grad_weight is not None:
                 _add_outer(grad_weight, grad, rows)
             del log_p, grad  # Or they would be there while the next ones are made.

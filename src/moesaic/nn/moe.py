@@ -37,11 +37,11 @@ class MoE(nn.Module):
         counted = self.dispatcher.count(experts_TK, training=context.training)
         # A layer that is recomputed in backward must not leave its second graph here.
         context.layers.setdefault(self.router.layer, self._facts(routing, counted))
-        sent = self.dispatcher.start(slices.rows(tokens_TH.to(compute_dtype(x))), counted)
+        tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
+        sent = self.dispatcher.start(tokens_TH, weights_TK, counted)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        rows, slot_counts = self.dispatcher.finish(sent)
-        results = self.bank.compute(rows, slot_counts)
-        combined = self.dispatcher.combine(results, weights_TK, counted, sent)
+        results = self.bank.compute(*self.dispatcher.finish(sent))
+        combined = self.dispatcher.combine(results, sent)
         combined = slices.sum_runs(combined).view(x.shape)
         return combined if shared is None else combined + shared
 

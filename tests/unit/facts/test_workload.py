@@ -89,7 +89,8 @@ def test_memory_of_a_rank() -> None:
     assert 4 * size / 4 <= shared.parameters_bytes < 4 * size / 4 + 16
     assert shared.staging_bytes == 3 * shared.parameters_bytes
     assert shared.gathered_bytes > 0
-    assert 0.2 < shared.activations_bytes / alone.activations_bytes < 0.3
+    # A quarter, and the rows that have travelled.
+    assert 0.25 < shared.activations_bytes / alone.activations_bytes < 0.4
 
 
 def test_choices_that_save_activations_do() -> None:

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
+from moesaic.dist import products
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, lay_out
-from moesaic.facts.workload import Block, Work, count, memory, parameters, workload
+from moesaic.facts.workload import Block, Work, count, memory, ops, parameters, workload
 from moesaic.facts.workload.kept import activations
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.models.initial import InitialSource
-from moesaic.nn import grouped
+from moesaic.nn import grouped, norm
 from moesaic.testing.blocks import Watched, watch
 from moesaic.testing.flops import flops
 from moesaic.testing.jobs import RandomSamples
@@ -40,6 +41,12 @@ SMALL_LATENT = {
     "kv_heads": 6, "dense_ffn": 100, "shared": 2,
     "latent": {"width": 20, "rotary": 6, "value": 12, "queries": 28},
 }  # fmt: skip
+
+
+@pytest.fixture
+def multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed again stops before a layer's last product, but not where oneDNN does it."""
+    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
 
 
 def make_job(name: str, **changes: Any) -> Job:
@@ -93,6 +100,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("multiplied_by_torch")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
 def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -> None:
@@ -153,6 +161,20 @@ def test_passes_are_those_that_torch_makes(
         name, train__precision=precision, data__packing=packing, data__sequence=64,
         train__batch=4, hidden=96,
     )  # fmt: skip
+    watched, blocks = watched_alone(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        for key, works in by_layer(blocks, way):
+            seen = getattr(watched, way)[key]
+            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
+            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+
+
+def test_norms_by_blocks_start_kernels_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ops, norm):
+        monkeypatch.setattr(module, "NORM_BYTES", 50 * 96 * 4)
+    monkeypatch.setattr(grouped, "_SHARE_BYTES", 1 << 30)
+    job = make_job("tiny-qwen3", data__sequence=64, train__batch=4, hidden=96)
     watched, blocks = watched_alone(job), workload(job, alone(job))
     for way in ("forward", "backward"):
         for key, works in by_layer(blocks, way):

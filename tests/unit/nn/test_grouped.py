@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
+from straight import experts_of, straight
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.dist import threads
 from moesaic.nn import grouped
 from moesaic.nn.bank import Bank
-from moesaic.nn.grouped import GatedExperts
+from moesaic.nn.routes import Routes, inverse
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0]]
 
@@ -20,8 +21,7 @@ COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0]]
 def test_gradcheck(counts: list[int]) -> None:
     rows = torch.randn(sum(counts), 4, dtype=torch.float64, requires_grad=True)
     arena = torch.randn(3, 3 * 4 * 5, dtype=torch.float64, requires_grad=True)
-    sizes = torch.tensor(counts)
-    assert torch.autograd.gradcheck(lambda r, a: GatedExperts.apply(r, a, sizes, 5), (rows, arena))
+    assert torch.autograd.gradcheck(lambda r, a: experts_of(r, a, counts, 5), (rows, arena))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 2, 9, 0, 1], [0, 0, 0, 0, 0, 4], [0] * 6])
@@ -33,7 +33,7 @@ def test_shares_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch
     results = []
     for num_rows in (1, 4, 1000):
         monkeypatch.setattr(grouped, "_SHARE_BYTES", num_rows * 2 * 16 * 4)
-        out = GatedExperts.apply(rows, arena, torch.tensor(counts), 16)
+        out = experts_of(rows, arena, counts, 16)
         results.append((out, *torch.autograd.grad(out, (rows, arena), cotangent)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -43,7 +43,7 @@ def experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, an arena that learns, and what comes of them; rows are a result, as in a model."""
     rows = torch.randn(14, 16, requires_grad=True)
     arena = torch.randn(3, 3 * 16 * 8, requires_grad=True)
-    return rows, arena, GatedExperts.apply(rows * 1.0, arena, torch.tensor([9, 0, 5]), 8)
+    return rows, arena, experts_of(rows * 1.0, arena, [9, 0, 5], 8)
 
 
 @pytest.mark.parametrize("share_rows", [1, 1000])
@@ -62,6 +62,70 @@ def test_halves_of_a_backward_are_the_whole_and_no_more_work(
     assert spent == [2 * 14 * 3 * 16 * 8] * 2
 
 
+def routes_of(tokens: int, slots: int, choices: int) -> Routes:
+    """Random slots of each token, of which every fifth (token, choice) has none."""
+    chosen = torch.rand(tokens, slots).topk(choices).indices
+    present = torch.arange(tokens * choices).view(tokens, choices) % 5 != 3
+    flat = torch.where(present, chosen, slots).view(-1)
+    order = flat.argsort(stable=True)[: int(present.sum())]
+    rows = inverse(order, len(flat)).view(tokens, choices)
+    return Routes(torch.bincount(flat, minlength=slots)[:slots], order, rows, present)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("share_rows", [1, 3, 1000])
+def test_weights_of_rows_may_be_asked_for_at_any_time(
+    share_rows: int, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside tokens or not, before or after the gradient of what learns."""
+    monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * 5 * 8)
+    routes, bank = routes_of(9, 4, 2), Bank(range(4), 6, 5)
+    if adapted:
+        bank.adapt(3, 0.7)
+        bank.arena.requires_grad_(False)
+    for parameter in bank.double().parameters():
+        parameter.data.normal_()
+    (learnt,) = (one for one in bank.parameters() if one.requires_grad)
+    x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(9, 2, dtype=torch.float64, requires_grad=True)
+    assert routes.present_NK is not None
+
+    def apply(*given: torch.Tensor) -> torch.Tensor:
+        masked = torch.where(routes.present_NK, given[1], 0.0)
+        return bank.compute(given[0], routes, masked)
+
+    assert torch.autograd.gradcheck(apply, (x, weights))
+    out, inputs = apply(x, weights), (x, learnt, weights)
+    cotangent = torch.randn_like(out)
+    whole = torch.autograd.grad(out, inputs, cotangent, retain_graph=True)
+    plain, slow = straight([int(n) for n in routes.counts]), torch.zeros_like(out)
+    results = bank.compute(x[routes.tokens_R], plain) * weights.view(-1)[routes.order_R, None]
+    slow = slow.index_add(0, routes.tokens_R, results)
+    expected = torch.autograd.grad(slow, inputs, cotangent)
+    for a, b in zip((out, *whole), (slow, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    for places in ([0], [2], [1], [2, 1], [0, 2]):
+        asked = [inputs[place] for place in places]
+        found = torch.autograd.grad(out, asked, cotangent, retain_graph=True)
+        for place, one in zip(places, found, strict=True):
+            assert torch.equal(one, whole[place])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows_of_little_weight_stay_close(dtype: torch.dtype) -> None:
+    routes, bank = routes_of(40, 4, 2), Bank(range(4), 16, 24)
+    bank.arena.data.normal_(std=0.3)
+    x, weights, cotangent = torch.randn(40, 16), 1e-3 * torch.rand(40, 2), torch.randn(40, 16)
+    results = []
+    for kind in (torch.float32, dtype):
+        given = [t.to(kind).requires_grad_() for t in (x, weights)]
+        out = bank.compute(given[0], routes, given[1])
+        grads = torch.autograd.grad(out, (*given, bank.arena), cotangent.to(kind))
+        results.append([t.float() for t in (out, *grads)])
+    for exact, near in zip(*results, strict=True):
+        assert (near - exact).norm() < 0.03 * exact.norm()
+
+
 def test_a_second_half_that_begins_with_something_else_takes_nothing_over() -> None:
     rows, arena, out = experts()
     first = torch.randn_like(out)
@@ -75,11 +139,11 @@ def test_a_second_half_that_begins_with_something_else_takes_nothing_over() -> N
 
 
 def test_flops_are_counted() -> None:
-    counts = torch.tensor([3, 0, 2])
+    counts = [3, 0, 2]
     rows = torch.randn(5, 4, requires_grad=True)
     arena = torch.randn(3, 60, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        GatedExperts.apply(rows, arena, counts, 5).sum().backward()
+        experts_of(rows, arena, counts, 5).sum().backward()
     assert counter.get_total_flops() == 3 * (2 * 5 * 4 * 10 + 2 * 5 * 5 * 4)
 
 
@@ -87,13 +151,13 @@ def test_bf16_rows_over_fp32_weights() -> None:
     torch.manual_seed(1)
     rows = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
     arena = (0.2 * torch.randn(2, 3 * 16 * 8)).requires_grad_()
-    counts = torch.tensor([25, 15])
-    out = GatedExperts.apply(rows, arena, counts, 8)
+    counts = [25, 15]
+    out = experts_of(rows, arena, counts, 8)
     out.float().square().sum().backward()
     assert (out.dtype, arena.grad.dtype) == (torch.bfloat16, torch.float32)
     wide = rows.detach().float().requires_grad_()
     exact = arena.detach().clone().requires_grad_()
-    reference = GatedExperts.apply(wide, exact, counts, 8)
+    reference = experts_of(wide, exact, counts, 8)
     reference.square().sum().backward()
     for a, b in ((out.float(), reference), (arena.grad, exact.grad), (rows.grad, wide.grad)):
         assert float(((a.float() - b).norm() / b.norm()).detach()) < 0.02
@@ -132,6 +196,19 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch.set_num_threads(before)
 
 
+def test_threads_find_the_gradients_of_weights(crew: list[int]) -> None:
+    routes, bank = routes_of(200, 8, 2), Bank(range(8), 16, 16)
+    bank.arena.data.normal_()
+    x, weights = torch.randn(200, 16, requires_grad=True), torch.rand(200, 2, requires_grad=True)
+    cotangent, results = torch.randn(200, 16), []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        out = bank.compute(x, routes, weights)
+        results.append((out, *torch.autograd.grad(out, (x, weights, bank.arena), cotangent)))
+    assert len(set(crew)) > 2
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -150,7 +227,7 @@ def test_threads_change_nothing(
     cotangent, results = torch.randn(sum(counts), 16, dtype=dtype), []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        out = bank.compute(rows, torch.tensor(counts))
+        out = bank.compute(rows, straight(counts))
         results.append((out, *torch.autograd.grad(out, (rows, *learns), cotangent)))
     assert set(crew) == set(range(large, max(crew) + 1))
     for one, other in zip(*results, strict=True):

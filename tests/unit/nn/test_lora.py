@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from straight import experts_of, straight
 from torch import Tensor
 
 from moesaic.nn import grouped
 from moesaic.nn.attention import Linear
 from moesaic.nn.bank import Bank
-from moesaic.nn.grouped import GatedExperts
 from moesaic.nn.lora import Adapters
 
 COUNTS = [[3, 0, 2, 9], [0, 0, 5, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
@@ -50,7 +50,7 @@ def test_experts_equal_their_twin(
     monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * FFN * 8)
     bank, adapters = bank_of(torch.float64)
     rows = torch.randn(sum(counts), HIDDEN, dtype=torch.float64, requires_grad=True)
-    out = bank.compute(rows, torch.tensor(counts))
+    out = bank.compute(rows, straight(counts))
     expected = twin(rows, bank, adapters, adapters.arena, counts)
     cotangent = torch.randn_like(out)
     ours = torch.autograd.grad(out, (rows, adapters.arena), cotangent)
@@ -78,11 +78,11 @@ def test_adapters_name_every_element_once() -> None:
 
 def test_bf16_rows_over_fp32_adapters() -> None:
     bank, adapters = bank_of(torch.float32, 16, 8)
-    counts = torch.tensor([25, 0, 15, 9])
+    routes = straight([25, 0, 15, 9])
     rows = torch.randn(49, 16)
-    out = bank.compute(rows.bfloat16(), counts)
+    out = bank.compute(rows.bfloat16(), routes)
     (grad,) = torch.autograd.grad(out.float().square().sum(), adapters.arena)
-    reference = bank.compute(rows, counts)
+    reference = bank.compute(rows, routes)
     (exact,) = torch.autograd.grad(reference.square().sum(), adapters.arena)
     assert (out.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
     for a, b in ((out.float(), reference), (grad, exact)):
@@ -91,11 +91,11 @@ def test_bf16_rows_over_fp32_adapters() -> None:
 
 def test_frozen_experts_cost_no_product_of_their_gradient() -> None:
     rows = torch.randn(6, HIDDEN, requires_grad=True)
-    arena, counts = torch.randn(3, 3 * FFN * HIDDEN), torch.tensor([4, 0, 2])
+    arena, counts = torch.randn(3, 3 * FFN * HIDDEN), [4, 0, 2]
     products = []
     for learns in (True, False):
         weights = arena.clone().requires_grad_(learns)
-        out = GatedExperts.apply(rows, weights, counts, FFN)
+        out = experts_of(rows, weights, counts, FFN)
         with torch.profiler.profile() as seen:
             out.sum().backward()
         names = [event.name for event in seen.events()]
@@ -107,9 +107,8 @@ def test_frozen_experts_cost_no_product_of_their_gradient() -> None:
     assert torch.equal(kept / 2, torch.autograd.grad(out_of(rows, arena, counts), rows)[0])
 
 
-def out_of(rows: Tensor, arena: Tensor, counts: Tensor) -> Tensor:
-    result: Tensor = GatedExperts.apply(rows, arena, counts, FFN).sum()
-    return result
+def out_of(rows: Tensor, arena: Tensor, counts: list[int]) -> Tensor:
+    return experts_of(rows, arena, counts, FFN).sum()
 
 
 def test_linear_equals_its_twin() -> None:

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from moesaic.dist import device as devices
 from moesaic.dist import threads
 from moesaic.dist.probe.timing import Figures, powers, seconds
-from moesaic.dist.products import grouped_mm, grouped_outer
+from moesaic.dist.products import grouped_mm, grouped_outer, product
 
 _TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
@@ -276,11 +276,11 @@ def _product(arena: Tensor, rows: int, columns: int, inner: int) -> _Work:
     weights = itertools.cycle(_cut(arena, inner, columns))
     gradients = itertools.cycle(_cut(arena, rows, columns))
     left, right = arena.new_full((rows, inner), 0.5), arena.new_full((inner, columns), 0.5)
-    turned, result = arena.new_full((inner, rows), 1 / inner), arena.new_empty(rows, columns)
+    turned = arena.new_full((inner, rows), 1 / inner)
 
     def multiply() -> None:
-        torch.mm(left, next(weights).view(columns, inner).T, out=result)
-        torch.mm(left, next(weights), out=result)
+        product(left, next(weights).view(columns, inner), transposed=True)
+        product(left, next(weights), transposed=False)
         torch.mm(turned.T, right, out=next(gradients))
 
     return multiply

@@ -183,8 +183,8 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
         ops.router(s),
         ops.dispatch(s, out, arriving, travels=travels),
         *(_gated(s, s.shared, "shared ") if shared else ()),
-        ops.experts(s, slots),
-        ops.combine(s, out, arriving, travels=travels),
+        ops.experts(s, slots, travels=travels),
+        ops.combine(s, out, travels=travels),
         *((ops.beside(s),) if shared else ()),
         ops.residual(s),
     ]
@@ -204,7 +204,8 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
 def _block(
     name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False, sums: bool = False
 ) -> Block:
-    """A block without its update; computed `again` in backward but for what nobody needs there.
+    """A block without its update; computed `again` in backward but for what nobody needs there
+    (where oneDNN multiplies, the last product is done again too).
 
     That is the last message too where it `sums` what nobody computes with.
     """

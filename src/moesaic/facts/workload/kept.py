@@ -49,8 +49,8 @@ def _embedding_bytes(s: Sizes) -> int:
 
 
 def _norm_bytes(s: Sizes) -> int:
-    """Its input, the input normed, and a factor a row."""
-    return (2 * s.stream + s.run) * s.wide
+    """Its input, and a factor a row."""
+    return (s.stream + s.run) * s.wide
 
 
 def joined_bytes(s: Sizes) -> int:
@@ -73,11 +73,12 @@ def _attention_bytes(s: Sizes) -> int:
     kept = _norm_bytes(s) + _inputs_bytes(s, 3, 2 * (s.queries + s.keys) * model.hidden)
     if model.normed is not None:
         rows = s.heads + s.kv_heads if model.normed == "heads" else 2
-        kept += (2 * (q + k) + rows * s.tokens) * s.wide
+        sliced = model.normed == "whole" and s.slices > 1  # It keeps what it has normed, too.
+        kept += ((1 + sliced) * (q + k) + rows * s.tokens) * s.wide
     if model.clip_qkv is not None:
         kept += (q + k) * s.wide + k * s.narrow
-    # Turned queries, keys and values as often as they are repeated; the result, twice.
-    kept += 5 * q * s.narrow + s.tokens * s.heads * s.wide
+    # Turned queries, keys and values as often as they are repeated; the result.
+    kept += 4 * q * s.narrow + s.tokens * s.heads * s.wide
     return kept + s.mask * s.narrow
 
 
@@ -86,15 +87,15 @@ def _latent_bytes(s: Sizes, latent: Latent) -> int:
     values, down = s.heads * latent.value, latent.width + latent.rotary
     up = s.queries - s.heads * latent.rotary + values
     weights = down * model.hidden + latent.width * up + values * model.hidden
-    # A norm keeps its input, that normed, a factor a row. A norm of part of a result that is not
-    # cast keeps all of that.
-    norms = (2 * latent.width + 1 + (1 - s.casts) * latent.rotary) * s.wide
+    # A norm keeps its input and a factor a row. A norm of part of a result that is not cast keeps
+    # all of that.
+    norms = (latent.width + 1 + (1 - s.casts) * latent.rotary) * s.wide
     if latent.queries is None:
         weights += s.queries * model.hidden
         asking = model.hidden
     else:
         weights += latent.queries * (model.hidden + s.queries)
-        norms += (2 * latent.queries + 1) * s.wide
+        norms += (latent.queries + 1) * s.wide
         asking = latent.queries
     if s.slices > 1:  # One tensor has all that the ways up read of joined tokens.
         reading = 1 + (latent.queries is not None)
@@ -121,7 +122,7 @@ def _gated_bytes(s: Sizes, ffn: int) -> int:
 
 
 def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
-    model, t, (leaving, slots) = s.model, s.run, routed
+    model, t, (leaving, slots, travels) = s.model, s.run, routed
     arriving = sum(slots)
     scores, chosen, sent = t * model.experts, t * model.top_k, s.sent * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
@@ -131,10 +132,13 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
         routing += (chosen + t) * s.wide
     # Counts of its slots are cut from those of all places, unless several ones' are added up.
     counts = len(slots) * (plan.span // plan.etp if plan.ep == 1 else 1)
-    indices = (2 * sent + leaving + counts) * INDEX_BYTES + 2 * sent
-    if plan.ep > 1:
-        indices += 2 * arriving * INDEX_BYTES
-    rows = arriving * (model.hidden + 2 * s.ffn) + leaving * model.hidden
+    indices = (2 * sent + leaving + counts) * INDEX_BYTES + sent
+    rows = 2 * arriving * s.ffn
+    if travels:
+        indices += arriving * INDEX_BYTES
+        rows += (arriving + leaving) * model.hidden
+    elif s.casts or s.expert_slices > 1:  # Else it is the stream, which the router has kept.
+        rows += s.sent * model.hidden
     kept = _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + sent) * s.narrow
     if model.shared:
         weights = 3 * s.shared * model.hidden
@@ -184,7 +188,8 @@ def captured_network(s: Sizes, layer: int, routed: Routed | None, *, learns: boo
     if routed is None:
         return kept + joined + 2 * s.tokens * s.inner(layer) * s.narrow
     kept += s.run * model.experts * s.wide
-    kept += learns * sum(routed.slots) * (model.hidden + 2 * s.ffn) * s.narrow
+    graded = sum(routed.slots) if routed.travels else s.sent
+    kept += learns * (graded * model.hidden + 2 * s.ffn * sum(routed.slots)) * s.narrow
     if model.shared:
         kept += joined + 2 * s.tokens * s.shared * s.narrow
     return kept

@@ -97,6 +97,8 @@ class Routed(NamedTuple):
     """Assignments of the tokens that go to experts from it."""
     slots: list[int]
     """Rows that arrive at each of its slots."""
+    travels: bool
+    """Whether some may come from other ranks."""
 
 
 def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -> list[Routed]:
@@ -105,7 +107,8 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
 
     def rows(load: ArrayLike | None) -> Routed:
         counts = expert_counts(job, plan, load)
-        return Routed(leaving(counts, plan, rank), slots_of(counts, plan, rank, group))
+        slots = slots_of(counts, plan, rank, group)
+        return Routed(leaving(counts, plan, rank), slots, plan.ep > 1)
 
     if loads is None:
         return [rows(None)] * len(job.model.expert_layers)

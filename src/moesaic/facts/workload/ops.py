@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.facts.workload.sizes import INDEX_BYTES, MOMENT_CHUNK, Sizes, Type
+from moesaic.facts.workload.sizes import INDEX_BYTES, MOMENT_CHUNK, NORM_BYTES, Sizes, Type
 
 PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
 """What kernels of a kind read and write, as a multiple of their tensor. AdamW reads values,
@@ -24,7 +24,7 @@ NARROW_PASSED = {"bf16": (225, 34), "8bit": (612, 80)}
 """Bytes of an element that kernels of an update with narrow moments read and write, and how many
 kernels it starts for each MOMENT_CHUNK of a matrix, by `optimizer.moments`. As on a CPU, in whose
 cache most of them stay."""
-_DISPATCH_BYTES = 174
+_DISPATCH_BYTES = 132
 """Per token and choice, read and written as indices, masks and counts: an estimate."""
 
 
@@ -144,11 +144,12 @@ def norm(
             adds another gradient.
     """
     t, adds = s.run if rows is None else rows, uses - 1 + within
-    n = t * width
+    n, times = t * width, -(-t // max(1, NORM_BYTES // (width * s.wide)))
     return (
-        Op(name, (), (7 * n + 6 * t + width) * s.wide, 6),
-        Op(name, (), ((23 + 3 * adds) * n + 10 * t + 2 * width) * s.wide, 14 + adds),
-    )
+        Op(name, (), (5 * n + 10 * t + width * times) * s.wide, 7 * times),
+        Op(name, (), ((16 + 3 * adds) * n + 11 * t + (1 + 6 * times) * width) * s.wide,
+           1 + 12 * times + adds),
+    )  # fmt: skip
 
 
 def head_norms(s: Sizes) -> list[Part]:
@@ -202,12 +203,9 @@ def rotary(s: Sizes, width: int) -> Part:
     """Turned channel pairs; normed queries and keys come in wide."""
     n, angles = s.tokens * width, s.tokens * s.model.head_dim // 2
     into = s.wide if s.model.normed is not None else s.narrow
-    forward = 2 * n * (into + s.wide) + (4 * angles + 5 * n) * s.wide + s.cast(n)
-    backward = (5 * n + 4 * angles) * s.wide + 5 * n * into + s.cast(n)
-    back = s.casts
-    if into != s.wide:
-        backward, back = backward + 2 * s.cast(n), 5
-    return Op("rotary", (), forward, 7 + s.casts), Op("rotary", (), backward, 8 + back)
+    casts = 1 + (into != s.wide)
+    moved, calls = (5 * n + 4 * angles) * s.wide + casts * s.cast(n), 4 + casts * s.casts
+    return Op("rotary", (), moved, calls), Op("rotary", (), moved, calls)
 
 
 def clamp(s: Sizes) -> Part:
@@ -226,20 +224,19 @@ def attend(s: Sizes) -> Part:
     mixed = Product(length, model.head_dim, length, batch)
     q, k = s.tokens * s.queries, s.tokens * s.keys
     repeats = int(s.heads != s.kv_heads)
-    # Of one head, heads stand in the order of tokens already.
-    moved_q, moved_k = int(s.heads > 1), int(s.kv_heads > 1)
+    # Gradients of what was repeated; of one head, heads stand in the order of tokens already.
+    moved_k = int(s.kv_heads > 1) * repeats
     repeated = 2 * repeats * (q + k) * s.narrow
     share = 1.0 if s.masked else (length + 1) / (2 * length)
     turned = s.wide if model.normed is not None else s.narrow
     masking = s.mask * (1 + s.narrow)
     specials = round(batch * length**2 * share)
     return (
-        Op("attend", (scores, mixed), repeated + 2 * moved_q * q * s.narrow + masking,
-           1 + moved_q + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
+        Op("attend", (scores, mixed), repeated + masking,
+           1 + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
         Op("attend", (scores, scores, mixed, mixed, mixed),
-           repeated + 2 * (moved_q * q + moved_k * k) * turned
-           + 2 * repeats * moved_k * k * s.narrow,
-           1 + moved_q + moved_k + repeats * (2 + moved_k), s.precision, specials,
+           repeated + 2 * moved_k * k * turned + 2 * repeats * moved_k * k * s.narrow,
+           1 + moved_k + repeats * (2 + moved_k), s.precision, specials,
            "attention backward", share),
     )  # fmt: skip
 
@@ -296,20 +293,21 @@ def router(s: Sizes) -> Part:
 
 
 def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
-    """Tokens copied once for each of their experts, and put in the order of slots."""
+    """Which rows stand where in the order of slots; tokens that travel copied once for each of
+    their experts."""
     hidden, chosen = s.model.hidden, s.sent * s.model.top_k
     rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
-    order = arrived * (2 * hidden * s.narrow + INDEX_BYTES)
     return (
-        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * rows + order
-           + 8 * arrived * INDEX_BYTES, 21 + s.casts + 17 * travels),
-        Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream) + order,
-           3 + s.casts + travels),
+        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows
+           + 13 * arrived * INDEX_BYTES, 19 + s.casts + 18 * travels),
+        Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream), 3 + s.casts),
     )  # fmt: skip
 
 
-def experts(s: Sizes, slots: Sequence[int]) -> Part:
-    """The products of each slot's rows with its expert, gate and up in one."""
+def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
+    """The products of each slot's rows with its expert, gate and up in one; rows are copied from
+    tokens, or from where they arrived, as they are needed, and weighed if they have not travelled.
+    """
     hidden, ffn = s.model.hidden, s.ffn
     rows = sum(slots)
     busy = {count: slots.count(count) for count in sorted(set(slots)) if count}
@@ -325,24 +323,26 @@ def experts(s: Sizes, slots: Sequence[int]) -> Part:
         ]  # fmt: skip
     cast = s.cast(len(slots) * arena)
     written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
+    copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
+    named, stays = 2 * rows * INDEX_BYTES, 1 - travels
     return (
-        Op("experts", tuple(forward), cast + 5 * inner, 4 + 2 * s.casts, s.precision,
-           kind=SLOTS, specials=rows * ffn),
-        Op("experts", tuple(backward), cast + written + 14 * inner,
-           9 + (2 + 2 * num_busy) * s.casts, s.precision, kind=SLOTS, specials=2 * rows * ffn),
+        Op("experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
+           6 + 2 * s.casts, s.precision, kind=SLOTS, specials=rows * ffn),
+        Op("experts", tuple(backward), cast + written + (14 + 8 * stays) * inner
+           + (2 + travels) * copied + 2 * stays * named,
+           15 + 6 * stays + (2 + 2 * num_busy) * s.casts, s.precision, kind=SLOTS,
+           specials=2 * rows * ffn),
     )  # fmt: skip
 
 
-def combine(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
-    """Results back in the order of tokens, and added up by weight."""
+def combine(s: Sizes, leaving: int, *, travels: bool) -> Part:
+    """Results added up by token, by weight."""
     hidden, chosen = s.model.hidden, s.sent * s.model.top_k
-    rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
-    order = arrived * (2 * hidden * s.narrow + INDEX_BYTES)
+    rows = leaving * hidden * s.narrow
     weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
     return (
-        Op("combine", (), rows + s.sent * hidden * s.narrow + weights + order
-           + 4 * arrived * INDEX_BYTES, 5 + s.casts + 3 * travels),
-        Op("combine", (), 8 * rows + 2 * weights + order, 11 + s.casts + travels),
+        Op("combine", (), rows + s.sent * hidden * s.narrow + weights, 5 + s.casts),
+        Op("combine", (), 8 * travels * rows + 2 * weights, 5 + 6 * travels + s.casts),
     )  # fmt: skip
 
 

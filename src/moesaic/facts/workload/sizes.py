@@ -23,6 +23,9 @@ HEAD_ROWS = 1024
 SHARE_BYTES = 1 << 20
 """Between two products of an expert layer on a CPU, which takes that many rows at a time."""
 
+NORM_BYTES = 1 << 19
+"""Of the input of a norm on a CPU, which takes that many rows at a time."""
+
 INDEX_BYTES = 8
 
 MOMENT_CHUNK = 1 << 16

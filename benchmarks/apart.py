@@ -1,0 +1,86 @@
+"""A contender in a process of its own: it runs as its users run it, on nothing that we have set."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from benchmarks.training import Ours, Theirs
+from moesaic.facts.job import Job
+
+_PATIENCE_S = 30.0
+
+
+class Apart:
+    """`Theirs`, elsewhere; it computes when it is asked to, and waits."""
+
+    def __init__(self, ours: Ours, experts: str) -> None:
+        """With the weights that `ours` has now."""
+        here = Theirs.like(ours, experts)
+        self.weight, self._experts = here.weight, experts
+        context = multiprocessing.get_context("spawn")
+        self._end, other = context.Pipe()
+        with tempfile.TemporaryDirectory() as folder:
+            weights = Path(folder) / "weights.pt"
+            torch.save(here.model.state_dict(), weights)
+            del here
+            given = (other, ours.run.job, experts, weights, torch.get_num_threads())
+            self._process = context.Process(target=_serve, args=given, daemon=True)
+            self._process.start()
+            other.close()
+            self._ask("")
+
+    def step(self) -> float:
+        """One step; its cross-entropy."""
+        loss: float = self._ask("step")
+        return loss
+
+    def balance(self) -> float:
+        """See `Theirs`."""
+        balance: float = self._ask("balance")
+        return balance
+
+    def close(self) -> None:
+        """End it."""
+        self._end.close()
+        self._process.join(_PATIENCE_S)
+        self._process.terminate()
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(self, name: str) -> Any:
+        """What it answers; what goes wrong there is on stderr."""
+        try:
+            self._end.send(name)
+            return self._end.recv()
+        except (EOFError, OSError) as error:
+            self._process.join(_PATIENCE_S)
+            code = self._process.exitcode
+            raise RuntimeError(f"the process of {self._experts} ended with {code}") from error
+
+
+def _serve(end: Connection, job: Job, experts: str, weights: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    theirs = Theirs(job, experts)
+    theirs.model.load_state_dict(torch.load(weights))
+    while True:
+        try:
+            name = end.recv()
+        except EOFError:
+            return
+        end.send(getattr(theirs, name)() if name else None)

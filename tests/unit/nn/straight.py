@@ -1,0 +1,22 @@
+"""Routes of rows that stand in the order of their slots already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.nn.grouped import GatedExperts
+from moesaic.nn.routes import Routes
+
+
+def straight(counts: Sequence[int]) -> Routes:
+    """Each row for itself; slot s has `counts[s]` of them."""
+    return Routes(torch.tensor(counts), torch.arange(sum(counts)))
+
+
+def experts_of(rows: Tensor, arena: Tensor, counts: Sequence[int], ffn: int) -> Tensor:
+    """Every row through the expert of its slot."""
+    result: Tensor = GatedExperts.apply(rows, arena, None, ffn, *straight(counts))
+    return result

@@ -1,0 +1,60 @@
+"""Products of one weight against torch's, whichever engine multiplies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from moesaic.dist import products
+from moesaic.dist.products import product
+from moesaic.nn.attention import multiply
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "onednn"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether oneDNN multiplies."""
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(products, "prefers_onednn", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_is_torchs(engine: bool, rows: int, transposed: bool) -> None:
+    left, weight = torch.randn(rows, 20)[:, 2:18], torch.randn(24, 16)
+    weight = weight if transposed else weight.T.contiguous()
+    expected = left @ (weight.T if transposed else weight)
+    torch.testing.assert_close(product(left, weight, transposed=transposed), expected)
+    out = torch.empty(2 * rows, 24)[::2]
+    assert product(left, weight, transposed=transposed, out=out) is out
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 5, 16), (0, 16)])
+def test_gradients_of_a_product_are_torchs(engine: bool, shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+    ours, theirs = multiply(x, weight), F.linear(x, weight)
+    assert ours.shape == theirs.shape
+    cotangent = torch.randn_like(ours)
+    whole = torch.autograd.grad(ours, (x, weight), cotangent, retain_graph=True)
+    expected = torch.autograd.grad(theirs, (x, weight), cotangent)
+    for a, b in zip((ours, *whole), (theirs, *expected), strict=True):
+        torch.testing.assert_close(a, b)
+    for one, found in zip((x, weight), whole, strict=True):
+        with FlopCounterMode(display=False) as counter:
+            (half,) = torch.autograd.grad(ours, one, cotangent, retain_graph=True)
+        assert torch.equal(half, found)
+        assert counter.get_total_flops() == 2 * x.numel() * 24
+
+
+def test_narrow_and_exact_products_are_torchs_own(engine: bool) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(3, 16, dtype=dtype, requires_grad=True)
+        weight = torch.randn(8, 16, dtype=dtype)
+        assert torch.equal(multiply(x, weight), F.linear(x, weight))
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
+    with torch.autocast("cpu"):
+        assert multiply(x, weight).dtype == torch.bfloat16
