@@ -204,8 +204,7 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
 def _block(
     name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False, sums: bool = False
 ) -> Block:
-    """A block without its update; computed `again` in backward but for what nobody needs there
-    (where oneDNN multiplies, the last product is done again too).
+    """A block without its update; computed `again` in backward but for what nobody needs there.
 
     That is the last message too where it `sums` what nobody computes with.
     """
