@@ -149,6 +149,17 @@ def test_latent_attention(
     assert watched.kept["layers.0"] == kept
 
 
+def check_passes(job: Job) -> None:
+    """Bytes and kernels of every block, both ways."""
+    watched, blocks = watched_alone(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        for key, works in by_layer(blocks, way):
+            seen = getattr(watched, way)[key]
+            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
+            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("packing", ["documents", "stream"])
@@ -161,13 +172,7 @@ def test_passes_are_those_that_torch_makes(
         name, train__precision=precision, data__packing=packing, data__sequence=64,
         train__batch=4, hidden=96,
     )  # fmt: skip
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    for way in ("forward", "backward"):
-        for key, works in by_layer(blocks, way):
-            seen = getattr(watched, way)[key]
-            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
-            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+    check_passes(job)
 
 
 def test_norms_by_blocks_start_kernels_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +180,7 @@ def test_norms_by_blocks_start_kernels_for_each(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "NORM_BYTES", 50 * 96 * 4)
     monkeypatch.setattr(grouped, "_SHARE_BYTES", 1 << 30)
     job = make_job("tiny-qwen3", data__sequence=64, train__batch=4, hidden=96)
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    for way in ("forward", "backward"):
-        for key, works in by_layer(blocks, way):
-            seen = getattr(watched, way)[key]
-            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
-            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+    check_passes(job)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
