@@ -6,7 +6,6 @@ import multiprocessing
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -51,17 +50,6 @@ class Apart:
         self._end.close()
         self._process.join(_PATIENCE_S)
         self._process.terminate()
-
-    def __enter__(self) -> Apart:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _ask(self, name: str) -> Any:
         """What it answers; what goes wrong there is on stderr."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +100,8 @@ def training(family: str, rounds: int) -> Iterator[measure.Row]:
     """Tokens/s against every mode of transformers; the bar is for the quickest of them."""
     with ExitStack() as stack:
         ours = Ours(job_of(family), World.solo())
-        stack.callback(ours.run.close)
-        theirs = {mode: stack.enter_context(Apart(ours, mode)) for mode in modes()}
+        stack.enter_context(closing(ours.run))
+        theirs = {mode: stack.enter_context(closing(Apart(ours, mode))) for mode in modes()}
         yield from race(ours, theirs, rounds)
 
 

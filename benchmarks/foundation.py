@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,8 @@ def rows(rounds: int) -> Iterator[measure.Row]:
 def training(batch: int, sequence: int, rounds: int) -> Iterator[measure.Row]:
     """Tokens/s of one process against transformers and against the dense limit."""
     ours = Ours(olmoe(batch, sequence), World.solo())
-    with Apart(ours, "grouped_mm") as theirs:
+    with closing(ours.run), closing(Apart(ours, "grouped_mm")) as theirs:
         yield from race(ours, theirs, rounds)
-    ours.run.close()
 
 
 def race(ours: Ours, theirs: Apart, rounds: int) -> Iterator[measure.Row]:

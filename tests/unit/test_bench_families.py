@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_contenders_of_every_family_take_the_same_steps(family: str) -> None:
 def test_a_contender_elsewhere_is_the_one_here() -> None:
     job = families.job_of("olmoe", 2, 16, **SMALL)
     ours = Ours(job, World.solo())
-    with Apart(ours, "eager") as there:
+    with closing(Apart(ours, "eager")) as there:
         here = Theirs.like(ours, "eager")
         assert there.weight == here.weight
         assert there.balance() == pytest.approx(here.balance(), rel=1e-5)
