@@ -65,7 +65,8 @@ def _keep_memory() -> None:
     """Have the C library keep what is freed for the next tensor, as allocators of GPUs do.
 
     Large tensors would come from fresh pages and go back at once, and the kernel's clearing of
-    pages costs more than what is computed in them.
+    pages costs more than what is computed in them. It holds for a process's first thread until the
+    C library is refused memory: it then serves that thread from a place that keeps less.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # glibc; others have ways of their own.

@@ -203,8 +203,8 @@ class Returned(Joined):
     """Results of all shares, as wide as tokens, for the tokens whose rows they come from."""
 
     def __init__(self, parts: Sequence[Share], tokens: Tensor, way: Routes) -> None:
-        super().__init__(parts, tokens, tokens.shape[1])
         self._way, self._moved = way, way.rows_NK is None
+        super().__init__(() if self._moved else parts, tokens, tokens.shape[1])
         if self._moved:  # Each token has one: its results go straight there.
             self.whole = torch.empty_like(tokens)
 
