@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from layouts import SIGMOID, sparing
 from torch import Tensor
 
+from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
@@ -100,9 +103,11 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[Sent] = []
 
-    def on(self) -> Any:
+    @contextmanager
+    def on(self) -> Iterator[None]:
         """While this holds, calls are kept. FSDP calls the forms of one tensor."""
-        return mock.patch.multiple(
+        exchange = mock.patch.object(ByMemory, "start", self._exchange())
+        collectives = mock.patch.multiple(
             dist,
             all_reduce=self._around("all_reduce", dist.all_reduce, "tensor", 0),
             all_gather=self._around("all_gather", dist.all_gather, "tensor", 1),
@@ -110,8 +115,9 @@ class Wire:
             reduce_scatter_single=self._around(
                 "reduce_scatter", dist.reduce_scatter_single, "input", 1
             ),
-            all_to_all_single=self._exchange(),
         )
+        with exchange, collectives:
+            yield
 
     def _around(self, operation: str, real: Any, name: str, at: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -124,16 +130,14 @@ class Wire:
         return call
 
     def _exchange(self) -> Any:
-        real = dist.all_to_all_single
+        real = ByMemory.start
 
-        def call(
-            output: Tensor, rows: Tensor, arriving: list[int], leaving: list[int], **kwargs: Any
-        ) -> Any:
-            ranks = tuple(dist.get_process_group_ranks(kwargs["group"]))
+        def call(carrier: ByMemory, rows: Tensor, send: list[int], receive: list[int]) -> Any:
+            ranks = tuple(dist.get_process_group_ranks(carrier.group))
             row = rows.shape[1] * rows.itemsize
-            to, back = ([n * row for n in counts] for counts in (leaving, arriving))
+            to, back = ([n * row for n in counts] for counts in (send, receive))
             self.sent.append(("all_to_all", ranks, rows.nbytes, tuple(to), tuple(back)))
-            return real(output, rows, arriving, leaving, **kwargs)
+            return real(carrier, rows, send, receive)
 
         return call
 

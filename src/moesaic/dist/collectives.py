@@ -109,32 +109,3 @@ class SumShares(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Every rank's share of the loss hangs on every rank's share of the sum."""
         return sum_(grads[0].clone(), ctx.group), None
-
-
-class Exchange(torch.autograd.Function):
-    """Rows to ranks: `send[i]` consecutive rows go to rank i of the group; zero is allowed.
-
-    The exchange is launched and not awaited; whoever reads the result first calls `wait` on the
-    work that was appended to `works`. Its backward is the exchange in the other direction.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group, works: list[Any]
-    ) -> Tensor:
-        """Launch the exchange."""
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        result = rows.new_empty((sum(receive), *rows.shape[1:]))
-        work = dist.all_to_all_single(
-            result, rows.contiguous(), receive, send, group=group, async_op=True
-        )
-        works.append(work)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Send every row's gradient back to where the row came from."""
-        (grad,) = grads
-        result = grad.new_empty((sum(ctx.send), *grad.shape[1:]))
-        dist.all_to_all_single(result, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return result, None, None, None, None

@@ -21,6 +21,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from moesaic.base import errors
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.dist import device as devices
+from moesaic.dist.exchange import ByGroup, Carrier
+from moesaic.dist.shared import carrier_of
 
 Group = dist.ProcessGroup
 """A set of ranks that collectives run over; None stands for a set of one."""
@@ -50,6 +52,7 @@ class World:
     everyone: Group | None = None
     _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
     """Groups made so far, by their ranks; the same on every rank but for membership."""
+    _carriers: dict[Group, Carrier] = field(default_factory=dict)
 
     @classmethod
     def solo(cls, device: torch.device | None = None) -> World:
@@ -138,6 +141,21 @@ class World:
                 mine = self._groups[key]
         return mine
 
+    def carrier(self, groups: Sequence[Sequence[int]]) -> Carrier | None:
+        """What carries rows in the group of this rank among sets of ranks; None for a set of one.
+
+        Every rank of the world must call this with the same sets, in the same order.
+        """
+        group = self.partition(groups)
+        if group is None:
+            return None
+        if group not in self._carriers:
+            carrier: Carrier = ByGroup(group)
+            if self.device.type == "cpu":
+                carrier = carrier_of(group, self.deadline.total_seconds())
+            self._carriers[group] = carrier
+        return self._carriers[group]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.everyone is not None:
@@ -174,6 +192,9 @@ class World:
 
     def leave(self) -> None:
         """End this generation in this process."""
+        for carrier in self._carriers.values():
+            carrier.close()
+        self._carriers.clear()
         if self.everyone is not None:
             dist.destroy_process_group()
         self.everyone = None

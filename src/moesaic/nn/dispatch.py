@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.dist.collectives import Exchange, gather
+from moesaic.dist.collectives import gather
+from moesaic.dist.exchange import Carrier, Exchange, Work
 from moesaic.dist.world import Group
 from moesaic.nn.router import NOBODY
 from moesaic.nn.routes import Routes, add_up, inverse
@@ -29,7 +30,7 @@ _BLOCK_ROWS = 1024
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part: this rank, everyone, and the group that shares out the experts.
+    """Who takes part: this rank, everyone, and those that share out the experts.
 
     Where slices of several ranks make up an expert, tokens of all of them go to each, and those
     ranks are one place; `everyone` are then the ranks of all places with the same slice.
@@ -37,7 +38,8 @@ class Ranks:
 
     rank: int = 0
     everyone: Group | None = None
-    group: Group | None = None
+    carrier: Carrier | None = None
+    """Takes rows to the ranks that share out the experts."""
     group_ranks: tuple[int, ...] = (0,)
     slices: Slices = WHOLE
     """Ranks that share out the matrices of the same experts."""
@@ -70,7 +72,7 @@ class Sent:
     """From this rank's tokens to the rows that leave it."""
     arrived: Routes | None = None
     """From the rows that arrive to those of this rank's experts; None where none travels."""
-    works: list[Any] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
     send: list[int] = field(default_factory=list)
     receive: list[int] = field(default_factory=list)
 
@@ -125,8 +127,8 @@ class Dispatcher:
         rows_TK = inverse(order, len(flat)).view(present_TK.shape)
         home = Routes(counts_E, order, rows_TK, present_TK)
         weights_TK = torch.where(present_TK, weights_TK, 0.0).to(tokens_TH.dtype)
-        group = self.ranks.group
-        if group is None:
+        carrier = self.ranks.carrier
+        if carrier is None:
             return Sent(tokens_TH, weights_TK, home)
         share = self.experts // len(self.ranks.group_ranks)
         me = self.ranks.group_ranks.index(self.ranks.rank)
@@ -135,7 +137,7 @@ class Dispatcher:
         sent.send = counts_E.view(-1, share).sum(1).tolist()
         sent.receive = mine_RS.sum(1).tolist()
         rows = Gather.apply(tokens_TH, *home[1:])
-        sent.rows = Exchange.apply(rows, sent.send, sent.receive, group, sent.works)
+        sent.rows = Exchange.apply(rows, sent.send, sent.receive, carrier, sent.works)
         arrival = _slot_order(mine_RS).to(tokens_TH.device)
         sent.arrived = Routes(mine_RS.sum(0), arrival)
         return sent
@@ -159,14 +161,14 @@ class Dispatcher:
         """Bring results of what has arrived back to their tokens and add them up, weighted."""
         if sent.arrived is None:
             return results
-        works: list[Any] = []
-        results = Exchange.apply(results, sent.receive, sent.send, self.ranks.group, works)
+        works: list[Work] = []
+        results = Exchange.apply(results, sent.receive, sent.send, self.ranks.carrier, works)
         _wait(works)
         combined: Tensor = Combine.apply(results, sent.weights_TK, *sent.home[1:3])
         return combined
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: list[Work]) -> None:
     """Wait for `works` and let go of them, and so of what was sent."""
     while works:
         works.pop().wait()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from moesaic.dist.shared import Arriving, ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -90,19 +91,23 @@ def _keeping(found: dict[int, int], known: set[int]) -> AbstractContextManager[N
 class _Messages:
     """Knows while ranks send to each other: what torch does then, copies too, is no kernel."""
 
-    NAMES = (
-        "all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_single",
-        "reduce_scatter_tensor",
-    )  # fmt: skip
+    NAMES = ("all_gather", "all_reduce", "reduce_scatter_single", "reduce_scatter_tensor")
 
     def __init__(self) -> None:
         self.on_their_way = False
 
-    def noticed(self) -> Any:
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
         """While this holds."""
-        found = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
-        calls: dict[str, Any] = {name: self._around(real) for name, real in found.items()}
-        return mock.patch.multiple(dist, **calls)
+        with ExitStack() as patches:
+            for place, name in (
+                *((dist, name) for name in self.NAMES if hasattr(dist, name)),
+                (ByMemory, "start"),
+                (Arriving, "wait"),
+            ):
+                call = self._around(getattr(place, name))
+                patches.enter_context(mock.patch.object(place, name, call))
+            yield
 
     def _around(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ def _ranks(plan: Plan, world: World) -> Ranks:
     return Ranks(
         rank=world.rank % plan.span // plan.etp,
         everyone=world.partition(plan.same_expert_slice_groups()),
-        group=world.partition(expert_groups),
+        carrier=world.carrier(expert_groups),
         group_ranks=tuple(rank % plan.span // plan.etp for rank in mine),
         slices=Slices(world.rank % plan.etp, plan.etp, world.partition(plan.expert_slice_groups())),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather
+from moesaic.dist.exchange import Carrier
 from moesaic.dist.probe.timing import Figures, powers, seconds, together
 from moesaic.dist.world import Group, World
 
@@ -53,9 +54,10 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
     second of computing, than the same computing takes where there are no operations.
     """
     chosen = pairs(hosts)
-    groups = [("within", world.partition(hosts))] if max(map(len, hosts)) > 1 else []
+    meeting = [("within", hosts)] if max(map(len, hosts)) > 1 else []
     if len(hosts) > 1:
-        groups.append(("across", world.everyone))
+        meeting.append(("across", [range(world.size)]))
+    groups = [(where, world.partition(sets), world.carrier(sets)) for where, sets in meeting]
     sizes = message_bytes(most)
     num_operations = len(COLLECTIVES) * len(collective_bytes(2, most)) * len(groups)
     share_s = budget_s / (len(chosen) * (len(sizes) + 1) + _WEIGHT * num_operations)
@@ -64,10 +66,10 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
         world.barrier()
         if world.rank in (first, second):
             found |= _pair(world, first, second, sizes, share_s)
-    for where, group in groups:
+    for where, group, carrier in groups:
         world.barrier()
-        if group is not None:
-            found |= _collectives(world, group, where, most, _WEIGHT * share_s)
+        if group is not None and carrier is not None:
+            found |= _collectives(world, group, carrier, where, most, _WEIGHT * share_s)
     return found
 
 
@@ -112,7 +114,9 @@ def _pair(world: World, first: int, second: int, sizes: list[int], share_s: floa
     return {f"{first}-{second} one way": times, f"{first}-{second} both": [both]}
 
 
-def _collectives(world: World, group: Group, where: str, most: int, share_s: float) -> Figures:
+def _collectives(
+    world: World, group: Group, carrier: Carrier, where: str, most: int, share_s: float
+) -> Figures:
     ranks, first = group.size(), dist.get_global_rank(group, 0)
 
     def agree(count: int) -> int:
@@ -127,7 +131,7 @@ def _collectives(world: World, group: Group, where: str, most: int, share_s: flo
     for name in COLLECTIVES:
         times = found[f"{name} {where}"] = []
         for num_bytes in collective_bytes(ranks, most):
-            work = collective(name, num_bytes, ranks, world.device, group)
+            work = collective(name, num_bytes, world.device, group, carrier)
             met = together(work, clock, agree, share_s, compute)
             # Whoever comes last waits for nobody.
             times.append(float(_by_rank(met.calls_s, world, group).amin(dim=0).mean()))
@@ -170,12 +174,14 @@ def chore(device: torch.device, agree: Callable[[int], int]) -> Callable[[], obj
 
 
 def collective(
-    name: str, num_bytes: int, ranks: int, device: torch.device, group: Group
+    name: str, num_bytes: int, device: torch.device, group: Group, carrier: Carrier
 ) -> Callable[[], object]:
-    """The operation `name` of ranks that hold `num_bytes` each (all_gather: after it)."""
+    """The operation `name` of ranks that hold `num_bytes` each (all_gather: after it), as training
+    has it: rows go to all as a carrier takes them."""
+    ranks = group.size()
     whole = torch.zeros(num_bytes // 4, device=device)
     part = torch.zeros(num_bytes // 4 // ranks, device=device)
-    other = torch.empty_like(whole)
+    counts = [num_bytes // 4 // ranks] * ranks
     # The names of torch before 2.13, which warns of them.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -183,6 +189,6 @@ def collective(
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: all_gather(whole, part, group=group),
         "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_to_all": lambda: carrier.start(whole, counts, counts)[1].wait(),
     }
     return works[name]
