@@ -311,7 +311,7 @@ def predicted_parts() -> Iterator[measure.Row]:
     )  # fmt: skip
     yield from messages.rows(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
-        f"gloo, {RANKS} ranks, from when the last one comes",
+        f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes",
     )  # fmt: skip
 
 
