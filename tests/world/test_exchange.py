@@ -1,8 +1,12 @@
-"""Rows from rank to rank: by the group, by memory, and by both, the same."""
+"""Rows from rank to rank: by the group and by memory, the same."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,14 +19,15 @@ from torch import Tensor
 
 from moesaic.dist import shared
 from moesaic.dist.exchange import ByGroup, Carrier, Exchange
-from moesaic.dist.world import World
+from moesaic.dist.world import World, lost_peer
 from moesaic.testing.ranks import RankFailed, Ranks
 
 WIDTH = 3
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.bool, torch.complex64)
 
 
 def counts(case: int, size: int) -> list[list[int]]:
-    """How many rows each rank sends to each: even, uneven, to one only, none, large."""
+    """How many rows each rank sends to each: even, all to one, none, large, or anything."""
     draw = torch.Generator().manual_seed(case)
     if case == 0:
         return [[2] * size for _ in range(size)]
@@ -35,48 +40,59 @@ def counts(case: int, size: int) -> list[list[int]]:
     return torch.randint(0, 5, (size, size), generator=draw).tolist()
 
 
-def rows_of(case: int, rank: int, sent: list[list[int]], dtype: torch.dtype) -> Tensor:
+def rows_of(
+    case: int, rank: int, sent: list[list[int]], shape: tuple[int, ...] = (WIDTH,)
+) -> Tensor:
     """Rows that are like no others."""
-    many = torch.arange(sum(sent[rank]) * WIDTH).view(-1, WIDTH)
-    return (many % 251 + 10 * rank + case % 7).to(dtype)
+    many = torch.arange(sum(sent[rank]) * (WIDTH if shape else 1)).view(-1, *shape)
+    return ((many + 10 * rank + case) % 251).to(DTYPES[case % len(DTYPES)])
 
 
-def expected(case: int, rank: int, sent: list[list[int]], dtype: torch.dtype) -> Tensor:
+def expected(
+    case: int, rank: int, sent: list[list[int]], shape: tuple[int, ...] = (WIDTH,)
+) -> Tensor:
     """What arrives, worked out from what all ranks have."""
     parts = [
-        rows_of(case, other, sent, dtype).split(sent[other])[rank] for other in range(len(sent))
+        rows_of(case, other, sent, shape).split(sent[other])[rank] for other in range(len(sent))
     ]
     return torch.cat(parts)
 
 
-def hosts_of_two(rank: int) -> str:
-    return f"host {rank // 2}"
-
-
-def exchange_all(world: World, hosts: str) -> list[str]:
+def exchange_all(world: World) -> list[str]:
     """Which carriers there were; every case went through each of them as it should."""
-    names = []
-    for carrier in carriers(world, hosts):
-        for case in range(12):
-            dtype = (torch.float32, torch.bfloat16, torch.int64, torch.float64)[case % 4]
-            sent = counts(case, world.size)
-            receive = [row[world.rank] for row in sent]
-            rows = rows_of(case, world.rank, sent, dtype)
-            result, work = carrier.start(rows, sent[world.rank], receive)
-            work.wait()
-            assert torch.equal(result, expected(case, world.rank, sent, dtype)), case
-        several_at_once(world, carrier)
-        backward_is_the_way_back(world, carrier)
-        names.append(carrier.name)
-    return names
-
-
-def carriers(world: World, hosts: str) -> list[Carrier]:
     group = world.everyone
     assert group is not None
-    said = {"one": "here", "two": hosts_of_two(world.rank), "apart": f"host {world.rank}"}[hosts]
-    with mock.patch.object(shared, "_host", return_value=said):
-        return [ByGroup(group), shared.carrier_of(group, 30.0)]
+    carriers = [ByGroup(group), shared.carrier_of(group, 30.0)]
+    for carrier in carriers:
+        for case in range(14):
+            # complex and bool are no types of gloo's.
+            if carrier.name == "memory" or DTYPES[case % len(DTYPES)] not in DTYPES[4:]:
+                goes_through(world, carrier, case, (WIDTH,))
+        several_at_once(world, carrier)
+        backward_is_the_way_back(world, carrier)
+    goes_through(world, carriers[-1], 7, ())
+    goes_through(world, carriers[-1], 8, (WIDTH,), apart=True)
+    result, work = carriers[-1].start(
+        torch.empty(2 * world.size, 0), [2] * world.size, [2] * world.size
+    )
+    work.wait()
+    assert result.shape == (2 * world.size, 0)
+    return [carrier.name for carrier in carriers]
+
+
+def goes_through(
+    world: World, carrier: Carrier, case: int, shape: tuple[int, ...], *, apart: bool = False
+) -> None:
+    """Rows arrive that are in one piece, or lie apart from each other."""
+    sent = counts(case, world.size)
+    rows = rows_of(case, world.rank, sent, shape)
+    if apart:
+        rows = rows.repeat(1, 2)[:, : rows.shape[1]]
+        assert not rows.is_contiguous()
+    receive = [row[world.rank] for row in sent]
+    result, work = carrier.start(rows, sent[world.rank], receive)
+    work.wait()
+    assert torch.equal(result, expected(case, world.rank, sent, shape)), case
 
 
 def several_at_once(world: World, carrier: Carrier) -> None:
@@ -84,14 +100,12 @@ def several_at_once(world: World, carrier: Carrier) -> None:
     sent = [[1 + (rank + to) % 3 for to in range(world.size)] for rank in range(world.size)]
     receive = [row[world.rank] for row in sent]
     works = []
-    for case in range(5):
-        rows = rows_of(case, world.rank, sent, torch.float32)
-        works.append((case, *carrier.start(rows, sent[world.rank], receive)))
-        rows.fill_(-1.0) if isinstance(carrier, shared.ByMemory) else None
-    for case, result, work in works[::-1]:
+    for case in (0, 6, 12, 18, 24):
+        rows = rows_of(case, world.rank, sent)
+        works.append((case, rows, *carrier.start(rows, sent[world.rank], receive)))
+    for case, _, result, work in works[::-1]:
         work.wait()
-        if carrier.name == "memory":
-            assert torch.equal(result, expected(case, world.rank, sent, torch.float32))
+        assert torch.equal(result, expected(case, world.rank, sent)), case
 
 
 def backward_is_the_way_back(world: World, carrier: Carrier) -> None:
@@ -110,55 +124,130 @@ def backward_is_the_way_back(world: World, carrier: Carrier) -> None:
     assert torch.equal(rows.grad, rows.detach())
 
 
-@pytest.mark.parametrize(
-    ("size", "hosts", "names"),
-    [
-        (2, "one", ["gloo", "memory"]),
-        (4, "one", ["gloo", "memory"]),
-        (4, "two", ["gloo", "memory, gloo"]),
-        (3, "two", ["gloo", "memory, gloo"]),
-        (2, "apart", ["gloo", "gloo"]),
-    ],
-)
-def test_rows_arrive(ranks: Ranks, size: int, hosts: str, names: list[str]) -> None:
-    assert ranks.run(size, exchange_all, hosts) == [names] * size
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_arrive(ranks: Ranks, size: int) -> None:
+    assert ranks.run(size, exchange_all) == [["gloo", "memory"]] * size
 
 
-def boxes_while_exchanging(world: World) -> tuple[int, int]:
-    """Most boxes at a time, and files that stay open after all."""
+def which_carrier(world: World, hosts: list[str]) -> str:
     group = world.everyone
     assert group is not None
+    with mock.patch.object(shared, "_host", return_value=hosts[world.rank]):
+        return shared.carrier_of(group, 30.0).name
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b"], ["", "a"], ["", ""]], ids=str)
+def test_the_group_carries_between_hosts(ranks: Ranks, hosts: list[str]) -> None:
+    assert set(ranks.run(len(hosts), which_carrier, hosts)) == {"gloo"}
+
+
+def with_strangers(world: World) -> str:
+    """Somebody connects to every door: says nothing, something else, or that it is a rank."""
+    group, strangers = world.everyone, []
+    assert group is not None
+    knock = shared._Lines.knock
+
+    def after_strangers(lines: shared._Lines, addresses: list[str]) -> None:
+        words = (b"", b"hello", shared._Lines._HELLO.pack(1, b"0" * 16))
+        for address in addresses:
+            for word in words:
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                strangers.append(stranger)
+                stranger.connect(address)
+                if word:
+                    stranger.send(word)
+        knock(lines, addresses)
+
+    with mock.patch.object(shared._Lines, "knock", after_strangers):
+        carrier = shared.carrier_of(group, 30.0)
+    goes_through(world, carrier, 7, (WIDTH,))
+    for stranger in strangers:
+        stranger.close()
+    return carrier.name
+
+
+def test_strangers_are_let_in_nowhere(ranks: Ranks) -> None:
+    assert ranks.run(3, with_strangers) == ["memory"] * 3
+
+
+def one_cannot_be_reached(world: World) -> str:
+    group = world.everyone
+    assert group is not None
+    gc.collect()  # Carriers of earlier tests.
+    shared._say_all(group, None)  # Which makes what the group holds open.
     before = len(os.listdir("/proc/self/fd"))
+    silent = mock.patch.object(shared._Lines, "knock")
+    with silent if world.rank == 1 else contextlib.nullcontext():
+        carrier = shared.carrier_of(group, 30.0)
+    assert len(os.listdir("/proc/self/fd")) - before == 0
+    goes_through(world, carrier, 7, (WIDTH,))
+    return carrier.name
+
+
+def test_all_leave_it_to_the_group_where_one_cannot_be_reached(ranks: Ranks) -> None:
+    assert ranks.run(3, one_cannot_be_reached) == ["gloo"] * 3
+
+
+def num_mapped() -> int:
+    return len(re.findall("memfd:moesaic", Path("/proc/self/maps").read_text()))
+
+
+def boxes_while_exchanging(world: World) -> tuple[int, int, int, int]:
+    """Boxes of one's own, those of the other, what is mapped of them, and files that stay open."""
+    group = world.everyone
+    assert group is not None
+    gc.collect()  # Carriers of earlier tests.
+    shared._say_all(group, None)  # Which makes what the group holds open.
+    before, mapped = len(os.listdir("/proc/self/fd")), -num_mapped()
     carrier = shared.carrier_of(group, 30.0)
     assert isinstance(carrier, shared.ByMemory)
-    most = 0
     for step in range(40):
-        size = 1000 * (step % 7 + 1)
+        size = 7000 * (step % 7 + 1)
         _, work = carrier.start(torch.rand(2 * size, 50), [size] * 2, [size] * 2)
         work.wait()
-        most = max(most, len(carrier._boxes))
+    dist.barrier(group)
+    (neighbour,) = carrier._neighbours.values()
+    neighbour.hear_all()
+    found = len(carrier._boxes), len(neighbour._boxes), mapped + num_mapped()
     dist.barrier(group)
     carrier.close()
-    return most, len(os.listdir("/proc/self/fd")) - before
+    return *found, len(os.listdir("/proc/self/fd")) - before
 
 
 def test_boxes_are_used_again_and_nothing_stays(ranks: Ranks) -> None:
-    for most, left in ranks.run(2, boxes_while_exchanging):
-        assert most <= 3
+    for own, others, mapped, left in ranks.run(2, boxes_while_exchanging):
+        assert own <= 3
+        assert others <= 3
+        assert mapped == own + others
         assert left == 0
 
 
-def one_sends_less(world: World) -> None:
+def exchange_once(world: World, send: list[list[int]], receive: list[list[int]]) -> None:
     carrier = world.carrier([range(world.size)])
     assert carrier is not None
-    send = [1, 1] if world.rank else [1, 2]
-    _, work = carrier.start(torch.rand(sum(send), 4), send, [1, 1])
+    mine = send[world.rank]
+    _, work = carrier.start(torch.rand(sum(mine), 4), mine, receive[world.rank])
     work.wait()
 
 
-def test_what_was_not_agreed_on_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match="32 bytes came from rank 0 of the group, where 16 are to"):
-        ranks.run(2, one_sends_less)
+@pytest.mark.parametrize(
+    ("sent", "received", "said"),
+    [
+        (2, 1, "32 bytes came from rank 0 of the group, where 16 are to arrive"),
+        (2, 0, "32 bytes came from rank 0 of the group, where 0 are to arrive"),
+        (0, 1, "0 bytes came from rank 0 of the group, where 16 are to arrive"),
+    ],
+)
+def test_what_was_not_agreed_on_is_refused(
+    ranks: Ranks, sent: int, received: int, said: str
+) -> None:
+    with pytest.raises(RankFailed, match=said):
+        ranks.run(2, exchange_once, [[1, sent], [1, 1]], [[1, 1], [received, 1]])
+
+
+def test_a_rank_agrees_with_itself(ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match="2 rows are to stay on rank 0 of the group, where 1 are"):
+        ranks.run(2, exchange_once, [[2, 1], [1, 1]], [[1, 1], [1, 1]])
 
 
 def one_dies(world: World) -> None:
@@ -166,8 +255,16 @@ def one_dies(world: World) -> None:
     assert carrier is not None
     if world.rank == 1:
         os._exit(3)
-    _, work = carrier.start(torch.rand(2, 4), [1, 1], [1, 1])
-    work.wait()
+    with pytest.raises(RuntimeError) as lost:
+        exchange_twice(carrier)
+    assert lost_peer(lost.value)
+    raise lost.value
+
+
+def exchange_twice(carrier: Carrier) -> None:
+    for _ in range(2):
+        _, work = carrier.start(torch.rand(2, 4), [1, 1], [1, 1])
+        work.wait()
 
 
 def test_a_rank_that_dies_is_noticed(ranks: Ranks) -> None:
@@ -191,8 +288,34 @@ def test_patience_ends(ranks: Ranks) -> None:
         ranks.run(2, one_is_late)
 
 
+def leave_early(world: World) -> None:
+    """Whoever has all that it needs may go, whatever it has not heard yet."""
+    carrier = world.carrier([range(world.size)])
+    assert isinstance(carrier, shared.ByMemory)
+    for _ in range(3):
+        _, work = carrier.start(torch.rand(20, 4), [10, 10], [10, 10])
+        work.wait()
+    if world.rank == 1:
+        carrier.close()
+        world.store.set("gone", "")
+        return
+    world.await_words(world.store, ["gone"])
+    (neighbour,) = carrier._neighbours.values()
+    neighbour.hear_all()
+
+
+def test_one_may_leave_before_the_other(ranks: Ranks) -> None:
+    ranks.run(2, leave_early)
+
+
 def test_hosts_are_told_apart() -> None:
     said = shared._host()
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in said
+    with mock.patch.object(Path, "read_text", return_value="another"):
+        assert shared._host() not in ("", said)
+    with mock.patch.object(os, "stat", return_value=mock.Mock(st_ino=1)):
+        assert shared._host() not in ("", said)
     with mock.patch.object(Path, "read_text", side_effect=OSError):
+        assert shared._host() == ""
+    with mock.patch.object(os, "memfd_create", side_effect=OSError):
         assert shared._host() == ""

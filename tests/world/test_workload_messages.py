@@ -13,6 +13,7 @@ import torch.distributed as dist
 from layouts import SIGMOID, sparing
 from torch import Tensor
 
+from moesaic.dist.exchange import ByGroup
 from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -106,7 +107,8 @@ class Wire:
     @contextmanager
     def on(self) -> Iterator[None]:
         """While this holds, calls are kept. FSDP calls the forms of one tensor."""
-        exchange = mock.patch.object(ByMemory, "start", self._exchange())
+        by_group = mock.patch.object(ByGroup, "start", self._exchange(ByGroup))
+        by_memory = mock.patch.object(ByMemory, "start", self._exchange(ByMemory))
         collectives = mock.patch.multiple(
             dist,
             all_reduce=self._around("all_reduce", dist.all_reduce, "tensor", 0),
@@ -116,7 +118,7 @@ class Wire:
                 "reduce_scatter", dist.reduce_scatter_single, "input", 1
             ),
         )
-        with exchange, collectives:
+        with by_group, by_memory, collectives:
             yield
 
     def _around(self, operation: str, real: Any, name: str, at: int) -> Any:
@@ -129,10 +131,10 @@ class Wire:
 
         return call
 
-    def _exchange(self) -> Any:
-        real = ByMemory.start
+    def _exchange(self, kind: type[ByGroup] | type[ByMemory]) -> Any:
+        real: Any = kind.start
 
-        def call(carrier: ByMemory, rows: Tensor, send: list[int], receive: list[int]) -> Any:
+        def call(carrier: Any, rows: Tensor, send: list[int], receive: list[int]) -> Any:
             ranks = tuple(dist.get_process_group_ranks(carrier.group))
             row = rows.shape[1] * rows.itemsize
             to, back = ([n * row for n in counts] for counts in (send, receive))

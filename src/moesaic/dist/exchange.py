@@ -21,6 +21,7 @@ class Carrier(Protocol):
 
     name: str
     """What a person calls it."""
+    group: dist.ProcessGroup
 
     def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
         """Launch `send[i]` consecutive rows to rank i of the group; zero is allowed.
@@ -37,14 +38,14 @@ class ByGroup:
     """Leaves it to the group's own all-to-all."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.name: str = dist.get_backend(group)
 
     def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
         """As `Carrier` says."""
         result = rows.new_empty((sum(receive), *rows.shape[1:]))
         work = dist.all_to_all_single(
-            result, rows.contiguous(), receive, send, group=self._group, async_op=True
+            result, rows.contiguous(), receive, send, group=self.group, async_op=True
         )
         assert work is not None
         return result, work

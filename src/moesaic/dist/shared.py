@@ -1,24 +1,27 @@
 """Rows through a host's memory, between ranks that share one.
 
-A rank has boxes: memory that it fills with rows and that its neighbours, the group's other ranks on
-this host, read. What they tell each other, that rows are there or have been read, goes through
-sockets: nobody spins, and whoever waits for a rank that has died hears of it. The memory has no
-name in any file system, so that nothing stays behind, however a rank ends.
+A rank has boxes: memory that it fills with rows and that its neighbours, the group's other ranks,
+read. What they tell each other, that rows are there or have been read, goes through sockets: nobody
+spins, and whoever waits for a rank that has died hears of it. The memory has no name in any file
+system, so that nothing stays behind, however a rank ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,83 +32,142 @@ from moesaic.dist.exchange import ByGroup, Carrier, Work
 _RECORD = struct.Struct("=BxxxIQQQ")
 """What is said, the number of a box; of rows the exchange, where they begin, how many bytes."""
 _ROWS, _READ, _GONE = range(3)
-"""Rows are in a box; a box has been read; a box is no more."""
+"""There are rows; a box has been read; a box is no more."""
+_NO_BOX = 0
 _LINE = 64
 """Bytes that a processor moves at a time; rows of each neighbour begin with a line of their own."""
 _STEP = 1 << 20
 """Boxes are as large as multiples of it."""
+_PAUSE_S = 1e-3
 
 
 def carrier_of(group: dist.ProcessGroup, deadline_s: float) -> Carrier:
-    """What carries rows in `group`, whose ranks are on CPUs; all of them must call this."""
-    me, host = group.rank(), _host()
-    with _Door(group.size()) if host else contextlib.nullcontext() as door:
-        said: list[tuple[str, str]] = [("", "")] * group.size()
-        dist.all_gather_object(said, (host, door.address if door else ""), group=group)
-        here = {i: address for i, (at, address) in enumerate(said) if at and at == host}
-        lines = door.meet(me, here, deadline_s) if door else {}
-    hosts = [at for at, _ in said]
-    if not _any_two(hosts):
-        return ByGroup(group)
-    return ByMemory(group, lines, None if len(here) == len(said) else ByGroup(group), deadline_s)
+    """What carries rows in `group`, whose ranks are on CPUs; all of them must call this.
+
+    Memory does where all ranks are on one host and can reach each other's, else the group itself.
+    """
+    with contextlib.ExitStack() as held:
+        host, door = _host(), None
+        if host:
+            door = held.enter_context(_Door())
+        said = _say_all(
+            group, (host, "" if door is None else door.address, secrets.token_bytes(16))
+        )
+        if door is None or {at for at, _, _ in said} != {host}:
+            return ByGroup(group)
+        # After each round what the others did in it is done: nobody waits for one who is gone.
+        lines = _Lines(group.rank(), [secret for _, _, secret in said])
+        held.callback(lines.close)
+        lines.knock([address for _, address, _ in said])
+        _say_all(group, None)
+        lines.answer(door)
+        if not all(_say_all(group, lines.complete)):
+            return ByGroup(group)
+        held.pop_all()
+        door.close()
+        return ByMemory(group, lines.by_rank, deadline_s)
 
 
-def _any_two(hosts: Sequence[str]) -> bool:
-    """Whether two ranks share a host: all ranks of a group must know."""
-    named = [host for host in hosts if host]
-    return len(set(named)) < len(named)
+def _say_all(group: dist.ProcessGroup, word: Any) -> list[Any]:
+    """What every rank says."""
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, word, group=group)
+    return said
 
 
 def _host() -> str:
     """What ranks have in common that reach each other's sockets and memory; empty: nothing."""
-    if not hasattr(os, "memfd_create"):
-        return ""
     try:
+        os.close(os.memfd_create("moesaic"))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
-    except OSError:
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except (AttributeError, OSError):  # Another system, or a box that has neither.
         return ""
 
 
 class _Door:
-    """Where neighbours knock once."""
+    """Where neighbours knock."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         self.address = f"\0moesaic-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = _line()
         self._socket.bind(self.address)
-        self._socket.listen(most)
+        self._socket.listen(socket.SOMAXCONN)
 
     def __enter__(self) -> _Door:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody else may come."""
         self._socket.close()
 
-    def meet(
-        self, rank: int, addresses: dict[int, str], deadline_s: float
-    ) -> dict[int, socket.socket]:
-        """A line to each rank of this host, which are at `addresses`."""
-        lines: dict[int, socket.socket] = {}
-        for other in (other for other in addresses if other < rank):
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            line.settimeout(deadline_s)
-            line.connect(addresses[other])
-            line.send(rank.to_bytes(8, "little"))
-            lines[other] = line
-        self._socket.settimeout(deadline_s)
-        while len(lines) < len(addresses) - (rank in addresses):
+    def next(self) -> socket.socket | None:
+        """Whoever has knocked, and has not been answered yet."""
+        try:
             line, _ = self._socket.accept()
-            line.settimeout(deadline_s)
-            _, owner, _ = struct.unpack(
-                "=iII", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
-            word = line.recv(8) if owner == os.getuid() else b""
-            if len(word) == 8 and int.from_bytes(word, "little") in addresses:
-                lines[int.from_bytes(word, "little")] = line
-            else:  # Somebody else of this machine.
+        except OSError:
+            return None
+        line.setblocking(False)
+        return line
+
+
+def _line() -> socket.socket:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.setblocking(False)
+    return line
+
+
+class _Lines:
+    """From one rank to all others of a group, while they are being made."""
+
+    _HELLO = struct.Struct("=Q16s")
+
+    def __init__(self, rank: int, secrets_by_rank: Sequence[bytes]) -> None:
+        """Whoever knows the secret of a rank was told by its group."""
+        self._rank, self._secrets = rank, secrets_by_rank
+        self.by_rank: dict[int, socket.socket] = {}
+
+    def knock(self, addresses: Sequence[str]) -> None:
+        """Connect to all ranks before this one; what fails shows in the end."""
+        for other, address in enumerate(addresses[: self._rank]):
+            line = self.by_rank[other] = _line()
+            with contextlib.suppress(OSError):
+                line.connect(address)
+                line.send(self._HELLO.pack(self._rank, self._secrets[other]))
+
+    def answer(self, door: _Door) -> None:
+        """Take in all ranks after this one, which have knocked by now, and nobody else."""
+        while (line := door.next()) is not None:
+            rank = self._known(line)
+            if rank is None or rank <= self._rank or rank in self.by_rank:
                 line.close()
-        return lines
+            else:
+                self.by_rank[rank] = line
+
+    def _known(self, line: socket.socket) -> int | None:
+        try:
+            rank, secret = self._HELLO.unpack(line.recv(self._HELLO.size))
+        except (OSError, struct.error):
+            return None
+        return rank if secret == self._secrets[self._rank] else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is one to each."""
+        for line in self.by_rank.values():
+            with contextlib.suppress(OSError):
+                line.getpeername()
+                continue
+            return False
+        return len(self.by_rank) == len(self._secrets) - 1
+
+    def close(self) -> None:
+        """Give them up."""
+        for line in self.by_rank.values():
+            line.close()
 
 
 @dataclass
@@ -122,8 +184,12 @@ class _Box:
     def make(cls, number: int, size: int) -> _Box:
         """An empty one."""
         file = os.memfd_create("moesaic", os.MFD_CLOEXEC)
-        os.ftruncate(file, size)
-        return cls(number, _mapped(file), file)
+        try:
+            os.posix_fallocate(file, 0, size)  # Too little memory shows here, and not in a copy.
+            return cls(number, _mapped(file), file)
+        except BaseException:
+            os.close(file)
+            raise
 
 
 def _mapped(file: int) -> Tensor:
@@ -142,14 +208,24 @@ class _Neighbour:
         self._known: set[int] = set()
         """Own boxes that it has."""
         self._boxes: dict[int, Tensor] = {}
-        self._arrived: dict[int, tuple[int, Tensor]] = {}
-        """By exchange, the box and the rows in it."""
+        self._arrived: dict[int, tuple[int, int, int]] = {}
+        """By exchange, in which box its rows are, from where on, and how many bytes."""
+        line.settimeout(deadline_s)
 
-    def tell(self, box: _Box, exchange: int, at: int, size: int) -> None:
-        """There are rows for it."""
+    def tell(self, exchange: int, box: _Box | None, at: int, size: int) -> bool:
+        """There are rows for it, or none. Not told if too many files are on their way."""
+        if box is None:
+            self._say(_ROWS, _NO_BOX, exchange)
+            return True
         files = () if box.number in self._known else (box.file,)
+        try:
+            self._say(_ROWS, box.number, exchange, at, size, files=files)
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                return False
+            raise
         self._known.add(box.number)
-        self._say(_ROWS, box.number, exchange, at, size, files=files)
+        return True
 
     def forget(self, box: _Box) -> None:
         """A box is no more."""
@@ -158,107 +234,116 @@ class _Neighbour:
             self._say(_GONE, box.number)
 
     def read(self, exchange: int, into: Tensor) -> None:
-        """Wait for rows of `exchange` and copy them."""
+        """Wait for what it says of `exchange` and copy its rows."""
         while exchange not in self._arrived:
             try:
                 self._hear()
-            except OSError as error:
-                raise self._failed(error) from error
-        number, rows = self._arrived.pop(exchange)
-        if len(rows) != len(into):
+            except TimeoutError:
+                raise self._overdue() from None
+            except ConnectionError as error:
+                raise self._lost() from error
+        number, at, size = self._arrived.pop(exchange)
+        if size != len(into):
             raise RuntimeError(
-                f"{len(rows)} bytes came from rank {self._rank} of the group, where "
-                f"{len(into)} are to arrive"
+                f"{size} bytes came from rank {self._rank} of the group, where {len(into)} are to "
+                "arrive"
             )
-        into.copy_(rows)
-        with contextlib.suppress(OSError):  # It may have left, having what it waited for.
-            self._line.send(_RECORD.pack(_READ, number, exchange, 0, 0))
+        if size:
+            into.copy_(self._boxes[number][at : at + size])
+            with contextlib.suppress(ConnectionError):  # It may have left, with all it needs.
+                self._line.send(_RECORD.pack(_READ, number, 0, 0, 0))
 
     def hear_all(self) -> None:
-        """Take in what has been said so far. Whether the other is still there shows when it has to
-        be: one that needs no more rows may have left."""
+        """Take in what has been said so far. That the other has left shows when it is needed."""
         self._line.settimeout(0.0)
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             while True:
                 self._hear()
-        self._line.settimeout(self._deadline_s)
+        except (BlockingIOError, ConnectionError):
+            pass
+        finally:
+            self._line.settimeout(self._deadline_s)
 
     def close(self) -> None:
         """Hang up, and let go of the other's boxes."""
         self._line.close()
         self._boxes.clear()
-        self._arrived.clear()
 
     def _say(self, what: int, box: int, *rows: int, files: Sequence[int] = ()) -> None:
-        record = _RECORD.pack(what, box, *(rows or (0, 0, 0)))
+        record = _RECORD.pack(what, box, *(*rows, 0, 0, 0)[:3])
         try:
             if files:
                 socket.send_fds(self._line, [record], files)
             else:
                 self._line.send(record)
-        except OSError as error:
-            raise self._failed(error) from error
+        except TimeoutError:
+            raise self._overdue() from None
+        except ConnectionError as error:
+            raise self._lost() from error
 
     def _hear(self) -> None:
-        record, files, _, _ = socket.recv_fds(self._line, _RECORD.size, 1)
+        record, files, flags, _ = socket.recv_fds(self._line, _RECORD.size, 1)
         if not record:
             raise ConnectionResetError
         what, box, exchange, at, size = _RECORD.unpack(record)
         for file in files:
-            self._boxes[box] = _mapped(file)
-            os.close(file)
+            try:
+                self._boxes[box] = _mapped(file)
+            finally:
+                os.close(file)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if what == _ROWS:
-            self._arrived[exchange] = (box, self._boxes[box][at : at + size])
+            self._arrived[exchange] = (box, at, size)
         elif what == _READ:
             self._read(box)
         else:
             del self._boxes[box]
 
-    def _failed(self, error: OSError) -> RuntimeError:
-        other = f"rank {self._rank} of the group"
-        if isinstance(error, TimeoutError):
-            return RuntimeError(f"timed out after {self._deadline_s:g} s of waiting for {other}")
-        return RuntimeError(f"{other} is gone: connection closed by peer")
+    def _lost(self) -> RuntimeError:
+        return RuntimeError(f"rank {self._rank} of the group is gone: connection closed by peer")
+
+    def _overdue(self) -> RuntimeError:
+        return RuntimeError(
+            f"timed out after {self._deadline_s:g} s of waiting for rank {self._rank} of the group"
+        )
 
 
 class ByMemory:
-    """Carries rows of neighbours through boxes, and leaves others to another carrier."""
+    """Carries rows through boxes. Rows are copied into one at the start, and out of it when they
+    are waited for: nothing moves in between."""
+
+    name = "memory"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        lines: dict[int, socket.socket],
-        elsewhere: Carrier | None,
-        deadline_s: float,
+        self, group: dist.ProcessGroup, lines: dict[int, socket.socket], deadline_s: float
     ) -> None:
-        """`elsewhere` carries what goes to other hosts, if the group has ranks there."""
-        self.group, self._rank, self._elsewhere = group, group.rank(), elsewhere
+        """`lines` lead to all other ranks of the group."""
+        self.group, self._rank, self._deadline_s = group, group.rank(), deadline_s
         self._boxes: dict[int, _Box] = {}
         self._made = self._exchanges = 0
+        # From the next on, so that not all begin with the same.
+        turn = sorted(lines, key=lambda other: (other < self._rank, other))
         self._neighbours = {
-            other: _Neighbour(other, line, deadline_s, self._has_read)
-            for other, line in lines.items()
+            other: _Neighbour(other, lines[other], deadline_s, self._has_read) for other in turn
         }
-        self._turn = sorted(self._neighbours, key=lambda other: (other < self._rank, other))
-        """Neighbours, from the next on, so that not all begin with the same."""
-        self.name = "memory" if elsewhere is None else f"memory, {elsewhere.name}"
 
     def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
         """As `Carrier` says."""
+        if send[self._rank] != receive[self._rank]:
+            raise ValueError(
+                f"{send[self._rank]} rows are to stay on rank {self._rank} of the group, where "
+                f"{receive[self._rank]} are to arrive"
+            )
         result = rows.new_empty((sum(receive), *rows.shape[1:]))
         width = math.prod(rows.shape[1:]) * rows.itemsize
         out = _bytes(rows.contiguous()).split([n * width for n in send])
         back = _bytes(result).split([n * width for n in receive])
         self._exchanges += 1
-        work = Arriving(self._exchanges)
-        if self._elsewhere is not None:
-            work.far = self._start_far(self._elsewhere, out, back)
         self._put(out)
         back[self._rank].copy_(out[self._rank])
-        work.near = [
-            (self._neighbours[other], back[other]) for other in self._turn if len(back[other])
-        ]
-        return result, work
+        arriving = [(neighbour, back[other]) for other, neighbour in self._neighbours.items()]
+        return result, Arriving(self._exchanges, arriving)
 
     def close(self) -> None:
         """Hang up, and let go of all boxes."""
@@ -270,51 +355,53 @@ class ByMemory:
 
     def _put(self, out: Sequence[Tensor]) -> None:
         """Put what goes to neighbours into a box and tell each, as soon as its rows are there."""
-        going = [other for other in self._turn if len(out[other])]
-        starts = list(accumulate((-(-len(out[i]) // _LINE) * _LINE for i in going), initial=0))
-        if not going:
-            return
-        box = self._box(starts[-1])
-        box.readers = len(going)
-        for other, start in zip(going, starts, strict=False):
-            size = len(out[other])
-            box.bytes[start : start + size].copy_(out[other])
-            self._neighbours[other].tell(box, self._exchanges, start, size)
+        sizes = [len(out[other]) for other in self._neighbours]
+        *starts, total = accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0)
+        box = self._box(total) if total else None
+        if box is not None:
+            box.readers = sum(size > 0 for size in sizes)
+        for other, size, start in zip(self._neighbours, sizes, starts, strict=True):
+            if box is None or not size:
+                self._tell(other, None, 0, 0)
+            else:
+                box.bytes[start : start + size].copy_(out[other])
+                self._tell(other, box, start, size)
+
+    def _tell(self, other: int, box: _Box | None, at: int, size: int) -> None:
+        until = time.monotonic() + self._deadline_s
+        while not self._neighbours[other].tell(self._exchanges, box, at, size):
+            # The kernel lets so many files be on their way: until some of them have arrived.
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out after {self._deadline_s:g} s of sending memory")
+            self._hear_all()
+            time.sleep(_PAUSE_S)
+
+    def _hear_all(self) -> None:
+        for neighbour in self._neighbours.values():
+            neighbour.hear_all()
 
     def _box(self, size: int) -> _Box:
         """One that has been read by all, and has room for so many bytes."""
-        free = self._free()
-        if not free:
+        box = self._fitting(size)
+        if box is None:
+            self._hear_all()
+            box = self._fitting(size)
+        if box is not None:
+            return box
+        for small in [box for box in self._boxes.values() if not box.readers]:
             for neighbour in self._neighbours.values():
-                neighbour.hear_all()
-            free = self._free()
-        for box in free:
-            if len(box.bytes) >= size:
-                return box
-        for box in free:  # Too small.
-            for neighbour in self._neighbours.values():
-                neighbour.forget(box)
-            os.close(self._boxes.pop(box.number).file)
+                neighbour.forget(small)
+            os.close(self._boxes.pop(small.number).file)
         self._made += 1
-        box = _Box.make(self._made, -(-size // _STEP) * _STEP)
-        self._boxes[box.number] = box
+        box = self._boxes[self._made] = _Box.make(self._made, -(-size // _STEP) * _STEP)
         return box
 
-    def _free(self) -> list[_Box]:
-        return [box for box in self._boxes.values() if not box.readers]
+    def _fitting(self, size: int) -> _Box | None:
+        fitting = (b for b in self._boxes.values() if not b.readers and len(b.bytes) >= size)
+        return next(fitting, None)
 
     def _has_read(self, number: int) -> None:
         self._boxes[number].readers -= 1
-
-    def _start_far(
-        self, carrier: Carrier, out: Sequence[Tensor], back: Sequence[Tensor]
-    ) -> tuple[Work, Tensor, list[Tensor]]:
-        """Launch what goes to other hosts; the work, what arrives, and where it belongs."""
-        near = {self._rank, *self._neighbours}
-        away = [i for i in range(len(out)) if i not in near]
-        sizes = [[0 if i in near else len(part) for i, part in enumerate(p)] for p in (out, back)]
-        arriving, work = carrier.start(torch.cat([out[i] for i in away]), *sizes)
-        return work, arriving, [back[i] for i in away]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -325,21 +412,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class Arriving:
-    """Rows that neighbours, and a carrier of other hosts', have not brought yet."""
+    """Rows that neighbours have not brought yet."""
 
-    def __init__(self, exchange: int) -> None:
-        self._exchange = exchange
-        self.near: list[tuple[_Neighbour, Tensor]] = []
-        self.far: tuple[Work, Tensor, list[Tensor]] | None = None
+    def __init__(self, exchange: int, expected: list[tuple[_Neighbour, Tensor]]) -> None:
+        """From each neighbour, to where."""
+        self._exchange, self._expected = exchange, expected
 
     def wait(self) -> None:
         """Copy them to where they belong."""
-        while self.near:
-            neighbour, target = self.near.pop(0)
+        while self._expected:
+            neighbour, target = self._expected.pop(0)
             neighbour.read(self._exchange, target)
-        if self.far is not None:
-            (work, arrived, targets), self.far = self.far, None
-            work.wait()
-            parts = arrived.split([len(target) for target in targets])
-            for target, part in zip(targets, parts, strict=True):
-                target.copy_(part)

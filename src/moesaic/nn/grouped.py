@@ -89,8 +89,10 @@ class GatedExperts(torch.autograd.Function):
             grad = spread[share]
             if grad_inner is None:
                 grad_activated = share.multiply(grad, down, transposed=False)
-                activated, grad_inner = go_back(share, inner, grad_activated, weighed)
-                del grad_activated
+                halves = activate_apart(inner)
+                grad_inner = go_back(share, inner, halves, grad_activated, weighed)
+                activated = halves.activated
+                del grad_activated, halves
             else:
                 activated = activate(inner)
             if grad_arena is not None:
@@ -135,21 +137,37 @@ def activate(inner: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def go_back(share: Share, inner: Tensor, grad: Tensor, weighed: Weighed) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up, and the gradient of gate and up, side by side as in `inner`.
+class Activation(NamedTuple):
+    """What backward needs of `activate`."""
+
+    silu: Tensor
+    """silu(gate)."""
+    activated: Tensor
+    """silu(gate) * up."""
+
+
+def activate_apart(inner: Tensor) -> Activation:
+    """As `activate` does, in two tensors."""
+    gate, up = inner.chunk(2, dim=1)
+    silu = F.silu(gate)
+    return Activation(silu, silu * up)
+
+
+def go_back(
+    share: Share, inner: Tensor, activation: Activation, grad: Tensor, weighed: Weighed
+) -> Tensor:
+    """The gradient of gate and up, side by side as in `inner`.
 
     `grad` is the gradient of silu(gate) * up as if rows had no weights, and is written over; what
     those weights have for gradients is left with `weighed`.
     """
     gate, up = inner.chunk(2, dim=1)
-    silu = F.silu(gate)
-    activated = silu * up
-    weighed.back(share, grad, activated)
+    weighed.back(share, grad, activation.activated)
     grad_inner = torch.empty_like(inner)
     grad_gate, grad_up = grad_inner.chunk(2, dim=1)
-    torch.mul(grad, silu, out=grad_up)
+    torch.mul(grad, activation.silu, out=grad_up)
     torch.ops.aten.silu_backward(grad.mul_(up), gate, grad_input=grad_gate)
-    return activated, grad_inner
+    return grad_inner
 
 
 @dataclass(frozen=True)
@@ -255,6 +273,10 @@ class Weighed:
         """Multiply the share's rows by their weights."""
         if self._weights_NK is not None:
             rows.mul_(self._weights_R[share.rows, None])
+
+    def scaled(self, share: Share, rows: Tensor) -> Tensor:
+        """The share's rows times their weights; themselves, if there are none."""
+        return rows if self._weights_NK is None else rows * self._weights_R[share.rows, None]
 
     def gradient(self) -> Tensor | None:
         """That of all weights."""

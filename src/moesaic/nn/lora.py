@@ -20,6 +20,7 @@ from moesaic.nn.grouped import (
     Share,
     Weighed,
     activate,
+    activate_apart,
     arena_views,
     for_each,
     go_back,
@@ -160,12 +161,13 @@ class AdaptedExperts(torch.autograd.Function):
         def compute(number: int) -> None:
             share = parts[number]
             inner, grad = inners[share.rows], spread[share]
-            activated = activate(inner)
-            weighed.scale(share, activated)
+            activation = activate_apart(inner)
+            weighted = weighed.scaled(share, activation.activated)
             grad_activated = share.multiply(grad, down, transposed=False)
-            grad_activated += down_pair.back(share, activated, grad, grad_down_pair)
-            del activated, grad
-            _, grad_inner = go_back(share, inner, grad_activated, weighed)
+            grad_activated += down_pair.back(share, weighted, grad, grad_down_pair)
+            del weighted, grad
+            grad_inner = go_back(share, inner, activation, grad_activated, weighed)
+            del activation, grad_activated
             rows, (grad_gate, grad_up) = own[share], grad_inner.chunk(2, dim=1)
             thin = gate_pair.back(share, rows, grad_gate, grad_gate_pair)
             thin += up_pair.back(share, rows, grad_up, grad_up_pair)

@@ -91,7 +91,10 @@ def _keeping(found: dict[int, int], known: set[int]) -> AbstractContextManager[N
 class _Messages:
     """Knows while ranks send to each other: what torch does then, copies too, is no kernel."""
 
-    NAMES = ("all_gather", "all_reduce", "reduce_scatter_single", "reduce_scatter_tensor")
+    NAMES = (
+        "all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.on_their_way = False
