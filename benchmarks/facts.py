@@ -381,16 +381,16 @@ def _product_s(arena: torch.Tensor, rows: int, columns: int, inner: int) -> floa
 
 def take_messages(world: World, asked: Sequence[tuple[str, int]]) -> list[float]:
     """Mean seconds of each operation of so many bytes, between products."""
-    group, carrier = world.everyone, world.carrier([range(world.size)])
-    assert group is not None
+    carrier = world.carrier([range(world.size)])
     assert carrier is not None
+    group = carrier.group
 
     def agree(count: int) -> int:
         return int(gather(torch.tensor([count]), group).min())
 
     compute, times = chore(world.device, agree), []
     for name, size in asked:
-        work = collective(name, size, world.device, group, carrier)
+        work = collective(name, size, world.device, carrier)
         met = together(work, time.perf_counter, agree, MESSAGE_S, compute)
         # Whoever comes last waits for nobody.
         times.append(float(gather(torch.tensor(met.calls_s), group).amin(dim=0).mean()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.base.errors import as_user_error
 from moesaic.dist import shared
 from moesaic.dist.exchange import ByGroup, Carrier, Exchange
 from moesaic.dist.world import World, lost_peer
@@ -306,6 +308,19 @@ def leave_early(world: World) -> None:
 
 def test_one_may_leave_before_the_other(ranks: Ranks) -> None:
     ranks.run(2, leave_early)
+
+
+def test_too_little_memory_is_no_full_disk() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    refused = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=refused),
+        pytest.raises(MemoryError) as short,
+    ):
+        shared._Box.make(1, 1 << 20)
+    assert "1,048,576 bytes to share with other ranks: No space" in str(short.value)
+    assert "there is not enough memory" in str(as_user_error(short.value, "buy some"))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_hosts_are_told_apart() -> None:

@@ -34,8 +34,8 @@ _RECORD = struct.Struct("=BxxxIQQQ")
 _ROWS, _READ, _GONE = range(3)
 """There are rows; a box has been read; a box is no more."""
 _NO_BOX = 0
-_LINE = 64
-"""Bytes that a processor moves at a time; rows of each neighbour begin with a line of their own."""
+_ALIGNED = 64
+"""Rows of each neighbour begin at multiples of it: what a processor moves at a time."""
 _STEP = 1 << 20
 """Boxes are as large as multiples of it."""
 _PAUSE_S = 1e-3
@@ -49,7 +49,7 @@ def carrier_of(group: dist.ProcessGroup, deadline_s: float) -> Carrier:
     with contextlib.ExitStack() as held:
         host, door = _host(), None
         if host:
-            door = held.enter_context(_Door())
+            door = held.enter_context(contextlib.closing(_Door()))
         said = _say_all(
             group, (host, "" if door is None else door.address, secrets.token_bytes(16))
         )
@@ -94,12 +94,6 @@ class _Door:
         self._socket.bind(self.address)
         self._socket.listen(socket.SOMAXCONN)
 
-    def __enter__(self) -> _Door:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Nobody else may come."""
         self._socket.close()
@@ -131,12 +125,15 @@ class _Lines:
         self.by_rank: dict[int, socket.socket] = {}
 
     def knock(self, addresses: Sequence[str]) -> None:
-        """Connect to all ranks before this one; what fails shows in the end."""
+        """Connect to all ranks before this one that can be reached."""
         for other, address in enumerate(addresses[: self._rank]):
-            line = self.by_rank[other] = _line()
-            with contextlib.suppress(OSError):
+            line = _line()
+            try:
                 line.connect(address)
                 line.send(self._HELLO.pack(self._rank, self._secrets[other]))
+                self.by_rank[other] = line
+            except OSError:
+                line.close()
 
     def answer(self, door: _Door) -> None:
         """Take in all ranks after this one, which have knocked by now, and nobody else."""
@@ -157,11 +154,6 @@ class _Lines:
     @property
     def complete(self) -> bool:
         """Whether there is one to each."""
-        for line in self.by_rank.values():
-            with contextlib.suppress(OSError):
-                line.getpeername()
-                continue
-            return False
         return len(self.by_rank) == len(self._secrets) - 1
 
     def close(self) -> None:
@@ -185,7 +177,11 @@ class _Box:
         """An empty one."""
         file = os.memfd_create("moesaic", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(file, 0, size)  # Too little memory shows here, and not in a copy.
+            try:
+                os.posix_fallocate(file, 0, size)  # Or too little memory would show in a copy.
+            except OSError as error:  # No disk is full, whatever the kernel calls it.
+                said = f"{size:,} bytes to share with other ranks: {error.strerror}"
+                raise MemoryError(said) from error
             return cls(number, _mapped(file), file)
         except BaseException:
             os.close(file)
@@ -356,7 +352,7 @@ class ByMemory:
     def _put(self, out: Sequence[Tensor]) -> None:
         """Put what goes to neighbours into a box and tell each, as soon as its rows are there."""
         sizes = [len(out[other]) for other in self._neighbours]
-        *starts, total = accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0)
+        *starts, total = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
         box = self._box(total) if total else None
         if box is not None:
             box.readers = sum(size > 0 for size in sizes)

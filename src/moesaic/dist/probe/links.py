@@ -57,19 +57,19 @@ def measure(world: World, hosts: Sequence[Sequence[int]], most: int, budget_s: f
     meeting = [("within", hosts)] if max(map(len, hosts)) > 1 else []
     if len(hosts) > 1:
         meeting.append(("across", [range(world.size)]))
-    groups = [(where, world.partition(sets), world.carrier(sets)) for where, sets in meeting]
+    carriers = [(where, world.carrier(sets)) for where, sets in meeting]
     sizes = message_bytes(most)
-    num_operations = len(COLLECTIVES) * len(collective_bytes(2, most)) * len(groups)
+    num_operations = len(COLLECTIVES) * len(collective_bytes(2, most)) * len(carriers)
     share_s = budget_s / (len(chosen) * (len(sizes) + 1) + _WEIGHT * num_operations)
     found: Figures = {}
     for first, second in chosen:
         world.barrier()
         if world.rank in (first, second):
             found |= _pair(world, first, second, sizes, share_s)
-    for where, group, carrier in groups:
+    for where, carrier in carriers:
         world.barrier()
-        if group is not None and carrier is not None:
-            found |= _collectives(world, group, carrier, where, most, _WEIGHT * share_s)
+        if carrier is not None:
+            found |= _collectives(world, carrier, where, most, _WEIGHT * share_s)
     return found
 
 
@@ -114,9 +114,8 @@ def _pair(world: World, first: int, second: int, sizes: list[int], share_s: floa
     return {f"{first}-{second} one way": times, f"{first}-{second} both": [both]}
 
 
-def _collectives(
-    world: World, group: Group, carrier: Carrier, where: str, most: int, share_s: float
-) -> Figures:
+def _collectives(world: World, carrier: Carrier, where: str, most: int, share_s: float) -> Figures:
+    group = carrier.group
     ranks, first = group.size(), dist.get_global_rank(group, 0)
 
     def agree(count: int) -> int:
@@ -131,7 +130,7 @@ def _collectives(
     for name in COLLECTIVES:
         times = found[f"{name} {where}"] = []
         for num_bytes in collective_bytes(ranks, most):
-            work = collective(name, num_bytes, world.device, group, carrier)
+            work = collective(name, num_bytes, world.device, carrier)
             met = together(work, clock, agree, share_s, compute)
             # Whoever comes last waits for nobody.
             times.append(float(_by_rank(met.calls_s, world, group).amin(dim=0).mean()))
@@ -174,10 +173,11 @@ def chore(device: torch.device, agree: Callable[[int], int]) -> Callable[[], obj
 
 
 def collective(
-    name: str, num_bytes: int, device: torch.device, group: Group, carrier: Carrier
+    name: str, num_bytes: int, device: torch.device, carrier: Carrier
 ) -> Callable[[], object]:
     """The operation `name` of ranks that hold `num_bytes` each (all_gather: after it), as training
     has it: rows go to all as a carrier takes them."""
+    group = carrier.group
     ranks = group.size()
     whole = torch.zeros(num_bytes // 4, device=device)
     part = torch.zeros(num_bytes // 4 // ranks, device=device)
