@@ -37,7 +37,7 @@ from moesaic.sim.bubble import bubble, closed_form
 from moesaic.sim.timeline import run as simulate
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
-from moesaic.train.data.batch import Batch
+from moesaic.train.data import Batch
 from moesaic.train.objectives import lm
 from moesaic.train.pipeline import Flow
 from moesaic.train.run import Run

@@ -38,7 +38,7 @@ from moesaic.sim.timeline import run as simulate
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
-from moesaic.train.data.batch import Batch
+from moesaic.train.data import Batch
 
 MIXTRAL = {
     "family": "mixtral", "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "experts": 8,

@@ -26,7 +26,7 @@ from moesaic.models.hf.names import choose
 from moesaic.models.initial import InitialSource
 from moesaic.models.pieces import pieces
 from moesaic.train.assemble import assemble
-from moesaic.train.data.batch import Batch
+from moesaic.train.data import Batch
 from moesaic.train.run import Run
 
 WIDTH, LAYERS, EXPERTS, TOP_K, FFN, VOCAB = 512, 4, 64, 8, 256, 4096

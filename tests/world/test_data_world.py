@@ -15,8 +15,8 @@ from moesaic.base.errors import DataError, MoesaicError, UserError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.testing.ranks import Ranks
+from moesaic.train.data import TextData
 from moesaic.train.data.agreement import work_in_turn
-from moesaic.train.data.textdata import TextData
 
 
 def configure(path: Path, cache: Path) -> DataConfig:

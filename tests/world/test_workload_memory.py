@@ -22,7 +22,7 @@ from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
-from moesaic.train.data.batch import Batch
+from moesaic.train.data import Batch
 
 # Large enough for what is not counted (indices, scalars, gradients of routers) to be little.
 SIZES = {"hidden": 128, "head_dim": 32, "layers": 3, "vocab": 640, "init_std": 0.02}

@@ -125,8 +125,7 @@ def _look_at_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
 def _look_at_job(path: Path, num: int) -> dict[str, Any]:
     """The first samples of a job; its text is tokenised if it was not yet."""
     from moesaic.dist.world import World
-    from moesaic.train.data.batch import documents_of
-    from moesaic.train.data.textdata import TextData
+    from moesaic.train.data import TextData, documents_of
     from moesaic.train.jobfile import check_inputs, load_job
 
     job = load_job(path).job

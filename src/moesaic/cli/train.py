@@ -168,19 +168,12 @@ def _check_weights(job: Job) -> None:
 
 
 def _check_machine(job: Job, ranks: int) -> None:
-    """What needs torch or a look into the data: still nothing is written.
-
-    Importing torch would have several ranks begin later, which find a CPU or a device of their own
-    by themselves.
-    """
-    if ranks == 1 or job.train.device not in ("auto", "cpu"):
-        with at_once():
-            from moesaic.dist import device
-
-        device.resolve(job.train.device, ranks - 1)
+    """What needs torch or a look into the data: still nothing is written."""
     with at_once():
-        from moesaic.train.data.sources import check_text
+        from moesaic.dist import device
+        from moesaic.train.data import check_text
 
+    device.resolve(job.train.device, ranks - 1)
     check_text(job.data)
 
 

@@ -30,7 +30,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import Context
-from moesaic.train.data.batch import Batch
+from moesaic.train.data import Batch
 from moesaic.train.objectives import lm
 
 _ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -27,7 +27,7 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
 from moesaic.nn.context import Context
 from moesaic.train import scale
-from moesaic.train.data.batch import Batch, Samples
+from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
 from moesaic.train.phases import Phases

@@ -27,7 +27,7 @@ from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
-from moesaic.train.data.textdata import TextData
+from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
 from moesaic.train.expectation import Expectation
 from moesaic.train.jobfile import LoadedJob

@@ -21,8 +21,7 @@ from moesaic.train.data.agreement import work_in_turn
 from moesaic.train.data.batch import PackedSamples, Samples, make_stream
 from moesaic.train.data.chat import Chat
 from moesaic.train.data.corpus import DEFAULT_CACHE, Beat, Corpus, open_corpus
-from moesaic.train.data.sources import find_sources
-from moesaic.train.data.text import TextSource
+from moesaic.train.data.text import TextSource, find_text
 from moesaic.train.data.whole import WholeSamples
 
 _CHUNK = 1 << 20
@@ -68,12 +67,19 @@ class TextData:
         check_vocabulary(vocab, self.tokenizer)
 
 
+def check_text(config: DataConfig) -> None:
+    """Raise what opening `config` would, as far as that shows without reading text."""
+    _find_sources(config)
+    if config.format == "chat":
+        Chat(config, open_tokenizer(config.tokenizer, config.end_token))
+
+
 def _open(
     config: DataConfig, seed: int, beat: Callable[[], None], tell: Callable[[str], None]
 ) -> TextData:
     tokenizer = open_tokenizer(config.tokenizer, config.end_token)
     cache = Path(config.cache or DEFAULT_CACHE).expanduser()
-    sources = find_sources(config)
+    sources = _find_sources(config)
     chat = Chat(config, tokenizer) if config.format == "chat" else None
     corpora = [
         open_corpus(source, tokenizer, cache, _watch(source, beat, tell), chat)
@@ -87,6 +93,20 @@ def _open(
     ]  # fmt: skip
     digest = hashlib.sha256("\n".join(map(str, decisive)).encode()).hexdigest()
     return TextData(tokenizer, samples[0], validation, digest)
+
+
+def _find_sources(config: DataConfig) -> list[TextSource]:
+    """The training text and, if it is separate, the validation text."""
+    kind, text_key = config.format, config.text_key
+    sources = [find_text("data.path", config.path, kind, text_key, config.split)]
+    if config.validation_path is not None:
+        sources.append(
+            find_text(
+                "data.validation_path", config.validation_path, kind, text_key,
+                config.validation_split,
+            )
+        )  # fmt: skip
+    return sources
 
 
 def _watch(source: TextSource, beat: Callable[[], None], tell: Callable[[str], None]) -> Beat:

@@ -12,7 +12,7 @@ from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import Context
 from moesaic.nn.loss import IGNORED
-from moesaic.train.data.batch import Batch
+from moesaic.train.data import Batch
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.talks import CHATML, TEMPLATES, unmarked, write_tokenizer
+from moesaic.train.data import TextData, check_text
 from moesaic.train.data.chat import Chat
-from moesaic.train.data.sources import check_text
 from moesaic.train.data.text import find_text
-from moesaic.train.data.textdata import TextData
 
 Talk = list[dict[str, str]]
 

@@ -12,10 +12,10 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
-from moesaic.train.data.batch import PackedSamples, Samples, make_stream
+from moesaic.train.data import PackedSamples, Samples, TextData, check_text
+from moesaic.train.data.batch import make_stream
 from moesaic.train.data.corpus import Corpus
-from moesaic.train.data.sources import check_text
-from moesaic.train.data.textdata import TextData, choose_documents
+from moesaic.train.data.textdata import choose_documents
 
 NUM = 200
 

@@ -15,7 +15,7 @@ from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.testing.jobs import tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.data.batch import Batch, documents_of
+from moesaic.train.data import Batch, documents_of
 from moesaic.train.data.corpus import Corpus
 from moesaic.train.data.order import Order
 from moesaic.train.data.whole import WholeSamples, pack
