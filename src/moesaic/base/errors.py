@@ -22,6 +22,10 @@ class ConfigError(UserError, ValueError):
     """A job, flag or file of settings says something impossible."""
 
 
+class ClusterError(ConfigError):
+    """A cluster lacks what is asked of it: who knows its file says where that is to be mended."""
+
+
 class DivergedError(UserError):
     """Training has left the numbers: the state was not changed by the step that shows it."""
 

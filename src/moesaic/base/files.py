@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,10 +14,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, whose file takes the place of `path` at the end.
 
     Nothing of it stays if anything fails. A crash of the machine may still lose it: what must
-    outlast that is flushed to disk by whoever writes it.
+    outlast that is flushed to disk by whoever writes it. Who may read it stays as it was.
     """
     with _partial(path) as partial:
         yield partial
+        with suppress(FileNotFoundError):
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
         partial.replace(path)
 
 

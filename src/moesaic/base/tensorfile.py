@@ -70,8 +70,11 @@ def write(
     buffers: Iterable[memoryview],
     metadata: dict[str, str] | None = None,
     digest: Digest | None = None,
+    *,
+    synced: bool = True,
 ) -> None:
-    """Write `buffers` (one per entry, in order) to `path`, and sync it; `digest` takes all bytes.
+    """Write `buffers` (one per entry, in order) to `path`, and sync it, unless somebody else does;
+    `digest` takes all bytes.
 
     Hashing takes as long as a quick disk does, so nobody does it for nothing.
     """
@@ -90,6 +93,13 @@ def write(
                     digest.update(chunk)
                 file.write(chunk)
         file.flush()
+        if synced:
+            os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make the bytes of a file durable."""
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 

@@ -39,6 +39,15 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_who_may_read_a_file_stays_as_it_was(tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    place.write_text("before")
+    place.chmod(0o600)
+    with replacing(place) as partial:
+        partial.write_text("after")
+    assert (place.read_text(), place.stat().st_mode & 0o777) == ("after", 0o600)
+
+
 def test_a_directory_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "there"
     place.mkdir()

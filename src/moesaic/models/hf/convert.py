@@ -70,10 +70,10 @@ def _write_checkpoint(
     target: Path, origin: Origin, dtype: Precision, max_shard_bytes: int, progress: Progress | None
 ) -> None:
     items = lay_out(origin.model, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
-    stream = Stream(origin.tensors, total_bytes(items), progress)
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    with staged(target) as partial:
+    stream = Stream(origin.tensors, total_bytes(items), progress)
+    with staged(target) as partial, stream:
         for number, shard in enumerate(cut(items, max_shard_bytes)):
             name = f"rank-0-{number}.safetensors" if number else "rank-0.safetensors"
             digest = hashlib.sha256()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +94,25 @@ def cut(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
 
 
 class Stream:
-    """Takes tensors out of one place and into files, counting bytes."""
+    """Takes tensors out of one place and into files, counting bytes.
+
+    The disk takes a file while the next one is read: whoever is done with all has it wait.
+    """
 
     def __init__(self, tensors: Tensors, total_bytes: int, progress: Progress | None) -> None:
         self._tensors, self._total_bytes, self._progress = tensors, total_bytes, progress
         self._done_bytes = 0
+        self._pool = ThreadPoolExecutor(1, "sync")
+        self._syncing: list[Future[None]] = []
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the disk; what it refuses is raised, if nothing else is."""
+        self._pool.shutdown(cancel_futures=kind is not None)
+        for sync in self._syncing if kind is None else ():
+            sync.result()
 
     def write(
         self,
@@ -108,7 +123,8 @@ class Stream:
     ) -> None:
         """Write one file; `digest` takes all of its bytes."""
         entries = [item.entry for item in shard]
-        tensorfile.write(path, entries, self._buffers(shard), metadata, digest)
+        tensorfile.write(path, entries, self._buffers(shard), metadata, digest, synced=False)
+        self._syncing.append(self._pool.submit(tensorfile.sync, path))
 
     def _buffers(self, shard: Sequence[Item]) -> Iterator[memoryview]:
         for item in shard:
@@ -157,8 +173,7 @@ def staged(target: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            tensorfile.sync(path)
         tensorfile.sync_directory(partial)
         partial.rename(target)
         tensorfile.sync_directory(target.parent)

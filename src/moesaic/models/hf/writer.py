@@ -70,10 +70,10 @@ def write_model(
     refuse_occupied(directory)
     items = lay_out(model, tensors, dtype, lambda p: names.written_name(model, p))
     shards = cut(items, max_shard_bytes)
-    stream = Stream(tensors, total_bytes(items), progress)
     config = config_text(model, _dominant(items))
     with staged(directory) as partial:
-        _write_shards(partial, shards, stream)
+        with Stream(tensors, total_bytes(items), progress) as stream:
+            _write_shards(partial, shards, stream)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
         for path in companions:
             shutil.copyfile(path, partial / path.name)
