@@ -1,7 +1,8 @@
 """Theme `facts`: what was predicted beside what was measured, and what simulations say.
 
 Every case has a probe of its own, taken amid its steps, as machines change their speed by the
-minute; no figure of a measured step reaches a prediction. facts.md says what bounds them.
+minute; no figure of a measured step reaches a prediction, but in the rows that say "calibrated",
+those of all other cases. facts.md says what bounds them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import memory
 from moesaic.models.initial import InitialSource
-from moesaic.policy.cost.step import Costs
-from moesaic.sim.timeline import run as simulate
+from moesaic.policy.cost.calibrate import BARE, Observed, left_out
+from moesaic.sim.observe import observe
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
@@ -128,28 +129,44 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     yield from predicted_steps(cases(), steps)
     yield from predicted_parts()
     yield from predicted_memory(cases())
-    yield from simulated.rows()
+    yield from simulated_rows()
+
+
+simulated_rows = simulated.rows
+"""Those of the simulator, which may be taken alone."""
 
 
 def predicted_steps(chosen: Sequence[Case], steps: int) -> Iterator[measure.Row]:
     """Predicted over measured time of a step, by case; then the median error and the worst."""
-    errors = []
+    observed = list[Observed]()
     for case in chosen:
         cluster, measured, unsteady = steps_around_a_probe(case, steps)
-        foretold_s = predict_s(case, cluster)
+        plan = lay_out(case.job.layout, case.job.model, case.ranks)
+        middle_s = statistics.median(taken.seconds for taken in measured)
+        one = observe(case.name, middle_s, case.job, plan, cluster)
+        observed.append(one)
+        foretold_s = one.predict_s(BARE)
         ratios = [foretold_s / taken.seconds for taken in measured]
-        ratio = statistics.median(ratios)
-        errors.append(abs(ratio - 1.0))
+        ratio = foretold_s / middle_s
         yield measure.row(
             f"step, predicted over measured: {case.name}", ratio, "ratio", bar="",
             against=f"the step itself; the machine's speed moved by {unsteady - 1:.0%}",
             interval=measure.bootstrap(ratios), repeats=len(ratios),
         )  # fmt: skip
-    for name, value in (("median", statistics.median(errors)), ("worst", max(errors))):
-        yield measure.row(
-            f"error of a step's predicted time, {name} of {len(errors)} cases", value, "share",
-            bar=STEP_BARS[name], against="the steps themselves, measured", repeats=steps,
-        )  # fmt: skip
+    yield from step_errors(observed, steps)
+
+
+def step_errors(observed: Sequence[Observed], steps: int) -> Iterator[measure.Row]:
+    """The median error and the worst, by the probes alone and calibrated by all other cases."""
+    bare, others = [BARE] * len(observed), left_out(observed)
+    for words, bars, factors in (("", STEP_BARS, bare), (", calibrated by all others", {}, others)):
+        errors = [abs(one.error(by)) for one, by in zip(observed, factors, strict=True)]
+        for name, value in (("median", statistics.median(errors)), ("worst", max(errors))):
+            yield measure.row(
+                f"error of a step's predicted time{words}, {name} of {len(errors)} cases", value,
+                "share", bar=bars.get(name, ""), against="the steps themselves, measured",
+                repeats=steps,
+            )  # fmt: skip
 
 
 def probe(path: Path, seconds: int = PROBE_S) -> None:
@@ -168,12 +185,6 @@ def probed(seconds: int) -> Cluster:
         path = Path(place) / "cluster.toml"
         probe(path, seconds)
         return load_cluster(path)
-
-
-def predict_s(case: Case, cluster: Cluster) -> float:
-    """Seconds of a step."""
-    plan = lay_out(case.job.layout, case.job.model, case.ranks)
-    return simulate(Costs.of(case.job, plan, cluster).events(), case.ranks).step_s
 
 
 class Documents(UniformSamples):

@@ -12,20 +12,20 @@ import typer
 from rich.table import Table
 
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, UserError
+from moesaic.base.errors import ClusterError, UserError
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Json, Out
+from moesaic.cli.plan import placed, unlike
 from moesaic.facts.cluster import (
     Calibration,
     Cluster,
-    device_at,
-    load_cluster,
-    place,
+    cluster_of,
+    device_models,
     with_calibration,
-)  # fmt: skip
+)
 from moesaic.facts.cluster.calibration import LEAST, MOST
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, short
+from moesaic.facts.plan import FIRST, Plan, check, misplaced, short
 
 if TYPE_CHECKING:
     from moesaic.policy.cost.calibrate import Factors, Observed
@@ -41,8 +41,10 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", metavar="FILE", show_default=False, help="What they ran on."),
 ]
-_SMALL = 1e-3
-"""By how much a factor is moved, to see how the step follows."""
+_WORTH_A_ROW = 0.005
+"""Share of a step that is shown, of waiting for ranks that come late."""
+_MARGIN = 0.005
+"""By how much an error may grow that is still called no worse."""
 
 
 def calibrate(
@@ -62,31 +64,60 @@ def calibrate(
         raise UserError("RUN is missing: moesaic calibrate RUN... --cluster FILE")
     if cluster is None:
         raise UserError("--cluster is missing: give the file that the runs were planned for")
-    where = load_cluster(cluster)
     if out is not None:
         flags.check_new("--out", out, "cluster.toml")
-    from moesaic.policy.cost.calibrate import KINDS, fit, left_out
-
-    taken = [_taken(run, where, cluster) for run in _once(runs)]
-    bare = where.model_copy(update={"calibration": None})
-    steps = [_observed(run, bare) for run in taken]
-    factors = dict(zip(KINDS, (short(one) for one in fit(steps)), strict=True))
-    models = sorted({model for run in taken for model in _models(run, bare)})
-    learnt = Calibration(runs=len(steps), devices=models, **factors)
-    others = left_out(steps) if len(steps) > 1 else [fit(steps)]
-    text = with_calibration(cluster.read_bytes().decode("utf-8"), learnt, str(cluster))
-    if not dry_run:
-        if out is None:
-            flags.write("--cluster", cluster.resolve(), text)
-        else:
-            flags.write_new("--out", out, text)
-    facts = _findings(learnt, steps, others)
+    with flags.at_cluster(cluster) as where:
+        learnt, facts = _learn([_taken(run, where, cluster) for run in _once(runs)], where)
     if as_json:
         screen.as_json({"out": str(out or cluster), **facts})
+    else:
+        _show(facts)
+    if _worse(facts):
+        raise UserError(
+            "by factors of all other runs a run is predicted worse than by the cluster's own "
+            "figures, so that nothing is written: give more runs, or leave out those that other "
+            "work on the machine disturbed"
+        )
+    if not dry_run:
+        _write(cluster, out, where, learnt)
+    if as_json:
         return 0
-    _show(facts)
     screen.say(f"{'would write' if dry_run else 'wrote'} {out or cluster}")
     return 0
+
+
+def _worse(facts: dict[str, Any]) -> bool:
+    """Whether the factors do not stand the test by runs that they are not learnt from."""
+    error = facts["error"]
+    return bool(facts["runs_left_out"] and error["by_others"] > error["before"] + _MARGIN)
+
+
+def _write(cluster: Path, out: Path | None, where: Cluster, learnt: Calibration) -> None:
+    """Put what was learnt of `where` into its file, or into a copy."""
+    text = cluster.read_bytes().decode("utf-8") if cluster.is_file() else None
+    if text is None or cluster_of(text, str(cluster)) != where:
+        raise UserError(
+            f"--cluster '{cluster}' has changed meanwhile, or is no plain file: do this again with "
+            "a file that stays as it is"
+        )
+    result = with_calibration(text, learnt, str(cluster))
+    if out is None:
+        flags.write("--cluster", cluster.resolve(), result)
+    else:
+        flags.write_new("--out", out, result)
+
+
+def _learn(taken: Sequence[RunFacts], where: Cluster) -> tuple[Calibration, dict[str, Any]]:
+    """What runs teach of the cluster's own figures, and what is to be said of it."""
+    from moesaic.policy.cost.calibrate import KINDS, fit, left_out
+
+    steps = [_observed(run, where) for run in taken]
+    factors = np.array([short(one) for one in fit(steps)])
+    models = {model for run in taken for model in device_models(where, _plan(run).ranks)}
+    by = dict(zip(KINDS, factors.tolist(), strict=True))
+    learnt = Calibration(runs=len(steps), devices=sorted(models), **by)
+    others = left_out(steps) if len(steps) > 1 else [factors]
+    return learnt, _findings(learnt, steps, factors, others)
 
 
 def _once(runs: Sequence[Path]) -> Sequence[Path]:
@@ -114,91 +145,93 @@ def _taken(path: Path, where: Cluster, file: Path) -> RunFacts:
             f"RUN '{path}' was planned for cluster '{name}', and '{file}' describes "
             f"'{where.name}': give runs that were planned for that"
         )
+    if run.last_step <= FIRST:
+        raise UserError(
+            f"RUN '{path}' has {run.last_step} steps, and the first {FIRST} of a run are slower "
+            "than others: give a longer one"
+        )
     plan = _plan(run)
+    check(plan, _job(run), str(path))
+    fault = None if run.loads is None else unlike(run.loads, _job(run).model)
+    if fault is not None:
+        raise UserError(f"RUN '{path}' {fault}: give a run as it was")
     try:
-        models = _models(run, where)
-    except ConfigError:
+        found = placed(plan, where).places
+    except ClusterError as error:
         raise UserError(
             f"RUN '{path}' had {plan.ranks} rank{'s'[: plan.ranks > 1]}, for which '{file}' has no "
-            "places: give the cluster as it was, or other runs"
+            f"places ({error}): give the cluster as it was, or other runs"
         ) from None
-    for rank, one in enumerate(plan.places):
-        if one.device != models[rank]:
-            raise UserError(
-                f"RUN '{path}' had rank {rank} on a '{one.device}', and '{file}' has a "
-                f"'{models[rank]}' there: give the cluster as it was, or other runs"
-            )
+    fault = misplaced(plan, found)
+    if fault is not None:
+        raise UserError(
+            f"RUN '{path}' does not fit '{file}': {fault}; give the cluster as it was, or other "
+            "runs"
+        )
     return run
+
+
+def _job(run: RunFacts) -> Job:
+    return parse(Job, run.job, str(run.directory / "job.json"))
 
 
 def _plan(run: RunFacts) -> Plan:
     return parse(Plan, run.plan, str(run.directory / "plan.json"))
 
 
-def _models(run: RunFacts, where: Cluster) -> list[str]:
-    """By rank, the model of its device."""
-    return [device_at(where, one).model for one in place(where, _plan(run).ranks)]
-
-
-def _observed(run: RunFacts, bare: Cluster) -> Observed:
-    """A step of `run` as predicted from `bare` figures and from the loads that it recorded."""
-    from moesaic.policy.cost.calibrate import KINDS, Observed
-    from moesaic.policy.cost.step import Costs
-    from moesaic.sim.timeline import run as simulate
+def _observed(run: RunFacts, where: Cluster) -> Observed:
+    """A step of `run` as predicted from the cluster's own figures and the loads it recorded."""
+    from moesaic.policy.cost.calibrate import BARE
+    from moesaic.sim.observe import observe
 
     assert run.prediction is not None
-    job, plan = parse(Job, run.job, str(run.directory / "job.json")), _plan(run)
+    measured_s = run.prediction.measured.step_s
     loads = None if run.loads is None else list(run.loads.recent)
-    models, even = _models(run, bare), dict.fromkeys(KINDS, 1.0)
-
-    def step_s(**factors: float) -> float:
-        tried = Calibration(runs=1, devices=models, **{**even, **factors})
-        cluster = bare.model_copy(update={"calibration": tried})
-        return simulate(Costs.of(job, plan, cluster, loads).events(), plan.ranks).step_s
-
-    whole_s, measured_s = step_s(), run.prediction.measured.step_s
-    if not LEAST <= measured_s / whole_s <= MOST:
+    step = observe(str(run.directory), measured_s, _job(run), _plan(run), where, loads)
+    predicted_s = step.predict_s(BARE)
+    outlook.check(where.name, predicted_s)
+    if not LEAST <= measured_s / predicted_s <= MOST:
         raise UserError(
             f"RUN '{run.directory}' took {outlook.time(measured_s)} a step where the cluster's "
-            f"figures say {outlook.time(whole_s)}, and those are not so far off: leave the run out "
-            "if the machine was busy, or probe it anew"
+            f"figures say {outlook.time(predicted_s)}, and no factor is beyond {LEAST} and "
+            f"{MOST:g}: leave the run out if the machine was busy, or probe it anew"
         )
-    parts = [(step_s(**{kind: 1 + _SMALL}) - whole_s) / _SMALL for kind in KINDS]
-    return Observed(str(run.directory), np.array(parts), measured_s)
+    return step
 
 
 def _findings(
-    learnt: Calibration, steps: Sequence[Observed], others: Sequence[Factors]
+    learnt: Calibration, steps: Sequence[Observed], factors: Factors, others: Sequence[Factors]
 ) -> dict[str, Any]:
     """What was learnt, how much of it hangs on single runs, and what it is worth.
 
     `others` has for each step the factors that are tried on it.
     """
-    from moesaic.policy.cost.calibrate import KINDS
+    from moesaic.policy.cost.calibrate import BARE, KINDS
 
-    shares = [step.predicted_s / step.predicted_s.sum() for step in steps]
+    shares = np.mean([step.shares() for step in steps], axis=0)
     runs: list[dict[str, Any]] = [
         {
             "run": step.name, "measured_s": step.measured_s,
-            "predicted_s": float(step.predicted_s.sum()),
-            "before": step.error(np.ones(len(KINDS))), "after": step.error(factors),
+            "predicted_s": step.predict_s(BARE), "calibrated_s": step.predict_s(factors),
+            "before": step.error(BARE), "after": step.error(factors), "by_others": step.error(by),
         }
-        for step, factors in zip(steps, others, strict=True)
+        for step, by in zip(steps, others, strict=True)
     ]  # fmt: skip
     return {
         "calibration": learnt.model_dump(),
         "kinds": [
             {
-                "kind": kind, "share": float(np.mean([one[index] for one in shares])),
-                "factor": getattr(learnt, kind),
-                "least": min(one[index] for one in others),
-                "most": max(one[index] for one in others),
+                "kind": kind, "share": float(share), "factor": getattr(learnt, kind),
+                "least": float(min(by[index] for by in others)),
+                "most": float(max(by[index] for by in others)),
             }
-            for index, kind in enumerate(KINDS)
+            for index, (kind, share) in enumerate(zip(KINDS, shares, strict=True))
         ],
+        "late": max(float(1.0 - shares.sum()), 0.0),
         "runs": runs,
         "error": {
-            when: statistics.median(abs(one[when]) for one in runs) for when in ("before", "after")
+            when: statistics.median(abs(one[when]) for one in runs)
+            for when in ("before", "after", "by_others")
         },
         "runs_left_out": len(steps) > 1,
     }  # fmt: skip
@@ -210,17 +243,21 @@ def _show(facts: dict[str, Any]) -> None:
     for one in facts["kinds"]:
         spread = f"{one['least']:.2f} to {one['most']:.2f}" if apart else "-"
         kinds.add_row(one["kind"], f"{one['share']:.0%}", f"{one['factor']:.2f}", spread)
-    runs = _table("run", "measured", "predicted", "off by", "calibrated")
+    if facts["late"] >= _WORTH_A_ROW:
+        kinds.add_row("ranks that come late", f"{facts['late']:.0%}", "-", "-")
+    runs = _table("run", "measured", "predicted", "off by", "calibrated", "off by", "by the others")
     for one in facts["runs"]:
-        times = (outlook.time(one["measured_s"]), outlook.time(one["predicted_s"]))
-        runs.add_row(one["run"], *times, f"{one['before']:+.0%}", f"{one['after']:+.0%}")
+        times = [outlook.time(one[f"{name}_s"]) for name in ("measured", "predicted", "calibrated")]
+        by_others = f"{one['by_others']:+.0%}" if apart else "-"
+        shown = (f"{one['before']:+.0%}", times[2], f"{one['after']:+.0%}", by_others)
+        runs.add_row(one["run"], *times[:2], *shown)
     screen.show(kinds)
     screen.say("")
     screen.show(runs)
-    tried = "each run from the others" if apart else "on the run that it is learnt from, so no test"
+    by = "those of all others" if apart else "those learnt from it, which is no test"
     screen.say(
-        f"\npredictions of a step were off by {error['before']:.1%}, calibrated they are by "
-        f"{error['after']:.1%} (median; {tried})"
+        f"\nruns are off by {error['before']:.1%} by the cluster's own figures, and by "
+        f"{error['by_others']:.1%} with factors, each run with {by} (median)"
     )
 
 

@@ -7,7 +7,8 @@ of its keys and `--explain` says what they mean. No key has a flag of its own.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -17,9 +18,10 @@ from rich.table import Table
 
 from moesaic.base import keys
 from moesaic.base.config import Section, apply_sets, parse
-from moesaic.base.errors import UserError, unwritable
+from moesaic.base.errors import ClusterError, ConfigError, UserError, unwritable
 from moesaic.base.files import adding, replacing
 from moesaic.cli import screen
+from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.cluster.file import ClusterFile
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -72,6 +74,15 @@ _FILES = ("plan", "cluster")
 def settings(kind: type[S], sets: Sequence[str] | None) -> S:
     """The settings of a verb without a file: defaults, and what `--set` changes."""
     return parse(kind, apply_sets({}, sets or ()), "--set", sets or ())
+
+
+@contextmanager
+def at_cluster(path: Path) -> Iterator[Cluster]:
+    """The cluster at `path`; what it turns out to lack is said of that file."""
+    try:
+        yield load_cluster(path)
+    except ClusterError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def explain(kind: type[BaseModel], key: str, as_json: bool) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,10 @@ from moesaic.dist.probe.settings import ProbeConfig
 if TYPE_CHECKING:
     from moesaic.dist.probe.probe import Found, Watch
 
+_HALF_WITHIN, _MOST_WITHIN = 0.2, 0.5
+"""Repeats that lie farther apart, of half of the points and of nine tenths, are worth a warning."""
+_SILENCE_S = 10.0
+"""Where there is no terminal for a bar, a part is named if the last one is as long ago."""
 LESS_MEMORY = "start fewer ranks with --nproc, or lower largest"
 
 
@@ -56,6 +61,7 @@ def take_part(part: Part) -> None:
     finally:
         world.leave()
     if found is not None:
+        found = replace(found, notes=[*found.notes, *_unsteady(found, config)])
         for note in found.notes:
             screen.warn(note)
         _write(Path(part.out), found)
@@ -70,11 +76,15 @@ def _watched(shown: bool, total: int) -> Iterator[Watch]:
         console=console, transient=True, disable=not (shown and console.is_terminal),
     ) as bar:  # fmt: skip
         task = bar.add_task("", total=total)
-        begun: list[str] = []
+        begun, told_s = 0, time.monotonic()
 
         def watch(name: str) -> None:
-            bar.update(task, completed=len(begun), description=name)
-            begun.append(name)
+            nonlocal begun, told_s
+            bar.update(task, completed=begun, description=name)
+            begun += 1
+            if shown and not console.is_terminal and time.monotonic() - told_s > _SILENCE_S:
+                told_s = time.monotonic()
+                console.print(f"measuring {name}, part {begun} of {total}")
 
         yield watch
 
@@ -87,12 +97,28 @@ def _write(path: Path, found: Found) -> None:
     flags.write_new("--out", path, opening + found.cluster.to_toml())
 
 
+def _unsteady(found: Found, config: ProbeConfig) -> Iterator[str]:
+    """A sentence, where repeats lie too far apart to plan by."""
+    half, most = _apart(found)
+    if half > _HALF_WITHIN or most > _MOST_WITHIN:
+        yield (
+            f"the machine was not steady: half of the points repeat within {half:.0%}, nine tenths "
+            f"within {most:.0%}; see what else it does and probe again, for longer and more often "
+            f"(--set seconds={3 * config.seconds:g} --set repeats={2 * config.repeats})"
+        )
+
+
+def _apart(found: Found) -> tuple[float, float]:
+    """How closely half and nine tenths of all points repeat."""
+    return median(found.spreads), found.spreads[int(0.9 * (len(found.spreads) - 1))]
+
+
 def _agreement(found: Found) -> str:
     """How well the repeats agree."""
-    most = found.spreads[int(0.9 * (len(found.spreads) - 1))]
+    half, most = _apart(found)
     return (
-        f"Of {len(found.spreads):,} points half repeat within {median(found.spreads):.0%}, nine "
-        f"tenths within {most:.0%}"
+        f"Of {len(found.spreads):,} points half repeat within {half:.0%}, nine tenths within "
+        f"{most:.0%}"
     )
 
 
@@ -105,16 +131,19 @@ def _tell(part: Part, found: Found) -> None:
         (headline, spread([one.value for one in several]))
         for headline, several in zip(headlines(found.cluster), repeats, strict=True)
     ]
+    half, most = _apart(found)
     if part.as_json:
         screen.as_json(
             {
                 "out": part.out,
                 "figures": [{**line._asdict(), "spread": apart} for line, apart in rows],
-                "points": {"count": len(found.spreads), "median_spread": median(found.spreads)},
+                "points": {
+                    "count": len(found.spreads), "half_within": half, "nine_tenths_within": most,
+                },
                 "notes": found.notes,
                 "cluster": found.cluster.model_dump(mode="json", by_alias=True),
             }
-        )
+        )  # fmt: skip
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("", "figure", "repeats within"):

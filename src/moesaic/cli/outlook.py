@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesaic.base.errors import ConfigError
 from moesaic.cli import screen
-from moesaic.facts.plan import short
 from moesaic.facts.workload import STEP
 
-SLOWEST = 3
-"""Blocks that are named."""
+BLOCKS = 16
+"""Lines of blocks, at most."""
+_WIDTH = 18
+"""Of the names of lines, but for longer ones of blocks."""
 _LONG_S = 2 * 3600.0
 
 
 def tell(
     opening: str, facts: Mapping[str, Any], rates: Mapping[str, str], remark: str = ""
 ) -> None:
-    """Print the time of a step by phase, memory by kind, what binds, the slowest blocks.
+    """Print the time of a step by phase and by block, memory by kind, what binds.
 
     Args:
         opening: what is predicted, and of what.
@@ -29,30 +31,55 @@ def tell(
     """
     needs = facts["memory_per_rank"]
     kinds = {name: num_bytes for name, num_bytes in needs.items() if name != "peak_bytes"}
-    rows = {
-        "step": f"{time(facts['step_s'])}, of which",
-        **{f"  {name}": time(seconds) for name, seconds in facts["phases_s"].items()},
-        **rates,
-        "memory per rank": f"{screen.size(needs['peak_bytes'])} of "
-        f"{screen.size(facts['memory_bytes'])} at one time{remark}; "
-        f"{screen.size(sum(kinds.values()))} in all, of which",
-        **{
-            f"  {name.removesuffix('_bytes')}": screen.size(num_bytes)
-            for name, num_bytes in kinds.items()
-            if num_bytes
-        },
-    }
+    rows = [
+        ("step", f"{time(facts['step_s'])}, of which"),
+        *((f"  {name}", time(seconds)) for name, seconds in facts["phases_s"].items()),
+        *rates.items(),
+        ("memory per rank", f"{screen.size(needs['peak_bytes'])} of "
+         f"{screen.size(facts['memory_bytes'])} at one time{remark}; "
+         f"{screen.size(sum(kinds.values()))} in all, of which"),
+        *((f"  {name.removesuffix('_bytes')}", screen.size(num_bytes))
+          for name, num_bytes in kinds.items() if num_bytes),
+    ]  # fmt: skip
     if "binds" in facts:
-        rows["binds"] = facts["binds"]
-    blocks = {name: seconds for name, seconds in facts["blocks_s"].items() if name != STEP}
-    # Rounded, so that equal ones stay in their order.
-    slowest = sorted(blocks, key=lambda name: -short(blocks[name]))[:SLOWEST]
-    rows["slowest blocks"] = ", ".join(f"{name} {time(blocks[name])}" for name in slowest)
+        rows.append(("binds", facts["binds"]))
+    blocks = _by_block({name: s for name, s in facts["blocks_s"].items() if name != STEP})
     learnt = facts["calibration"]
     basis = f", calibrated by {learnt['runs']} run{'s'[: learnt['runs'] > 1]}" if learnt else ""
+    basis += " of other devices" * bool(learnt and facts["device"] not in learnt["devices"])
     screen.say(f"{opening}; computed{basis}, not measured\n")
-    for name, value in rows.items():
-        screen.say(f"{name:<18} {value}")
+    _say(rows, _WIDTH)
+    _say(blocks, max(_WIDTH, *(len(name) for name, _ in blocks)))
+
+
+def _say(rows: Sequence[tuple[str, str]], width: int) -> None:
+    for name, value in rows:
+        screen.say(f"{name:<{width}} {value}")
+
+
+def _by_block(blocks_s: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Lines of what blocks take: of one kind that take the same together, of many the slowest."""
+    kinds = Counter(map(_kind, blocks_s))
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, seconds in blocks_s.items():
+        alike.setdefault((_kind(name), time(seconds)), []).append(name)
+    slowest = sorted(alike, key=lambda one: -blocks_s[alike[one][0]])[:BLOCKS]
+    rows = [("blocks", "forward and backward")]
+    for kind, shown in alike:
+        names = alike[kind, shown]
+        if (kind, shown) not in slowest:
+            continue
+        every = len(names) == kinds[kind]
+        called = names[0] if len(names) == 1 else kind if every else f"{names[0]} and others"
+        rows.append((f"  {called}", shown + f" each, {len(names)} of them" * (len(names) > 1)))
+    if len(alike) > len(slowest):
+        rows.append(("  others", f"less; {len(alike) - len(slowest)} more lines, see --json"))
+    return rows
+
+
+def _kind(block: str) -> str:
+    """A block's name without numbers."""
+    return ".".join("*" if part.isdecimal() else part for part in block.split("."))
 
 
 def check(cluster: str, step_s: float, *others: float) -> None:

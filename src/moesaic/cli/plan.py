@@ -15,17 +15,27 @@ from moesaic.base.keys import listed
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
-from moesaic.facts.cluster import Cluster, device_at, load_cluster, place, price_per_hour
-from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, Predictions, RankPlace, basis, planned, short
-from moesaic.facts.workload import count
-from moesaic.train.jobfile import load_job
+from moesaic.facts.cluster import Cluster, Device, device_at, place, price_per_hour
+from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.plan import (
+    Plan,
+    Predictions,
+    RankPlace,
+    basis,
+    completed,
+    misplaced,
+    planned,
+    short,
+)
+from moesaic.facts.workload import count, workload
+from moesaic.train.jobfile import LoadedJob, load_job, obey
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from moesaic.policy.cost.room import Held
+    from moesaic.report.loads import Loads
     from moesaic.sim.timeline import Timeline
 
 JobFile = Annotated[
@@ -49,6 +59,13 @@ Layout = Annotated[
         help="Short for --set layout.KEY=VALUE, as in ep=2,shard=2.",
     ),
 ]  # fmt: skip
+Given = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE", show_default=False,
+        help="Ranks and layout as in this plan, which may have been edited.",
+    ),
+]  # fmt: skip
 Trace = Annotated[
     Path | None,
     typer.Option(
@@ -56,7 +73,7 @@ Trace = Annotated[
         help="Write a timeline of one step, for ui.perfetto.dev.",
     ),
 ]  # fmt: skip
-Loads = Annotated[
+LoadsOf = Annotated[
     Path | None,
     typer.Option(
         "--loads", metavar="RUN", show_default=False,
@@ -72,8 +89,9 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     cluster: ClusterFile = None,
     nproc: Nproc = None,
     layout: Layout = None,
+    given: Given = None,
     workload: Workload = None,
-    loads: Loads = None,
+    loads: LoadsOf = None,
     sets: Sets = None,
     out: Out = None,
     trace: Trace = None,
@@ -92,30 +110,71 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
     path = flags.need(job or workload, "JOB.toml", "plan")
     if cluster is None:
         raise ConfigError("--cluster is missing: give a file that `moesaic probe` or you wrote")
-    where = load_cluster(cluster)
-    if workload is not None:
-        beside = {
-            "JOB.toml": job, "--set": sets, "--layout": layout, "--loads": loads, "--out": out,
-            "--trace": trace,
-        }  # fmt: skip
-        return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
-    _check_places(out, trace)
-    job_ = load_job(path, [*(sets or ()), *_layout_sets(layout, sets or ())]).job
-    chosen = _placed(planned(job_, nproc or _most_ranks(where)), where)
-    facts, timeline = predict(job_, chosen, where, loads)
+    with flags.at_cluster(cluster) as where:
+        if workload is not None:
+            beside = {
+                "JOB.toml": job, "--set": sets, "--layout": layout, "--plan": given,
+                "--loads": loads, "--out": out, "--trace": trace,
+            }  # fmt: skip
+            return tell(workload, where, nproc or _most_ranks(where), as_json, beside)
+        _check_places(out, trace)
+        items = [*(sets or ()), *_layout_sets(layout, sets or ())]
+        loaded = load_job(path, items)
+        if given is not None:
+            loaded = obey(loaded, given, items)
+        job_, chosen = loaded.job, _chosen(loaded, nproc, where)
+        facts, timeline = predict(job_, chosen, where, loads)
+    after = []
+    if trace is not None and not dry_run:
+        flags.write_new("--trace", trace, _trace(timeline, chosen))
+        after.append(f"{'timeline':<18} {trace}, for ui.perfetto.dev")
     if out is not None and not dry_run:
         flags.write_new("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
-    if trace is not None and not dry_run:
-        flags.write("--trace", trace, _trace(timeline, chosen))
+        words = shlex.join(_train_words(path, out, sets or ()))
+        after += [f"{'next':<18} {words}"] * facts["fits"]
+    _warn(facts)
+    _tell(facts, after, as_json)
+    return 0
+
+
+def _tell(facts: dict[str, Any], after: Sequence[str], as_json: bool) -> None:
     if as_json:
         screen.as_json(facts)
-        return 0
+        return
     _print(facts)
-    if trace is not None and not dry_run:
-        screen.say(f"{'timeline':<18} {trace}, for ui.perfetto.dev")
-    if out is not None and not dry_run and facts["fits"]:
-        screen.say(f"{'next':<18} {shlex.join(_train_words(path, out, sets or ()))}")
-    return 0
+    for line in after:
+        screen.say(line)
+
+
+def _warn(facts: dict[str, Any]) -> None:
+    """Say on stderr what nobody should train by."""
+    if not facts["fits"]:
+        screen.warn(f"it does not fit: {facts['binds']}")
+    if facts["idle_ranks"]:
+        screen.warn(
+            f"{facts['idle_ranks']} of {facts['plan']['ranks']} ranks have no sample in a "
+            "micro-batch: raise train.batch, or lower train.micro_batches"
+        )
+
+
+def _chosen(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:
+    """The plan that was given, or the job's own, with places for its ranks on `cluster`."""
+    plan = loaded.plan
+    if plan is None:
+        return placed(planned(loaded.job, nproc or _most_ranks(cluster)), cluster)
+    if nproc not in (None, plan.ranks):
+        raise ConfigError(
+            f"{loaded.plan_origin} is for {plan.ranks} ranks, and --nproc is {nproc}: leave "
+            "--nproc out, or leave out the plan"
+        )
+    chosen = placed(completed(plan, loaded.job), cluster)
+    fault = misplaced(plan, chosen.places)
+    if fault is not None:
+        raise ConfigError(
+            f"{loaded.plan_origin}: {fault} in cluster '{cluster.name}': give the cluster that the "
+            "plan was made for, plan anew for this one, or remove places from the plan"
+        )
+    return chosen
 
 
 def _check_places(out: Path | None, trace: Path | None) -> None:
@@ -123,12 +182,12 @@ def _check_places(out: Path | None, trace: Path | None) -> None:
     if out is not None:
         flags.check_new("--out", out, "plan.json")
     if trace is not None:
-        flags.check_place("--trace", trace, "step.json")
+        flags.check_new("--trace", trace, "step.json")
     if out is not None and trace is not None and out.absolute() == trace.absolute():
         raise ConfigError(f"--out and --trace are both '{out}': name two files")
 
 
-def _placed(plan: Plan, cluster: Cluster) -> Plan:
+def placed(plan: Plan, cluster: Cluster) -> Plan:
     """`plan` with places for its ranks on `cluster`."""
     places = []
     for one in place(cluster, plan.ranks):
@@ -146,6 +205,8 @@ def _layout_sets(layout: str | None, sets: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"--layout '{layout}' is not of the form key=value,..., as in ep=2,shard=2"
             )
+        if sum(other.partition("=")[0].strip() == name for other in items) > 1:
+            raise ConfigError(f"--layout '{layout}' says {name} twice: leave one out")
         for other in sets:
             if other.partition("=")[0].strip() == f"layout.{name}":
                 raise ConfigError(
@@ -174,21 +235,30 @@ def _recorded(run: Path, job: Job) -> list[NDArray[np.float64]]:
     """How `run` loaded the experts of each layer, over the last quarter of its recorded steps."""
     from moesaic.report import RunFacts
 
-    found, model = RunFacts.read(run).loads, job.model
+    found = RunFacts.read(run).loads
     if found is None:
         raise ConfigError(
             f"--loads '{run}' has recorded no loads, as runs of dense models do not: give another "
             "run, or leave --loads out"
         )
-    if found.recent.shape != (len(model.expert_layers), model.experts):
-        layers, experts = found.recent.shape
-        dense = f", model.dense_layers = {model.dense_layers}" if model.dense_layers else ""
+    fault = unlike(found, job.model)
+    if fault is not None:
         raise ConfigError(
-            f"--loads '{run}' has the loads of {experts} experts in each of {layers} layers, but "
-            f"model.experts = {model.experts} and model.layers = {model.layers}{dense}: give a run "
-            "of this model, or leave --loads out"
+            f"--loads '{run}' {fault}: give a run of this model, or leave --loads out"
         )
     return list(found.recent)
+
+
+def unlike(loads: Loads, model: ModelConfig) -> str | None:
+    """What recorded loads are of, if they are not of `model`."""
+    layers, experts = loads.recent.shape
+    if (layers, experts) == (len(model.expert_layers), model.experts):
+        return None
+    dense = f", model.dense_layers = {model.dense_layers}" if model.dense_layers else ""
+    return (
+        f"has the loads of {experts} experts in each of {layers} layers, but model.experts = "
+        f"{model.experts} and model.layers = {model.layers}{dense}"
+    )
 
 
 def predict(
@@ -196,6 +266,7 @@ def predict(
 ) -> tuple[dict[str, Any], Timeline]:
     """What is to be expected, as plain data, and the step behind it; `loads` is a run."""
     from moesaic.policy.cost.room import tightest
+    from moesaic.policy.cost.saves import save
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
@@ -221,14 +292,33 @@ def predict(
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
         "memory_bytes": held.device.memory_bytes,
         "memory_rank": held.rank,
-        "fits": held.share <= 1,
+        "fits": held.share <= 1, "idle_ranks": _idle(job, layout),
         "step_s": timeline.step_s, "steps": job.train.steps,
         "phases_s": phases, "blocks_s": blocks,
         "waiting_s": timeline.waiting_s(slowest),
         "tokens_per_s": tokens / timeline.step_s,
+        "utilisation": _flops(job, layout, device, slowest, recorded)
+        / (timeline.step_s * device.speed(job.train.precision).flops),
+        "save": save(job, layout, cluster, places)._asdict(),
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
         "binds": _binds(held, phases, job, layout),
     }, timeline  # fmt: skip
+
+
+def _flops(
+    job: Job, layout: Plan, device: Device, rank: int, loads: Sequence[NDArray[np.float64]] | None
+) -> int:
+    """Of all products of `rank` in a step, as torch counts them."""
+    blocks = workload(job, layout, rank, loads, on_cpu=device.kind == "cpu")
+    return job.train.micro_batches * sum(
+        block.forward.flops + block.backward.flops for block in blocks
+    )
+
+
+def _idle(job: Job, layout: Plan) -> int:
+    """Ranks that have no tokens in a micro-batch."""
+    size = job.train.batch // job.train.micro_batches
+    return sum(not layout.rows(rank, size) for rank in range(layout.ranks))
 
 
 def _pipeline(timeline: Timeline, layout: Plan, job: Job) -> dict[str, Any] | None:
@@ -271,23 +361,28 @@ def _binds(held: Held, phases: dict[str, float], job: Job, layout: Plan) -> str:
         return (
             f"memory: rank {held.rank} needs {screen.size(held.needs.peak_bytes)} and its device, "
             f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; "
-            f"{_relief(job, layout)}"
+            f"{_relief(job, layout, held)}"
         )
     name = max(phases, key=lambda phase: phases[phase])
     return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"
 
 
-def _relief(job: Job, layout: Plan) -> str:
-    """What would take memory off a rank, of what has not been done to the utmost."""
-    at_once = job.train.batch // job.train.micro_batches
+def _relief(job: Job, layout: Plan, held: Held) -> str:
+    """What would take memory off a rank, of what has not been done to the utmost.
+
+    Smaller micro-batches and recomputing are no remedy where what lasts is too much already.
+    """
+    at_once, needs = job.train.batch // job.train.micro_batches, held.needs
+    lasting = needs.parameters_bytes + needs.gradients_bytes + needs.moments_bytes
+    passing = lasting < held.device.memory_bytes
     more = {
         "layout.ep": layout.experts and layout.ep < gcd(layout.span, layout.experts),
         "layout.shard": layout.shard < layout.replicas,
-        "train.micro_batches": at_once > layout.replicas,
+        "train.micro_batches": passing and at_once > layout.replicas,
     }
     raised = [key for key, some in more.items() if some]
     ways = [f"raise {listed(raised)}"] if raised else []
-    ways += [] if layout.recompute else ["set train.recompute"]
+    ways += ["set train.recompute"] if passing and not layout.recompute else []
     return ", or ".join(ways) or "take more ranks, or devices with more memory"
 
 
@@ -315,9 +410,17 @@ def _print(facts: dict[str, Any]) -> None:
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
+            "utilisation": f"{facts['utilisation']:.0%} of the products that its device could do",
+            "save": _saved(**facts["save"]),
             **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },
     )
+
+
+def _saved(host_bytes: int, seconds: float | None) -> str:
+    """A checkpoint, in a line."""
+    on_disk = "no disk is known" if seconds is None else f"{outlook.time(seconds)} to its disk"
+    return f"{screen.size(host_bytes)} of a host, {on_disk}"
 
 
 def _told(pipeline: dict[str, float], layout: dict[str, Any]) -> str:

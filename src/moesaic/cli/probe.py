@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
-    Nproc,
     RankFailed,
     launch,
     launched,
@@ -22,6 +24,13 @@ from moesaic.dist.probe import disks
 from moesaic.dist.probe.settings import ProbeConfig
 
 MODULE = "moesaic.cli.measure"
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc", metavar="N", show_default="one a GPU, else one a core",
+        help="Ranks to start on this machine.",
+    ),
+]  # fmt: skip
 
 
 def probe(
@@ -34,8 +43,7 @@ def probe(
 ) -> int:
     """Measure devices, links and disks, and write them to cluster.toml.
 
-    Unless --nproc says otherwise there is a rank for every GPU, or for every core where there is
-    none. Under torchrun the hosts of all ranks are measured, and what joins them.
+    Under torchrun the hosts of all ranks are measured, and what joins them.
     """
     if explain is not None:
         flags.explain(ProbeConfig, explain, as_json)

@@ -18,13 +18,7 @@ from moesaic.base.errors import ConfigError, UserError
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Json, Out
 from moesaic.facts.cluster import Cluster, device_at, place
-from moesaic.facts.workload import (
-    Traced,
-    load_traced,
-    save_traced,
-    traced_blocks,
-    traced_memory,
-)
+from moesaic.facts.workload import Traced, load_traced, traced_blocks, traced_memory
 
 Factory = Annotated[
     str | None,
@@ -87,7 +81,7 @@ def trace(
         flags.check_new("--out", out, "workload.json")
     traced = _traced(make, batch, block, real)
     if out is not None and not dry_run:
-        save_traced(traced, out)
+        flags.write_new("--out", out, traced.to_json())
     if as_json:
         screen.as_json(traced.model_dump(mode="json"))
     else:

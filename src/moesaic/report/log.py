@@ -11,6 +11,7 @@ import bisect
 import math
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,8 @@ class Part:
     tokens_per_step: float
     parameters_total: float
     parameters_active: float
+    peak_bytes: float = math.nan
+    """The most that a rank held, saves and all; known at its end."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def read_log(path: Path) -> Log:
     for event in read_events(path):
         step, now_s = event.get("step"), number(event.get("time"))
         if event["event"] == "run_end":
-            draft.ended = str(event.get("reason", ""))
+            _end(draft, event)
         if not isinstance(step, int):
             continue
         if event["event"] == "run_start":
@@ -192,6 +195,13 @@ def read_log(path: Path) -> Log:
     )
 
 
+def _end(draft: _Draft, event: Mapping[str, Any]) -> None:
+    draft.ended = str(event.get("reason", ""))
+    if draft.parts:
+        peak = number(event.get("peak_bytes"))
+        draft.parts[-1] = replace(draft.parts[-1], peak_bytes=peak)
+
+
 def read_rank(path: Path, parts: list[Part]) -> StepTable:
     """The `rank_step` rows of one rank's log, without those that a later start of `parts` voids."""
     table, starts = StepTable(), list(parts[1:])
@@ -212,7 +222,8 @@ def number(value: object) -> float:
     if type(value) is float:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        with suppress(OverflowError):
+            return float(value)
     return math.nan
 
 

@@ -77,7 +77,7 @@ def _losses(run: RunFacts) -> dict[str, Any]:
 
 
 def _peak(run: RunFacts) -> int | None:
-    columns = [run.steps.memory_bytes]
+    columns = [run.steps.memory_bytes, np.array([part.peak_bytes for part in run.parts])]
     for rank in run.ranks:
         columns += [rank.memory_bytes, rank.peak_bytes]
     seen = np.concatenate(columns)

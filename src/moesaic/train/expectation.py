@@ -19,7 +19,7 @@ class Expectation:
     """Collects this rank's steps; does nothing where the plan predicted nothing."""
 
     def __init__(self, plan: Plan, job: Job, world: World) -> None:
-        self._predicted, self._world = plan.predictions, world
+        self._predicted, self._device = plan.predictions, world.device
         self._tokens = job.train.batch * job.data.sequence
         self._steps: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=FIRST + WINDOW)
 
@@ -28,21 +28,24 @@ class Expectation:
         if self._predicted is not None:
             self._steps.append((step_s, phases_s))
 
-    def compare(self) -> dict[str, Any] | None:
-        """Predicted and measured figures as plain data; every rank must call this at its end."""
+    def compare(self, peak_bytes: int) -> dict[str, Any] | None:
+        """Predicted and measured figures as plain data, at the end."""
         if self._predicted is None:
             return None
-        device = self._world.device
-        peak = torch.tensor([devices.peak_bytes(device)], dtype=torch.int64, device=device)
-        most = int(gather(peak, self._world.everyone).max())
         names = dict.fromkeys(name for _, phases in self._steps for name in phases)
         measured = measure(
             self._tokens,
             [step_s for step_s, _ in self._steps],
             {name: [phases.get(name, 0.0) for _, phases in self._steps] for name in names},
-            most,
-            devices.memory_kind(device),
+            peak_bytes,
+            devices.memory_kind(self._device),
         )
         if measured is None:
             return None
         return {"predicted": self._predicted.model_dump(), "measured": measured.model_dump()}
+
+
+def most_bytes(world: World) -> int:
+    """The most memory that a rank has held so far; every rank must call this."""
+    peak = torch.tensor([devices.peak_bytes(world.device)], device=world.device)
+    return int(gather(peak, world.everyone).max())

@@ -34,12 +34,11 @@ from moesaic.dist.state import (
 )
 from moesaic.facts.job import OptimizerConfig
 from moesaic.facts.job.train import MOMENT_BLOCK
-from moesaic.facts.workload.sizes import MOMENT_CHUNK
+from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK
 from moesaic.models.pieces import Held
 from moesaic.nn.randomness import bits
 from moesaic.train.optim import AdamW
 
-_GPU_CHUNK = 1 << 24
 _LOW = 0xFFFF
 _KEY_SHIFT = 15
 """Bits of an fp32 number that tables of levels do not look at."""
@@ -68,7 +67,7 @@ class NarrowAdamW(AdamW):
         super().__init__(config)
         self._seed = seed
         self._format: Format = HalfMoments() if config.moments == "bf16" else ByteMoments(device)
-        self._elements = MOMENT_CHUNK if device.type == "cpu" else _GPU_CHUNK
+        self._elements = MOMENT_CHUNK if device.type == "cpu" else GPU_MOMENT_CHUNK
 
     def hold(self, item: Held, rank: int) -> None:
         """Create zero moments for a parameter as `rank` holds it."""

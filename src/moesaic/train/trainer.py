@@ -29,7 +29,7 @@ from moesaic.models.initial import InitialSource
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
-from moesaic.train.expectation import Expectation
+from moesaic.train.expectation import Expectation, most_bytes
 from moesaic.train.jobfile import LoadedJob
 from moesaic.train.machines import check_machines
 from moesaic.train.record import RunRecord
@@ -274,15 +274,17 @@ class _Session:
         self._validate()
         self._save()
         self.saver.wait()
-        compared = self.expectation.compare()
+        peak_bytes = most_bytes(self.world)
+        compared = self.expectation.compare(peak_bytes)
         if compared is not None:
             self.record.event("prediction", step=self.run.counters["step"], **compared)
         self.world.barrier()  # the rank that serves the store must not leave before the others
         self.progress.done()
         seconds = time.perf_counter() - began
         self.record.event(
-            "run_end", step=self.run.counters["step"], seconds=seconds, reason="finished"
-        )
+            "run_end", step=self.run.counters["step"], seconds=seconds, reason="finished",
+            peak_bytes=peak_bytes,
+        )  # fmt: skip
         rates.sort()
         return {
             **self.figures, "seconds": seconds, "step": self.run.counters["step"],

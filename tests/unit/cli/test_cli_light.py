@@ -87,9 +87,7 @@ def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
         flags = run(f"{verb} --help", capfd)
         for flag in ("--set", "--out", "--dry-run", "--json", "--explain"):
             assert flag in flags
-    assert "or for every core \n where there is none. Under torchrun the hosts" in run(
-        "probe --help", capfd
-    )
+    assert "one a GPU, else one a core" in run("probe --help", capfd)
     assert run("", capfd) == text
     assert run("--version", capfd) == f"moesaic {__version__}\n"
 

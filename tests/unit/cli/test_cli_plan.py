@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moesaic.cli import outlook
 from moesaic.cli.main import main
 from moesaic.facts.plan import load_plan
 
@@ -52,6 +54,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+FACTS: dict[str, Any] = {
+    "step_s": 1.0, "phases_s": {"forward": 1.0}, "memory_bytes": 1, "calibration": None,
+    "memory_per_rank": {"peak_bytes": 1},
+}  # fmt: skip
 LINE = ["plan", "job.toml", "--cluster", "cluster.toml"]
 
 
@@ -66,6 +72,8 @@ def test_it_says_what_binds_and_writes_a_timeline(
     assert "binds              backward: " in said
     assert "parameters         6,919,161,856, 1,282,017,280 for a token\n" in said
     assert "whole run          10 steps in " in said
+    assert " GiB of a host, no disk is known\n" in said
+    assert "% of the products that its device could do\n" in said
     assert said.endswith("timeline           step.json, for ui.perfetto.dev\n")
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
@@ -92,6 +100,49 @@ def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert plan.predictions.step_s == pytest.approx(facts["step_s"], rel=1e-4)
     assert plan.predictions.phases_s.keys() == facts["phases_s"].keys()
     assert plan.predictions.memory_bytes["peak"] == facts["memory_per_rank"]["peak_bytes"]
+
+
+def test_a_plan_that_was_edited_is_costed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As it stands, on the cluster that it was made for, by the layout that it decides."""
+    assert main([*LINE, "--nproc", "8", "--layout", "ep=4", "--out", "plan.json"]) == 0
+    raw = json.loads((place / "plan.json").read_text())
+    before_s = raw["predictions"]["step_s"]
+    raw["recompute"], raw["homes"] = True, raw["homes"][::-1]
+    (place / "edited.json").write_text(json.dumps(raw))
+    assert main([*LINE, "--plan", "edited.json", "--out", "new.json"]) == 0
+    said = capfd.readouterr().out
+    assert "8 ranks on two nodes" in said
+    assert "experts over 4" in said
+    new = load_plan(place / "new.json")
+    assert new.predictions is not None
+    assert new.predictions.step_s > before_s
+    assert (new.recompute, new.homes_by_rank) == (True, raw["homes"])
+    assert main([*LINE, "--plan", "new.json", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["step_s"] == pytest.approx(
+        new.predictions.step_s, rel=1e-4
+    )
+    (place / "other.toml").write_text(CLUSTER.replace("h100-8", "a100-8"))
+    for flags, words in (
+        (["--nproc", "4"], "--plan 'edited.json' is for 8 ranks, and --nproc is 4: leave --npr"),
+        (["--layout", "ep=2"], "--set layout.ep=2 beside --plan 'edited.json', which has ep = 4"),
+        (["--cluster", "other.toml"], "rank 0 is planned for a 'NVIDIA H100 SXM5', but it "),
+    ):
+        assert main([*LINE, "--plan", "edited.json", *flags]) == 2
+        assert words in capfd.readouterr().err
+
+
+def test_many_blocks_stand_in_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, "--nproc", "8"]) == 0
+    said = capfd.readouterr().out
+    assert "\n  layers.*.attention " in said
+    assert " ms each, 16 of them\n" in said
+    assert said.count("\n  layers.") <= 4
+    blocks = {f"layers.{index}.moe": 1e-3 * (40 - index) for index in range(40)}
+    outlook.tell("Some", FACTS | {"blocks_s": blocks}, {})
+    said = capfd.readouterr().out
+    assert "  layers.0.moe     40.00 ms\n" in said
+    assert said.count("\n  layers.") == 16
+    assert "  others           less; 24 more lines, see --json\n" in said
 
 
 def test_a_plan_tells_the_step_on_a_clock(place: Path) -> None:
@@ -178,14 +229,22 @@ def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:
     assert sum(facts["blocks_s"].values()) == pytest.approx(facts["step_s"])
     assert facts["tokens_per_s"] == pytest.approx(64 * 4096 / facts["step_s"])
     assert facts["price_per_billion_tokens"] == 0.0
+    # Six flops for each active parameter and token, but for the embedding, and a quarter for
+    # attention over 4,096 tokens in full.
+    flops = 6 * 1_282_017_280 * 64 * 4096 / 8
+    assert 0.9 < facts["utilisation"] * facts["step_s"] * 9.9e14 / flops < 1.5
 
 
 def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--json", "--set", "layout.ep=1"]) == 0
-    facts = json.loads(capfd.readouterr().out)
+    told = capfd.readouterr()
+    facts = json.loads(told.out)
     assert facts["fits"] is False
     assert facts["binds"].startswith("memory: rank 0 needs ")
-    assert facts["binds"].endswith(
+    assert facts["binds"].endswith("; raise layout.ep or layout.shard")
+    assert told.err == f"warning: it does not fit: {facts['binds']}\n"
+    assert main([*LINE, "--json", "--set", "train.batch=1024", "--layout", "ep=4"]) == 0
+    assert json.loads(capfd.readouterr().out)["binds"].endswith(
         "raise layout.ep, layout.shard or train.micro_batches, or set train.recompute"
     )
     done = ["--layout", "ep=16,shard=all", "--set", "train.recompute=true"]
@@ -196,6 +255,13 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
     assert "\nnext" not in said
     assert main([*LINE, *done, *long, "--set", "train.micro_batches=4"]) == 0
     assert "; take more ranks, or devices with more memory\n" in capfd.readouterr().out
+
+
+def test_ranks_without_tokens_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, "--json", "--set", "train.micro_batches=8"]) == 0
+    told = capfd.readouterr()
+    assert json.loads(told.out)["idle_ranks"] == 8
+    assert "8 of 16 ranks have no sample in a micro-batch: raise train.batch, or lower" in told.err
 
 
 def test_every_rank_is_held_against_its_own_device(
@@ -223,20 +289,25 @@ def test_every_rank_is_held_against_its_own_device(
         ("plan", "JOB.toml is missing"),
         ("plan job.toml", "--cluster is missing"),
         ("plan job.toml --cluster no.toml", "there is no file 'no.toml'"),
-        ("plan job.toml --cluster cluster.toml --nproc 64", "has places for 16 ranks, not for 64"),
+        ("plan job.toml --cluster cluster.toml --nproc 64", "error: cluster.toml: cluster"),
         ("plan job.toml --cluster cluster.toml --set layout.ep=3", "layout.ep = 3 does not divide"),
         (
             "plan job.toml --cluster cluster.toml --layout pp=2,schedule=zero-bubble --set "
             "train.recompute=true",
             "pieces that would each compute a layer again: set one of them otherwise",
         ),
-        ("plan job.toml --cluster lonely.toml", "no links lead from host 'node-0' to host"),
+        ("plan job.toml --cluster lonely.toml", "error: lonely.toml: no links lead fr"),
         (
             "plan job.toml --cluster cluster.toml --out no/where.json",
             "'no/where.json' is in a directory that",
         ),
         ("plan job.toml --cluster cluster.toml --out .", "--out '.' is a directory: name a file"),
         ("plan job.toml --cluster cluster.toml --out job.toml", "--out 'job.toml' is there alread"),
+        ("plan job.toml --cluster cluster.toml --trace job.toml", "--trace 'job.toml' is there al"),
+        (
+            "plan job.toml --cluster cluster.toml --layout ep=2,ep=4",
+            "--layout 'ep=2,ep=4' says ep twice: leave one out",
+        ),
         ("plan job.toml --cluster cluster.toml --out /dev/null", "is no plain file: name another"),
         ("plan job.toml --cluster endless.toml --out a", "a step on cluster 'two nodes' would"),
         (

@@ -150,9 +150,13 @@ def test_links_join_devices_and_hosts() -> None:
         assert (link.kind, link.duplex) == (kind, duplex)
         assert link.bandwidth == pytest.approx(bandwidth, rel=1e-3)
         assert link.latency_s == pytest.approx(2e-6, rel=1e-3)
-        assert [one.name for one in link.collectives] == list(COLLECTIVES)
+        sent, *others = link.collectives
+        assert (sent.name, sent.ranks) == ("send", 2)
+        size, seconds = sent.times.num_bytes[-1], sent.times.seconds[-1]
+        assert seconds == pytest.approx(2e-6 + size / bandwidth, rel=1e-3)
+        assert [one.name for one in others] == list(COLLECTIVES)
         assert link.skew_s == 0.05
-        assert {one.ranks for one in link.collectives} == {ranks}
+        assert {one.ranks for one in others} == {ranks}
     assert whole(links=False).links == []
 
 
@@ -163,8 +167,8 @@ def test_operations_of_all_hosts_stand_with_the_slowest_link() -> None:
     found[0] |= message(0, 1, 3e9) | message(0, 2, 2e9)
     found[1] |= message(1, 2, 1e9)
     links = Assembly(ProbeConfig(disks=[]), places, SIZES, SIZES).cluster(found).links
-    assert [("".join(link.ends), bool(link.collectives)) for link in links] == [
-        ("ab", False), ("ac", False), ("bc", True),
+    assert [("".join(link.ends), len(link.collectives)) for link in links] == [
+        ("ab", 1), ("ac", 1), ("bc", 1 + len(COLLECTIVES)),
     ]  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def test_a_layout_is_resolved() -> None:
         (
             LayoutConfig(pp=2), 1,
             "layout.pp = 2 does not divide the number of ranks (1): "
-            "start another number of ranks (--nproc)",
+            "set it to 1, or start another number of ranks (--nproc)",
         ),
         (
             LayoutConfig(shard=3), 4,
@@ -184,7 +184,8 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
         ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
         ({"homes": [[0, 1]]}, "homes has 1 lists for ep = 2: give each of the ranks"),
         ({"homes": [[0, 1], [1, 2]]}, "homes names expert 1 twice, in homes[0] and in homes[1]"),
-        ({"homes": [[0, 1], [3]]}, "homes lacks expert 2: give it a home"),
+        ({"homes": [[0, 1], [3]]}, "homes lacks expert 2, and experts = 4: give every expert a"),
+        ({"experts": 6, "homes": [[0, 1], [2, 3]]}, "homes lacks expert 4 and 1 more, and experts"),
         ({"homes": [[0, 1], [2, 4]]}, "homes[1] names expert 4, and experts = 4"),
         ({"homes": [[0], [1, 2, 3]]}, "homes[0] has 1 experts where each rank has 2"),
         ({"experts": 0, "homes": [[0], []]}, "homes[0] names expert 0, and experts = 0: empty"),
@@ -287,6 +288,8 @@ def test_homes_are_where_the_plan_says() -> None:
     plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]]})
     assert [plan.homes(rank) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
     assert plan.slots() == [3, 0, 2, 1]
+    bare = {name: value for name, value in RAW.items() if name != "homes"}
+    assert Plan.model_validate({**bare, "homes": []}) == Plan.model_validate(bare)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def step_s(
 def test_one_rank_takes_the_sum_of_its_work() -> None:
     job = tiny_job(train={"micro_batches": 4})
     plan = lay_out(job.layout, job.model, 1)
-    blocks, one = workload(job, plan), device()
+    blocks, one = workload(job, plan, on_cpu=False), device()
     each = sum(op_s(one, op) for b in blocks for work in (b.forward, b.backward) for op in work.ops)
     once = sum(op_s(one, op) for block in blocks for op in block.update.ops)
     assert step_s(job, 1, cluster()) == pytest.approx(4 * each + once)
@@ -166,7 +166,7 @@ def test_ranks_are_alike_only_if_all_that_comes_to_them_is(ranks: int, ep: int, 
     plan, where = lay_out(job.layout, job.model, ranks), cluster(ranks)
     costs = Costs.of(job, plan, where)
     alone = {rank: [rank] for rank in range(ranks)}
-    work = {rank: workload(job, plan, rank) for rank in alone}
+    work = {rank: workload(job, plan, rank, on_cpu=False) for rank in alone}
     each = run(costs.events_of(work, alone), ranks)
     assert run(costs.events(), ranks).end_s == pytest.approx(each.end_s)
 
@@ -242,6 +242,22 @@ def test_an_exchange_takes_as_long_as_the_rank_that_receives_the_most() -> None:
     assert times[1] - latency_s == pytest.approx(2 * (times[0] - latency_s))
 
 
+def test_a_norm_is_one_kernel_on_a_gpu_and_blocks_of_rows_on_a_cpu() -> None:
+    """Of 4096 tokens by 2048 in fp32, 32 MiB, of which a CPU takes half a MiB at a time."""
+    model = {"hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "layers": 1}
+    job = tiny_job(model=model, data={"sequence": 4096}, train={"batch": 1, "precision": "fp32"})
+    plan = lay_out(job.layout, job.model, 1)
+    for on_cpu, calls, back, least in ((True, 7 * 64, 12 * 64 + 2, 5), (False, 1, 3, 2)):
+        attention = workload(job, plan, on_cpu=on_cpu)[1]
+        (ahead,) = [op for op in attention.forward.ops if op.name == "norm"]
+        (behind,) = [op for op in attention.backward.ops if op.name == "norm"]
+        assert (ahead.calls, behind.calls - behind.calls % 1) == (calls, back + 2)
+        assert ahead.moved_bytes == pytest.approx(least * 4096 * 2048 * 4, rel=0.02)
+    gpu = cluster()
+    norms = [event for event in Costs.of(job, plan, gpu).events() if event.name == "norm"]
+    assert max(norms[0].seconds) == pytest.approx(2 * 4096 * 2048 * 4 / 1e11, rel=0.01)
+
+
 def test_what_runs_have_shown_multiplies_times() -> None:
     job, where = tiny_job(layout={"ep": 4, "shard": 2}), cluster(hosts=2, count=2)
 
@@ -260,7 +276,7 @@ def test_what_runs_have_shown_multiplies_times() -> None:
 
 
 def test_ranks_that_do_the_same_wait_for_nobody_but_to_add_up() -> None:
-    blocks = workload(tiny_job(), lay_out(tiny_job().layout, tiny_job().model, 1))
+    blocks = workload(tiny_job(), lay_out(tiny_job().layout, tiny_job().model, 1), on_cpu=False)
     alone = run(replicated(blocks, 1, cluster()), 1)
     assert alone.step_s == pytest.approx(step_s(tiny_job(), 1, cluster()))
     summed = Message("dense", "all_reduce", (0, 1, 2, 3), 10**8)

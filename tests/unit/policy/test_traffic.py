@@ -275,6 +275,32 @@ def test_a_measured_operation_decides_where_it_is_the_same_one() -> None:
     assert paces(far, "all_reduce", [0, 1])[0].measured is None
 
 
+def test_a_message_takes_what_was_measured_of_its_size() -> None:
+    """Twice as long a one takes, where two pass at once and both begin at the same device."""
+    times = {"bytes": [8.0, 1e3, 1e6], "seconds": [1e-4, 1e-4, 3e-3]}
+    sent = cluster(4, collectives=[{"name": "send", "ranks": 2, "times": times}])
+    (one,) = paces(sent, "send", [0, 1])
+    assert [one.seconds(size) for size in (0, 500, 1e6)] == pytest.approx([1e-4, 1e-4, 3e-3])
+    for pace in paces(sent, "send", [0, 1], [0, 2]):
+        assert pace.seconds(5e5) == pytest.approx(3e-3)
+
+
+def test_a_message_over_two_links_pays_for_both() -> None:
+    """Whatever was measured of one of them."""
+    known = Collective(name="send", ranks=2, times=Curve(bytes=[8.0, 1e6], seconds=[1e-6, 1e-3]))
+    made = chain(1e9, 2e9)
+    links = [
+        link.model_copy(update={"collectives": [known], "latency_s": 1e-6})
+        if link.ends == ["h0", "h1"]
+        else link.model_copy(update={"latency_s": 5e-2})
+        for link in made.links
+    ]
+    made = made.model_copy(update={"links": links})
+    (near,), (far,) = paces(made, "send", [0, 2]), paces(made, "send", [0, 4])
+    assert near.seconds(1e6) == pytest.approx(1e-3)
+    assert far.seconds(1e6) > 5e-2
+
+
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_what_was_measured_counts_wherever_in_a_ring_the_slowest_link_is(slow: int) -> None:
     times = {"bytes": [1e3, 1e9], "seconds": [1e-4, 5.0]}

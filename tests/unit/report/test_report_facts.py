@@ -16,6 +16,8 @@ from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunFacts
 from moesaic.report.loads import read_loads
+from moesaic.report.summary import summary
+from moesaic.train.directory import note_end
 
 
 def step_event(log: EventLog, step: int, loss: float, at: float) -> None:
@@ -121,6 +123,23 @@ def test_silence_tells_a_stopped_run_from_a_running_one(tmp_path: Path) -> None:
     last = RunFacts.read(directory).last_event_s
     assert RunFacts.read(directory, now_s=last + 60).status == "running"
     assert RunFacts.read(directory, now_s=last + 600).status == "stopped"
+
+
+def test_what_cut_a_run_off_is_known(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=30, finished=False)
+    note_end(directory, "ended by SIGTERM")
+    run = RunFacts.read(directory)
+    assert (run.status, run.ended) == ("stopped", "ended by SIGTERM")
+
+
+def test_the_most_that_a_rank_held_may_come_after_its_last_step(tmp_path: Path) -> None:
+    """As in the last save."""
+    directory = fabricate(tmp_path / "run", steps=30, finished=False)
+    before = summary(RunFacts.read(directory))["peak_memory_bytes"]
+    log = EventLog(directory / "events" / "rank-0.jsonl")
+    log.emit("run_end", time=START_S + 900, step=30, reason="finished", peak_bytes=before + 1)
+    log.close()
+    assert summary(RunFacts.read(directory))["peak_memory_bytes"] == before + 1
 
 
 def test_slow_runs_may_be_silent_for_longer(tmp_path: Path) -> None:

@@ -133,29 +133,30 @@ class Assembly:
     def _link(self, first: int, second: int, figures: Figures) -> Link:
         one, other = self.places[first], self.places[second]
         one_way, (both,) = figures["one way"], figures["both"]
-        latency_s, a_byte_s = line(message_bytes(self.config.message_bytes), one_way)
+        sizes = message_bytes(self.config.message_bytes)
+        latency_s, a_byte_s = line(sizes, one_way)
         return Link(
             ends=[one.host, other.host],
             kind=one.fabric if one.host != other.host else _joined_by(one.kind, 1 / a_byte_s),
             latency_s=_short(latency_s), bandwidth=_short(1 / a_byte_s),
-            duplex=both < _AT_ONCE * one_way[-1],
+            duplex=both < _AT_ONCE * one_way[-1], collectives=[_timed("send", 2, sizes, one_way)],
         )  # fmt: skip
 
     def _with_collectives(self, link: Link, where: str, found: Sequence[Figures]) -> Link:
         figures = medians([{n: v for n, v in one.items() if where in n.split()} for one in found])
-        sizes = [float(size) for size in collective_bytes(len(found), self.config.message_bytes)]
+        sizes = collective_bytes(len(found), self.config.message_bytes)
         collectives = [
-            Collective.model_validate(
-                {
-                    "name": name,
-                    "ranks": len(found),
-                    "times": Curve(bytes=sizes, seconds=_shorts(figures[f"{name} {where}"])),
-                }
-            )
-            for name in COLLECTIVES
+            _timed(name, len(found), sizes, figures[f"{name} {where}"]) for name in COLLECTIVES
         ]
         (skew_s,) = figures[f"skew {where}"]
-        return link.model_copy(update={"collectives": collectives, "skew_s": _short(skew_s)})
+        together = {"collectives": [*link.collectives, *collectives], "skew_s": _short(skew_s)}
+        return link.model_copy(update=together)
+
+
+def _timed(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> Collective:
+    """Times of an operation by its size."""
+    times = Curve(bytes=[float(size) for size in sizes], seconds=_shorts(seconds))
+    return Collective.model_validate({"name": name, "ranks": ranks, "times": times})
 
 
 def _joined_by(kind: str, bandwidth: float) -> str:
@@ -248,7 +249,8 @@ def headlines(cluster: Cluster) -> Iterator[Headline]:
     """The figures that matter most."""
     for host in cluster.hosts:
         for device in host.devices:
-            ways = f" of {device.threads} threads" if device.kind == "cpu" else ""
+            threads = f"{device.threads} thread{'s'[: device.threads > 1]}"
+            ways = f" of {threads}" if device.kind == "cpu" else ""
             thing = f"{host.name}: {device.model}, {device.count} x 1{ways}"
             for matmul in device.matmul:
                 yield Headline(thing, f"{matmul.dtype} products", matmul.flops, "flop/s")
@@ -263,6 +265,8 @@ def headlines(cluster: Cluster) -> Iterator[Headline]:
         yield Headline(thing, "latency", link.latency_s, "s")
         yield Headline(thing, "bandwidth", link.bandwidth, "B/s")
         for one in link.collectives:
-            size = one.times.num_bytes[-1] / 2**20
-            what = f"{one.name.replace('_', '-')} of {size:.0f} MiB, {one.ranks} ranks"
+            size, unit = one.times.num_bytes[-1] / 2**20, "MiB"
+            if size < 1:
+                size, unit = size * 2**10, "KiB"
+            what = f"{one.name.replace('_', '-')} of {size:.0f} {unit}, {one.ranks} ranks"
             yield Headline(thing, what, one.times.seconds[-1], "s")

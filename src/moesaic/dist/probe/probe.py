@@ -39,7 +39,7 @@ class Found:
     spreads: list[float]
     """How far the repeats of every measured point lie apart, rising."""
     notes: list[str]
-    """What could not be measured, in sentences."""
+    """What could not be measured, and whether to trust what was, in sentences."""
 
 
 def deadline(config: ProbeConfig) -> timedelta:

@@ -13,11 +13,12 @@ from moesaic.facts.cluster.cluster import (
     Wire,
 )
 from moesaic.facts.cluster.curves import Curve, Grid, Heads
-from moesaic.facts.cluster.file import load_cluster, with_calibration
+from moesaic.facts.cluster.file import cluster_of, load_cluster, with_calibration
 from moesaic.facts.cluster.places import (
     Hop,
     Place,
     device_at,
+    device_models,
     inside,
     path,
     place,
@@ -41,7 +42,9 @@ __all__ = [
     "Passes",
     "Place",
     "Wire",
+    "cluster_of",
     "device_at",
+    "device_models",
     "inside",
     "load_cluster",
     "path",

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base import keys
 from moesaic.base.config import Section
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ClusterError
 from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.curves import Curve, Grid, Heads
 
@@ -50,14 +50,14 @@ class Passes(Section):
 
 
 class Collective(Section):
-    """Measured times of one collective operation."""
+    """Measured times of one operation of several ranks."""
 
-    name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-    """Which operation."""
+    name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+    """Which operation; send: a message from one rank to another."""
     ranks: int = Field(ge=2)
     """Ranks that took part."""
     times: Curve
-    """Seconds by the bytes that a rank holds before it (all_gather: after it)."""
+    """Seconds by the bytes that a rank holds before it (all_gather: after it; send: who sends)."""
 
 
 class Device(Section):
@@ -112,7 +112,7 @@ class Device(Section):
             if one.dtype == dtype:
                 return one
         known = ", ".join(one.dtype for one in self.matmul)
-        raise ConfigError(
+        raise ClusterError(
             f"{dtype} products are asked of device '{self.model}', which has speeds for {known} "
             f'alone: add a [[hosts.devices.matmul]] with dtype = "{dtype}", or plan for another '
             "device"

@@ -65,6 +65,11 @@ def load_cluster(path: Path) -> Cluster:
     return resolve(read_toml(path), str(path))
 
 
+def cluster_of(text: str, origin: str) -> Cluster:
+    """The cluster that the text of a file describes; `origin` opens the message of an error."""
+    return resolve(parse_toml(text.removeprefix(_MARK), origin), origin)
+
+
 def resolve(raw: Mapping[str, Any], origin: str) -> Cluster:
     """The cluster that the tables of a file describe; `origin` opens the message of an error."""
     file = parse(ClusterFile, _fill_presets(raw, origin), origin)
@@ -103,7 +108,11 @@ def with_calibration(text: str, calibration: Calibration, origin: str) -> str:
     kept += "\n" * bool(_LINE.findall(kept)[-1].strip())
     result = f"{kept}[calibration]\n{_NOTE}\n{calibration.to_toml()}"
     known, wanted = parse_toml(text, origin), calibration.model_dump()
-    if parse_toml(result, origin) != {**known, "calibration": wanted}:
+    try:
+        is_it = parse_toml(result, origin) == {**known, "calibration": wanted}
+    except ConfigError:  # Two tables of that name, one of them not written as a table.
+        is_it = False
+    if not is_it:
         raise ConfigError(
             f"{origin}: what it says of calibration is no table [calibration] of its own: remove it"
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError
+from moesaic.base.errors import ClusterError
 from moesaic.facts.cluster.cluster import Cluster, Device, Host, Link
 
 
@@ -37,11 +37,16 @@ def place(cluster: Cluster, num_ranks: int) -> list[Place]:
     for host in cluster.hosts:
         places += _fill(host, num_ranks - len(places))
     if len(places) < num_ranks:
-        raise ConfigError(
+        raise ClusterError(
             f"cluster '{cluster.name}' has places for {len(places)} ranks, not for {num_ranks}: "
             "ask for fewer, or add hosts"
         )
     return places
+
+
+def device_models(cluster: Cluster, num_ranks: int) -> list[str]:
+    """By rank, the model of its device."""
+    return [device_at(cluster, one).model for one in place(cluster, num_ranks)]
 
 
 def _fill(host: Host, num_wanted: int) -> list[Place]:
@@ -57,7 +62,7 @@ def _fill(host: Host, num_wanted: int) -> list[Place]:
     num_ranks = min(num_wanted, max(ways))
     if num_ranks and num_ranks not in ways:
         known = keys.listed([str(count) for count in sorted(ways)])
-        raise ConfigError(
+        raise ClusterError(
             f"the cores of host '{host.name}' are shared by {known} ranks, not by {num_ranks}: add "
             f"[[hosts.devices]] of kind cpu with count = {num_ranks}, or change the number of ranks"
         )
@@ -79,7 +84,7 @@ def inside(cluster: Cluster, host: str) -> Link:
     own = [link for link in cluster.touching[host] if link.ends == [host, host]]
     found = max(own, key=lambda link: link.bandwidth, default=None)
     if found is None:
-        raise ConfigError(
+        raise ClusterError(
             f"nothing joins the devices of host '{host}': give it link = {{ ... }}, or add "
             f'[[links]] with ends = ["{host}", "{host}"]'
         )
@@ -97,7 +102,7 @@ def route(cluster: Cluster, here: str, there: str) -> list[Hop]:
         edge = _beyond(cluster, edge, reached)
         reached = {**reached, **edge}
     if there not in reached:
-        raise ConfigError(
+        raise ClusterError(
             f"no links lead from host '{here}' to host '{there}': add [[links]] with "
             f'ends = ["{here}", "{there}"], or ["*", "*"] for a network of all'
         )

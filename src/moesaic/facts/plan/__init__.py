@@ -3,8 +3,8 @@
 One JSON file that `moesaic plan` writes, people edit, training obeys and every run keeps.
 """
 
-from moesaic.facts.plan.checks import basis, check, check_places, load_plan, ruled
-from moesaic.facts.plan.layout import block_names, lay_out, planned, stages
+from moesaic.facts.plan.checks import basis, check, check_places, load_plan, misplaced, ruled
+from moesaic.facts.plan.layout import block_names, completed, lay_out, planned, stages
 from moesaic.facts.plan.order import Action, order
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
@@ -35,9 +35,11 @@ __all__ = [
     "block_names",
     "check",
     "check_places",
+    "completed",
     "lay_out",
     "load_plan",
     "measure",
+    "misplaced",
     "order",
     "planned",
     "ruled",

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
@@ -112,34 +111,38 @@ def basis(job: Job, plan: Plan) -> str:
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
 
-def check_places(plan: Plan, found: Sequence[RankPlace], origin: str) -> None:
-    """Raise unless the ranks stand on the machines that `plan` was made for.
+def misplaced(plan: Plan, found: Sequence[RankPlace]) -> str | None:
+    """Which rank stands elsewhere than on the machines that `plan` was made for, if one does.
 
     Names of hosts may differ; devices, and which ranks share a host, may not.
     """
     if not plan.places:
-        return
+        return None
     for rank, (planned, here) in enumerate(zip(plan.places, found, strict=True)):
         for what, wanted, has in (
             ("a device of kind", planned.kind, here.kind),
             ("a", planned.device, here.device),
         ):
             if _plain(wanted) != _plain(has):
-                _refuse(origin, rank, f"{what} '{wanted}', but it has '{has}'")
+                return f"rank {rank} is planned for {what} '{wanted}', but it has '{has}'"
     wanted_hosts, hosts = _first_of_host(plan.places), _first_of_host(found)
     for rank, (wanted_first, first) in enumerate(zip(wanted_hosts, hosts, strict=True)):
         if wanted_first == first:
             continue
         planned_at = "a host of its own" if wanted_first == rank else f"rank {wanted_first}'s host"
         here_at = "another host" if first == rank else f"rank {first}'s host"
-        _refuse(origin, rank, f"{planned_at}, but it runs on {here_at}")
+        return f"rank {rank} is planned for {planned_at}, but it runs on {here_at}"
+    return None
 
 
-def _refuse(origin: str, rank: int, what: str) -> NoReturn:
-    raise ConfigError(
-        f"{origin}: rank {rank} is planned for {what}: start the ranks on the machines of the "
-        "plan, plan anew for these, or remove places from the plan"
-    )
+def check_places(plan: Plan, found: Sequence[RankPlace], origin: str) -> None:
+    """Raise unless the ranks stand on the machines that `plan` was made for."""
+    fault = misplaced(plan, found)
+    if fault is not None:
+        raise ConfigError(
+            f"{origin}: {fault}: start the ranks on the machines of the plan, plan anew for these, "
+            "or remove places from the plan"
+        )
 
 
 def _first_of_host(places: Sequence[RankPlace]) -> list[int]:

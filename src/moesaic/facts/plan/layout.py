@@ -24,7 +24,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     ):
         if many % value:
             of = "the number of ranks" if many == ranks else what
-            ways = f"choose a divisor of {many}, or " * (many > 1)
+            ways = f"choose a divisor of {many}, or " if many > 1 else "set it to 1, or "
             raise ConfigError(
                 f"{key} = {value} does not divide {of} ({many}): "
                 f"{ways}start another number of ranks (--nproc)"
@@ -53,6 +53,11 @@ def planned(job: Job, ranks: int) -> Plan:
     fault = pipeline_fault(plan, job, "layout.")
     if fault:
         raise ConfigError(fault)
+    return completed(plan, job)
+
+
+def completed(plan: Plan, job: Job) -> Plan:
+    """`plan` with what it leaves to `job`, which it rules."""
     return plan.model_copy(
         update={
             "stages": stages(plan, job.model), "recompute": job.train.recompute,

@@ -89,7 +89,7 @@ class Plan(Section):
     @classmethod
     def _fill_homes(cls, raw: Any) -> Any:
         """Where nobody says which experts live where: equal shares, in turn."""
-        if not isinstance(raw, dict) or {"homes", "homes_by_rank"} & raw.keys():
+        if not isinstance(raw, dict) or raw.get("homes") or raw.get("homes_by_rank"):
             return raw
         ep, experts = raw.get("ep"), raw.get("experts")
         if not (isinstance(ep, int) and isinstance(experts, int)) or ep < 1 or experts % ep:
@@ -167,8 +167,12 @@ class Plan(Section):
                     )
                 seen[expert] = rank
         if len(seen) < self.experts:
-            lost = next(expert for expert in range(self.experts) if expert not in seen)
-            raise ValueError(f"homes lacks expert {lost}: give it a home")
+            lost = [expert for expert in range(self.experts) if expert not in seen]
+            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise ValueError(
+                f"homes lacks expert {lost[0]}{others}, and experts = {self.experts}: give every "
+                "expert a home, or correct experts"
+            )
         for rank, homes in enumerate(self.homes_by_rank):
             if len(homes) != share:
                 raise ValueError(

@@ -4,7 +4,6 @@ from moesaic.facts.workload.blocks import STEP, Block, Work, workload
 from moesaic.facts.workload.file import (
     Traced,
     load_traced,
-    save_traced,
     traced_blocks,
     traced_memory,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "load_traced",
     "memory",
     "parameters",
-    "save_traced",
     "traced_blocks",
     "traced_memory",
     "workload",

@@ -60,7 +60,12 @@ class Block:
 
 
 def workload(
-    job: Job, plan: Plan, rank: int = 0, loads: Sequence[ArrayLike] | None = None
+    job: Job,
+    plan: Plan,
+    rank: int = 0,
+    loads: Sequence[ArrayLike] | None = None,
+    *,
+    on_cpu: bool = True,
 ) -> list[Block]:
     """What `rank` does in one micro-batch and in the update, block by block.
 
@@ -74,8 +79,9 @@ def workload(
         rank: whose work.
         loads: by expert layer of the whole model, the load of each expert, or assignments by rank
             of a part and expert over one global micro-batch; absent: even routing.
+        on_cpu: whether the rank computes on a CPU: a GPU has other kernels for some passes.
     """
-    sizes, model = Sizes.of(job, plan, rank), job.model
+    sizes, model = Sizes.of(job, plan, rank, on_cpu=on_cpu), job.model
     slices, sparse = Slices.of(sizes, plan, rank), model.expert_layers
     here = blocks_on(model, plan, rank)
     even = expert_counts(job, plan, None) if sparse and loads is None else None
@@ -99,7 +105,8 @@ def workload(
     by_block: dict[str, list[Parameter]] = {}
     for parameter in holding:
         by_block.setdefault(_block_of(parameter, model), []).append(parameter)
-    update = {name: _update(job, plan, rank, by_block[name]) for name in by_block}
+    chunk = sizes.moment_chunk
+    update = {name: _update(job, plan, rank, by_block[name], chunk) for name in by_block}
     blocks = [replace(block, update=Work(update[block.name])) for block in blocks]
     if plan.shard > 1:
         blocks = _sharded(blocks, by_block, job, plan, rank)
@@ -223,8 +230,11 @@ def _block(
     return Block(name, Work(first, talk.forward), backward, Work())
 
 
-def _update(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> tuple[Op, ...]:
-    """The gradient's norm, clipping and AdamW on what `rank` holds of a block."""
+def _update(
+    job: Job, plan: Plan, rank: int, holding: Sequence[Parameter], chunk: int
+) -> tuple[Op, ...]:
+    """The gradient's norm, clipping and AdamW on what `rank` holds of a block, of narrow moments
+    `chunk` elements at a time."""
     width, sharers = STORED_BYTES[job.train.precision], plan.shard
     dense = [p for p in holding if p.is_dense]
     experts = [p for p in holding if p.expert is not None]
@@ -241,7 +251,7 @@ def _update(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> tu
         matrices = [local_size(p, sharers) for p in dense if len(p.shape) > 1]
         matrices += [p.size for p in experts]
         vectors = [local_size(p, sharers) for p in dense if len(p.shape) == 1]
-        narrow = ops.narrow_adamw(matrices, job.optimizer.moments)
+        narrow = ops.narrow_adamw(matrices, job.optimizer.moments, chunk)
         update = (*update[:-1], ops.adamw(sum(vectors) * width, len(vectors)), narrow)
     return (Op("accumulate", (), 3 * added * grown * width, added * tensors), *update)
 

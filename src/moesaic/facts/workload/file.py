@@ -15,8 +15,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section, parse, read_json
-from moesaic.base.errors import ConfigError, unwritable
-from moesaic.base.files import replacing
+from moesaic.base.errors import ConfigError
 from moesaic.facts.workload.blocks import STEP, Block, Work, summed
 from moesaic.facts.workload.memory import Memory
 from moesaic.facts.workload.ops import Op, Product, update
@@ -233,15 +232,6 @@ def read_traced(raw: Mapping[str, Any], origin: str) -> Traced:
             f"{VERSION}; trace the model again"
         )
     return parse(Traced, raw, origin)
-
-
-def save_traced(traced: Traced, path: Path) -> None:
-    """Write `traced` to `path`, whole or not at all."""
-    try:
-        with replacing(path) as partial:
-            partial.write_text(traced.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(f"'{path}'", error) from None
 
 
 def traced_blocks(traced: Traced, ranks: int = 1) -> list[Block]:

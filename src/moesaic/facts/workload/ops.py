@@ -2,8 +2,8 @@
 
 Every function returns the forward and the backward operation of one part. Products are those that
 the layers ask for. Passes are counted as torch makes them on a CPU, one kernel after another: what
-an elementwise kernel reads and writes, whole tensors each time. A GPU has fused kernels for some
-(norms above all) and moves less. `calls` is how many kernels start, an estimate too.
+an elementwise kernel reads and writes, whole tensors each time. On a GPU norms are one kernel each
+way; what else is fused there is not known here. `calls` is how many kernels start, an estimate too.
 
 Of several slices each does its part of a layer: norms, routers and the residual stream over its own
 run of tokens, what has heads, inner channels or words over all of them, with matrices as narrow as
@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.facts.workload.sizes import INDEX_BYTES, MOMENT_CHUNK, NORM_BYTES, Sizes, Type
+from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_BYTES, Sizes, Type
 
 PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
 """What kernels of a kind read and write, as a multiple of their tensor. AdamW reads values,
 gradient and two moments, and writes all but the gradient."""
 NARROW_PASSED = {"bf16": (225, 34), "8bit": (612, 80)}
 """Bytes of an element that kernels of an update with narrow moments read and write, and how many
-kernels it starts for each MOMENT_CHUNK of a matrix, by `optimizer.moments`. As on a CPU, in whose
+kernels it starts for each chunk of a matrix, by `optimizer.moments`. As on a CPU, in whose
 cache most of them stay."""
 _DISPATCH_BYTES = 132
 """Per token and choice, read and written as indices, masks and counts: an estimate."""
@@ -144,7 +144,13 @@ def norm(
             adds another gradient.
     """
     t, adds = s.run if rows is None else rows, uses - 1 + within
-    n, times = t * width, -(-t // max(1, NORM_BYTES // (width * s.wide)))
+    n = t * width
+    if not s.on_cpu:
+        return (
+            Op(name, (), (2 * n + t + width) * s.wide, 1),
+            Op(name, (), ((3 + 3 * adds) * n + t + 2 * width) * s.wide, 2 + adds),
+        )
+    times = -(-t // max(1, NORM_BYTES // (width * s.wide)))
     return (
         Op(name, (), (5 * n + 10 * t + width * times) * s.wide, 7 * times),
         Op(name, (), ((16 + 3 * adds) * n + 11 * t + (1 + 6 * times) * width) * s.wide,
@@ -404,8 +410,8 @@ def adamw(num_bytes: int, tensors: int) -> Op:
     return Op("adamw", (), PASSED_BYTES["adamw"] * num_bytes, tensors, kind="adamw")
 
 
-def narrow_adamw(matrices: Sequence[int], moments: str) -> Op:
-    """AdamW of matrices of so many elements each, whose moments are narrow."""
+def narrow_adamw(matrices: Sequence[int], moments: str, chunk: int) -> Op:
+    """AdamW of matrices of so many elements each, whose moments are narrow, a `chunk` at a time."""
     moved, calls = NARROW_PASSED[moments]
-    chunks = sum(-(-size // MOMENT_CHUNK) for size in matrices)
+    chunks = sum(-(-size // chunk) for size in matrices)
     return Op("narrow adamw", (), moved * sum(matrices), calls * chunks)

@@ -32,6 +32,9 @@ MOMENT_CHUNK = 1 << 16
 """Elements updated at a time on a CPU where moments are narrow: what lies between two passes stays
 in the cache."""
 
+GPU_MOMENT_CHUNK = 1 << 24
+"""The same on a GPU, where many are needed to keep it busy."""
+
 SCALE_BYTES = 4
 """Of the scale of such a block."""
 
@@ -56,9 +59,11 @@ class Sizes:
     """Ranks that hold the same samples and share out every dense matrix."""
     expert_slices: int = 1
     """Of those, ranks that share out every expert's matrices too."""
+    on_cpu: bool = True
+    """Whether it computes on a CPU, whose kernels take blocks that stay in the cache."""
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, rank: int) -> Sizes:
+    def of(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
         """Those of `rank`."""
         rows = len(plan.rows(rank, job.train.batch // job.train.micro_batches))
         length, window = job.data.sequence, job.model.window
@@ -67,7 +72,12 @@ class Sizes:
             mask = rows * length**2
         elif window is not None and window < length:  # The same for all rows.
             mask = length**2
-        return cls(job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp)
+        return cls(job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu)
+
+    @property
+    def moment_chunk(self) -> int:
+        """Elements updated at a time where moments are narrow."""
+        return MOMENT_CHUNK if self.on_cpu else GPU_MOMENT_CHUNK
 
     @property
     def tokens(self) -> int:

@@ -38,8 +38,12 @@ class Costs(Lanes):
     def events(self) -> list[Event]:
         """One whole step."""
         alike = self._alike()
-        work = {rank: workload(self.job, self.plan, rank, self.loads) for rank in alike}
+        work = {rank: self._work(rank) for rank in alike}
         return self.events_of(work, alike)
+
+    def _work(self, rank: int) -> list[Block]:
+        on_cpu = self.device(rank).kind == "cpu"
+        return workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
 
     def events_of(
         self, work: Mapping[int, Sequence[Block]], alike: Mapping[int, list[int]]

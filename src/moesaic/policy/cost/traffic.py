@@ -114,8 +114,11 @@ class Traffic:
         if not own:
             return Pace(0.0, 0.0, 1.0, None)
         link, measured = self._narrowest(group, own), None
+        along = {port.link for demand in own for port in demand.shares}
         for one in link.collectives:
-            if (one.name, one.ranks) == (operation, len(group)):
+            # A message was measured from end to end of the link, operations of all ranks whole.
+            whole = operation != "send" or along == {id(link)}
+            if (one.name, one.ranks) == (operation, len(group)) and whole:
                 measured = one.times
         alone = sum(self._busy(demand, demand.shares) for demand in own)
         byte_s = sum(self._busy(demand, total) for demand, total in zip(own, sums, strict=False))

@@ -1,0 +1,73 @@
+"""Theme `facts`: cases that can be laid out and predicted, and what their errors are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from benchmarks import facts
+
+from moesaic.facts.cluster.file import resolve
+from moesaic.facts.plan import lay_out
+from moesaic.policy.cost.calibrate import BARE, Observed
+from moesaic.sim.observe import observe
+
+CLUSTER = {
+    "name": "any",
+    "hosts": [
+        {
+            "name": "here", "memory_bytes": 24e9,
+            "link": {"kind": "loopback", "latency_s": 2e-5, "bandwidth": 2e9, "skew_s": 0.02},
+            "devices": [
+                {
+                    "kind": "cpu", "model": "any", "count": count, "memory_bytes": 24e9 / count,
+                    "memory_bandwidth": 2e10 / count,
+                    "matmul": [{"dtype": "fp32", "flops": 2e11 / count}],
+                }
+                for count in (1, 2)
+            ],
+        }
+    ]
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def observed() -> list[Observed]:
+    """Every case as it would go on a machine whose products are slow and passes quick."""
+    cluster, found = resolve(CLUSTER, "test"), []
+    for case in facts.cases()[::3]:
+        plan = lay_out(case.job.layout, case.job.model, case.ranks)
+        one = observe(case.name, 1.0, case.job, plan, cluster)
+        found.append(replace(one, measured_s=one.predict_s(np.array([1.3, 0.8, 1.0]))))
+    return found
+
+
+def test_there_are_as_many_cases_as_were_asked_for() -> None:
+    cases = facts.cases()
+    assert len({case.name for case in cases}) == len(cases) >= 12
+    assert {case.ranks for case in cases} == {1, 2}
+
+
+def test_errors_of_steps(observed: list[Observed]) -> None:
+    median, worst, calibrated, calibrated_worst = facts.step_errors(observed, 7)
+    errors = [abs(one.predict_s(BARE) / one.measured_s - 1.0) for one in observed]
+    assert median.value == pytest.approx(np.median(errors))
+    assert (median.bar, worst.bar) == ("<= 0.10", "<= 0.20")
+    assert worst.value == pytest.approx(max(errors))
+    assert worst.value > 0.1
+    assert calibrated.value < 0.02 < median.value
+    assert calibrated.value <= calibrated_worst.value < worst.value
+    assert (calibrated.bar, calibrated_worst.bar) == ("", "")
+
+
+def test_errors_of_single_operations() -> None:
+    part = facts.Part()
+    part.add([1.0, 2.0], [1.0, 2.0], [1.0, 6.0])
+    part.add([1.2], [0.9], [1.1])
+    error, moved = part.rows("a product", "<= 0.05", "torch")
+    assert part.errors == pytest.approx([0.0, 0.5, 0.2])
+    assert part.moved == pytest.approx([0.0, 2.0, 0.2 / 0.9])
+    assert (error.value, error.bar, error.holds) == (pytest.approx(0.2), "<= 0.05", False)
+    assert (moved.value, moved.bar) == (pytest.approx(0.2 / 0.9), "")
+    assert error.repeats == moved.repeats == 2
