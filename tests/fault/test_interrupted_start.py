@@ -71,6 +71,11 @@ def interrupt(process: subprocess.Popen[str]) -> str:
         raise
 
 
+def children(parent: int) -> list[str]:
+    """The processes that one has started."""
+    return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+
+
 def living(group: int) -> Iterator[int]:
     """The processes of a group that have not ended."""
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -100,10 +105,14 @@ def test_nothing_is_left_of_a_start_that_is_interrupted(
     wait_for(lambda: (tmp_path / "whole/run/events/rank-0.jsonl").exists())
     start_s = time.monotonic() - began
     moments = [start_s * (index + 0.5) / tries for index in range(tries)]
+    if flags:  # And while the interpreters of ranks start.
+        moments = [-0.02 * index for index in range(1, tries)] + moments[1:]
     for index, moment in enumerate([start_s, *moments]):
         if index:
             process = start(tmp_path / str(index), *flags)
-            time.sleep(moment)
+            if moment < 0:
+                wait_for(lambda parent=process.pid: children(parent))
+            time.sleep(abs(moment))
         place = tmp_path / (str(index) if index else "whole")
         said = interrupt(process)
         where = f"{moment:.3f} of {start_s:.3f} s: {said}"

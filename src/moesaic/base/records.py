@@ -6,7 +6,7 @@ under another name and renamed when complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,37 @@ def list_parts(directory: Path) -> list[Path]:
     ]
 
 
-def read_records(directory: Path, columns: Sequence[str] = ()) -> Iterator[pa.Table]:
-    """The parts of a directory, oldest first; each must have `columns`."""
+def read_records(
+    directory: Path, columns: Mapping[str, pa.DataType] | None = None
+) -> Iterator[pa.Table]:
+    """The parts of a directory, oldest first.
+
+    Of `columns`, if any are given, each must have all, of such types and without gaps.
+    """
     for path in list_parts(directory):
         try:
             table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
             raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None
-        lacking = [name for name in columns if name not in table.column_names]
-        if lacking:
-            raise StoreError(f"'{path}' has no column '{lacking[0]}': remove it, it is of others")
-        yield table
+        yield table if columns is None else _only(table, columns, path)
+
+
+def _only(table: pa.Table, columns: Mapping[str, pa.DataType], path: Path) -> pa.Table:
+    found = {}
+    for name, kind in columns.items():
+        if name not in table.column_names:
+            raise StoreError(f"'{path}' has no column '{name}': remove it, it is of others")
+        column = table.column(name)
+        gaps = column.null_count
+        if not gaps and pa.types.is_nested(column.type):
+            gaps = sum(chunk.flatten().null_count for chunk in column.chunks)
+        if gaps:
+            raise StoreError(f"'{path}' has gaps in its column '{name}': it is damaged, remove it")
+        try:
+            found[name] = column.cast(kind)
+        except pa.ArrowException:
+            raise StoreError(
+                f"'{path}' has {column.type} in its column '{name}', not {kind}: remove it, it is "
+                "of others"
+            ) from None
+    return pa.table(found)

@@ -17,7 +17,7 @@ import typer
 
 from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli import screen
-from moesaic.cli.start import at_once
+from moesaic.cli.start import at_once, holding_back
 
 RELAUNCH, INTERRUPTED = 75, 130
 
@@ -86,7 +86,8 @@ def launch(module: str, part: str, ranks: int) -> None:
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-m", "moesaic.cli.start", module, part)
+            with holding_back():
+                elastic_launch(config, sys.executable)("-m", "moesaic.cli.start", module, part)
         except ChildFailedError as error:
             raise _cause(Path(logs), error.failures) from None
         except SignalException as error:

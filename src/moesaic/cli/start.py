@@ -18,9 +18,14 @@ from contextlib import contextmanager
 _PR_SET_PDEATHSIG = 1
 
 
-def begin(module: str) -> int:
-    """Import `module` and run its `main`; returns the exit status."""
+def begin(module: str, *, held: bool = False) -> int:
+    """Import `module` and run its `main`; returns the exit status.
+
+    Interrupts that are `held` back, as from a rank, come through from here on.
+    """
     with at_once():
+        if held:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         main = importlib.import_module(module).main
     status: int = main()
     return status
@@ -36,6 +41,24 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def holding_back() -> Iterator[None]:
+    """Interrupts of processes that are started meanwhile are held back until they `begin`.
+
+    Else one could meet a process whose interpreter is just starting, which says so at length. This
+    process goes on hearing them: on a thread of its own, as a process inherits from the one that
+    starts it.
+    """
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()
 
 
 def end_with_parent() -> None:
@@ -56,4 +79,4 @@ def _follow(parent: int) -> None:
 
 if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start MODULE PART-AS-JSON`.
     end_with_parent()
-    sys.exit(begin(sys.argv.pop(1)))
+    sys.exit(begin(sys.argv.pop(1), held=True))

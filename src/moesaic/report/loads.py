@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from moesaic.base.errors import StoreError
 from moesaic.base.records import read_records
@@ -19,7 +20,7 @@ from moesaic.base.records import read_records
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-COLUMNS = ("step", "layer", "counts")
+COLUMNS = {"step": pa.int64(), "layer": pa.int64(), "counts": pa.list_(pa.int64())}
 MAX_COLUMNS = 400
 """Columns of the heat map over steps."""
 MAX_CELLS = 400_000
@@ -94,7 +95,7 @@ def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) 
 
 
 def _keys(table: Any) -> tuple[Ints, Ints]:
-    step, layer = (table.column(name).to_numpy().astype(np.int64) for name in ("step", "layer"))
+    step, layer = (table.column(name).to_numpy() for name in ("step", "layer"))
     return step, layer
 
 
@@ -113,6 +114,8 @@ def _counts(table: Any, directory: Path) -> Floats:
             f"'{directory}' holds loads of unequal numbers of experts: remove the directory "
             "to report without expert loads"
         )
+    if flat.min(initial=0) < 0:
+        raise StoreError(f"'{directory}' holds loads below 0: they are damaged, remove it")
     counts: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
     return counts
 

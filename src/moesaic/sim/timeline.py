@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from moesaic.policy.cost.event import Event, Handover, Seconds
+from moesaic.policy.cost.event import Event, Handover, Seconds, Trip
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Span:
     begin_s: Seconds
     """When it began there: later than `start_s` for who had to wait."""
     end_s: Seconds
-    """When it was over."""
+    """When it was over; of what travels beside all three are the same."""
+    away: tuple[Seconds, Seconds] | None = None
+    """When what travels beside began, and was over."""
 
 
 @dataclass(frozen=True)
@@ -74,30 +76,59 @@ class Timeline:
 
 def run(events: Iterable[Event], ranks: int) -> Timeline:
     """Let `ranks` ranks go through `events`, in their order."""
-    now, computed = np.zeros(ranks), np.zeros(ranks)
-    spans = []
-    tables: dict[int, Members] = {}
-    left: dict[Handover, Seconds] = {}
-    for event in events:
+    clock = _Clock(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks))
+    spans = [clock.pass_by(event) for event in events]
+    return Timeline(spans, clock.now)
+
+
+@dataclass
+class _Clock:
+    """The time of each rank."""
+
+    now: Seconds
+    computed: Seconds
+    """What it has computed since it last met others."""
+    spoken: Seconds
+    """Until when what it sends beside is under way."""
+    left: dict[Handover, Seconds] = field(default_factory=dict)
+    trips: dict[Trip, Seconds] = field(default_factory=dict)
+    """When what travels beside is over."""
+    _tables: dict[int, Members] = field(default_factory=dict)
+
+    def pass_by(self, event: Event) -> Span:
+        """What `event` is on each rank."""
+        start = self.now
         if event.takes is not None:
-            begin, end = _taken_over(event.takes, now, left.pop(event.takes), event.seconds)
+            left = self.left.pop(event.takes)
+            begin, end = _taken_over(event.takes, start, left, event.seconds)
         else:
-            begin = now
+            begin = start
+            if event.awaits is not None:
+                begin = np.maximum(start, self.trips[event.awaits])
             if event.groups:
-                # Spans keep their events, so that groups live as long as their identity is used.
-                key = id(event.groups)
-                if key not in tables:
-                    tables[key] = Members(event.groups)
-                begin = tables[key].meet(now, event.skew_s * np.sqrt(computed))
-                computed = tables[key].start_again(computed)
+                begin = self._meet(event, begin)
             else:
-                computed = computed + event.seconds
+                self.computed = self.computed + event.seconds
             end = begin + event.seconds
+            if event.beside is not None:
+                self.trips[event.beside] = end
+                self.spoken = np.maximum(self.spoken, end)
+                return Span(event, start, start, start, (begin, end))
         if event.leaves is not None:
-            left[event.leaves] = end
-        spans.append(Span(event, now, begin, end))
-        now = end
-    return Timeline(spans, now)
+            self.left[event.leaves] = end
+        self.now = end
+        return Span(event, start, begin, end)
+
+    def _meet(self, event: Event, ready: Seconds) -> Seconds:
+        """When ranks that were `ready` begin to speak."""
+        # Spans keep their events, so that groups live as long as their identity is used.
+        key = id(event.groups)
+        if key not in self._tables:
+            self._tables[key] = Members(event.groups)
+        table = self._tables[key]
+        begin = table.meet(ready, self.spoken, event.skew_s * np.sqrt(self.computed))
+        self.computed = table.start_again(self.computed)
+        return begin
 
 
 def _taken_over(
@@ -120,10 +151,11 @@ class Members:
         self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, sum(self._sizes))
         self._first = np.cumsum([0, *self._sizes[:-1]])
 
-    def meet(self, now: Seconds, late: Seconds) -> Seconds:
-        """When each rank goes on: in a group, when the last of it has come, which may be `late`."""
+    def meet(self, now: Seconds, spoken: Seconds, late: Seconds) -> Seconds:
+        """When each rank goes on: in a group, when the last of it has come, which may be `late`,
+        and has `spoken` what it had to say before."""
         begin = now.copy()
-        last = np.maximum.reduceat((now + late)[self._ranks], self._first)
+        last = np.maximum.reduceat((np.maximum(now, spoken) + late)[self._ranks], self._first)
         begin[self._ranks] = np.repeat(last, self._sizes)
         return begin
 

@@ -11,7 +11,8 @@ _MICRO = 1e6
 
 
 def trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
-    """The JSON of a trace: a process for each of `ranks`, events in one row, waiting in another."""
+    """The JSON of a trace: a process for each of `ranks`, events in one row, waiting in another,
+    and in a third what travels beside."""
     names = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in ranks
@@ -27,12 +28,21 @@ def _events(span: Span, rank: int) -> Iterator[dict[str, Any]]:
     if begin > start:
         waited = {"name": f"wait for {event.name}", "ts": start * _MICRO, "tid": 1}
         yield {**common, **waited, "dur": (begin - start) * _MICRO}
+    name = f"{event.block} {event.name}".strip()
     if end > begin:
-        name = f"{event.block} {event.name}".strip()
         yield {
             **common,
             "name": name,
             "ts": begin * _MICRO,
             "dur": (end - begin) * _MICRO,
             "tid": 0,
+        }
+    if span.away is not None:
+        begin, end = (float(t[rank]) for t in span.away)
+        yield {
+            **common,
+            "name": name,
+            "ts": begin * _MICRO,
+            "dur": (end - begin) * _MICRO,
+            "tid": 2,
         }

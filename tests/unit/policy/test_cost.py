@@ -122,10 +122,10 @@ def test_more_rows_never_take_less(rows: int, more: int, columns: int, inner: in
     assert product_s(device(), "fp32", few) <= product_s(device(), "fp32", many)
 
 
-def cluster(hosts: int = 1, count: int = 8) -> Cluster:
+def cluster(hosts: int = 1, count: int = 8, kind: str = "gpu") -> Cluster:
     host = {
         "name": "a", "replicas": hosts, "memory_bytes": 1e12,
-        "devices": [device(count=count).model_dump(exclude_none=True)],
+        "devices": [device(kind=kind, count=count).model_dump(exclude_none=True)],
         "link": {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10},
     }  # fmt: skip
     net = {"ends": ["*", "*"], "kind": "ethernet", "latency_s": 5e-5, "bandwidth": 1e9}
@@ -199,7 +199,7 @@ def test_a_thousand_devices_take_the_sum_of_their_events() -> None:
     """All have the same work but for the norm, which the first owners count: they never wait."""
     job = tiny_job(layout={"ep": 8, "shard": 8}, train={"batch": 2000})
     plan = lay_out(job.layout, job.model, 1000)
-    events = Costs.of(job, plan, cluster(hosts=125)).events()
+    events = Costs.of(job, plan, cluster(hosts=125, kind="cpu")).events()
     found = run(events, 1000)
     assert found.end_s.shape == (1000,)
     assert found.step_s == pytest.approx(sum(float(event.seconds.max()) for event in events))
@@ -259,7 +259,7 @@ def test_a_norm_is_one_kernel_on_a_gpu_and_blocks_of_rows_on_a_cpu() -> None:
 
 
 def test_what_runs_have_shown_multiplies_times() -> None:
-    job, where = tiny_job(layout={"ep": 4, "shard": 2}), cluster(hosts=2, count=2)
+    job, where = tiny_job(layout={"ep": 4, "shard": 2}), cluster(hosts=2, count=2, kind="cpu")
 
     def calibrated(device: str = "one", **factors: float) -> float:
         given = {"products": 1.0, "passes": 1.0, "messages": 1.0, **factors}

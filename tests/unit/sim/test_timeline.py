@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.policy.cost.event import Event, Handover
+from moesaic.policy.cost.event import Event, Handover, Trip
 from moesaic.sim.timeline import Timeline, run
 from moesaic.sim.trace import trace
 
@@ -32,7 +32,24 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Event]]:
             groups = groups[:1]
         one = event(str(number), seconds, *groups)
         events.append(replace(one, skew_s=draw(st.floats(0, 1))))
-    return ranks, handed(draw, ranks, events)
+    return ranks, sent(draw, handed(draw, ranks, events))
+
+
+def sent(draw: st.DrawFn, events: list[Event]) -> list[Event]:
+    """Some messages travel beside, and something that comes later may wait for them."""
+    trips: list[Trip] = []
+    found = []
+    for one in events:
+        if one.takes is None and trips and draw(st.booleans()):
+            one = replace(one, awaits=draw(st.sampled_from(trips)))
+        if one.groups and one.leaves is None and draw(st.booleans()):
+            # Of one that is met again, the later time counts.
+            again = bool(trips) and draw(st.booleans())
+            trip = draw(st.sampled_from(trips)) if again else Trip()
+            trips.append(trip)
+            one = replace(one, beside=trip)
+        found.append(one)
+    return found
 
 
 def handed(draw: st.DrawFn, ranks: int, events: list[Event]) -> list[Event]:
@@ -57,17 +74,29 @@ def handed(draw: st.DrawFn, ranks: int, events: list[Event]) -> list[Event]:
 def slowly(ranks: int, events: list[Event]) -> tuple[list[float], list[float]]:
     """When each rank ends, and how long it waited: rank by rank, event by event."""
     clock, waited, computed = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+    busy = [0.0] * ranks
     left: dict[Handover, list[float]] = {}
+    over: dict[Trip, list[float]] = {}
     for one in events:
-        arrived, before = list(clock), list(computed)
+        arrived, before, spoken = list(clock), list(computed), list(busy)
+        ready = list(arrived)
+        if one.awaits is not None:
+            ready = [max(*both) for both in zip(arrived, over[one.awaits], strict=True)]
+        if one.beside is not None:
+            over[one.beside] = [0.0] * ranks
         for rank in range(ranks) if one.takes is None else ():
             seconds = float(one.seconds[rank])
             group = next((g for g in one.groups if rank in g), [])
             begin = max(
-                [arrived[rank], *(arrived[g] + one.skew_s * before[g] ** 0.5 for g in group)]
+                [ready[rank]]
+                + [max(ready[g], spoken[g]) + one.skew_s * before[g] ** 0.5 for g in group]
             )
-            waited[rank] += begin - arrived[rank]
-            clock[rank] = begin + seconds
+            if one.beside is None:
+                waited[rank] += begin - arrived[rank]
+                clock[rank] = begin + seconds
+            else:
+                over[one.beside][rank] = begin + seconds
+                busy[rank] = max(busy[rank], begin + seconds)
             computed[rank] = 0.0 if group else before[rank] + seconds * (not one.groups)
         if one.takes is not None:
             for sender, rank in zip(one.takes.senders, one.takes.receivers, strict=True):
@@ -134,6 +163,30 @@ def test_a_trace_shows_work_and_waiting() -> None:
         (0, "block sum"): (3e6, 5e5, 0),
         (1, "block sum"): (3e6, 5e5, 0),
     }
+
+
+def test_what_travels_beside_is_waited_for_where_it_is_needed_alone() -> None:
+    trip, pair = Trip(), [0, 1]
+    events = [
+        replace(event("gather", [2.0, 2.0], pair), beside=trip),
+        event("work", [1.0, 0.5]),
+        event("exchange", [1.0, 1.0], pair),
+        replace(event("more", [4.0, 4.0]), awaits=trip),
+        replace(event("sum", [1.0, 1.0], pair), beside=trip),
+        event("last", [0.25, 0.25]),
+        replace(event("wait", [0.0, 0.0]), awaits=trip),
+    ]
+    found = run(events, 2)
+    # The exchange begins when the gather is over; the sum is over a second after the rest began.
+    assert found.end_s.tolist() == [2.0 + 1.0 + 4.0 + 1.0] * 2
+    assert [found.waiting_s(rank) for rank in pair] == [1.0 + 0.75, 1.5 + 0.75]
+    assert sum(found.by_phase(0).values()) == 8.0
+    rows = [
+        (e["name"], e["ts"] / 1e6, e["dur"] / 1e6)
+        for e in trace(found, [0])["traceEvents"]
+        if e.get("tid") == 2
+    ]
+    assert rows == [("block gather", 0.0, 2.0), ("block sum", 7.0, 1.0)]
 
 
 def test_a_trace_shows_what_is_handed_on() -> None:

@@ -34,7 +34,7 @@ class RankSpan(Section):
     messages_s: float = Field(default=0.0, ge=0)
     """Seconds of messages."""
     waiting_s: float = Field(default=0.0, ge=0)
-    """Seconds of waiting until the others come."""
+    """Seconds of waiting until the others come, or what travels beside."""
 
     @property
     def seconds(self) -> float:

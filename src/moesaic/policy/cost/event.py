@@ -30,6 +30,11 @@ class Handover:
     """Whether it travels as soon as it has left; else when both of them are there for it."""
 
 
+@dataclass(frozen=True, eq=False)
+class Trip:
+    """A message under way beside what its ranks do, who are told from others by it alone."""
+
+
 @dataclass(frozen=True)
 class Event:
     """One thing that happens on ranks."""
@@ -51,6 +56,10 @@ class Event:
     """What ranks take over in it, which has left in an earlier event; `seconds` on the way."""
     leaves: Handover | None = None
     """What leaves ranks when they are done with it. They do not wait until it has come."""
+    beside: Trip | None = None
+    """Of a message: ranks go on at once, and it begins as soon as none of theirs is under way."""
+    awaits: Trip | None = None
+    """What has to be over before it begins; of several of the same trip, the last one."""
 
     @property
     def is_message(self) -> bool:

@@ -55,6 +55,12 @@ class Lanes:
         """What `rank` computes with."""
         return device_at(self.cluster, self.places[rank])
 
+    @property
+    def hand_ahead(self) -> bool:
+        """Whether hosts hand devices their work ahead of time."""
+        kinds = {place[:2]: place for place in self.places}
+        return all(device_at(self.cluster, one).kind != "cpu" for one in kinds.values())
+
     def device_kinds(self) -> list[int]:
         """By rank, a number that equal devices share."""
         kinds: dict[tuple[str, int], int] = {}

@@ -15,6 +15,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.facts.workload import Block, workload
 from moesaic.facts.workload.sizes import Sizes
+from moesaic.policy.cost import ahead
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.lanes import ORDER, Lanes
 from moesaic.policy.cost.pipeline import Flow, pipelined
@@ -90,17 +91,25 @@ def sequential(
     """
     blocks = list(zip(*work.values(), strict=True))
     ranks = list(alike.values())
-    once: list[Event] = []
+    forward: list[Event] = []
     for row in blocks:
-        once += lanes.block_events("forward", row, [block.forward for block in row], ranks)
+        forward += lanes.block_events("forward", row, [block.forward for block in row], ranks)
+    backward, update = list[Event](), list[Event]()
     for row in reversed(blocks):
-        once += lanes.block_events("backward", row, [block.backward for block in row], ranks)
-    update: list[Event] = []
-    for row in reversed(blocks):
+        backward += lanes.block_events("backward", row, [block.backward for block in row], ranks)
         update += lanes.block_events("", row, [block.update for block in row], ranks)
     update.sort(key=lambda event: (ORDER.index(event.phase), bool(event.groups)))
+    last = backward
+    if lanes.plan.shard > 1 and lanes.hand_ahead:
+        last, update = ahead.with_copies(backward, update)
+        forward, backward, last = (
+            ahead.forward(forward),
+            ahead.backward(backward),
+            ahead.backward(last),
+        )
     first = sum(event.phase == "data" for event in update)
-    return [*update[:first], *(once * micro_batches), *update[first:]]
+    several = (micro_batches - 1) * [*forward, *backward]
+    return [*update[:first], *several, *forward, *last, *update[first:]]
 
 
 def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Event]:
