@@ -243,12 +243,14 @@ def test_a_cluster_learns_from_its_runs(trained: Path, capfd: pytest.CaptureFixt
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
     head, _, alone = original.split("[[hosts.devices]]")
     Path("few.toml").write_text(f"{head}[[hosts.devices]]{alone}")
+    shutil.copytree("run", "copy")
     for flags, words in (
         (["--cluster", "few.toml"], "RUN 'run' had 2 ranks, for which 'few.toml' has no places ("),
         (["--cluster", "other.toml"], "planned for cluster 'here', and 'other.toml' describes 'th"),
         (["--cluster", "new.toml"], ", but it has 'A better CPU'; give the cluster as it was"),
         (["--out", "copy.toml"], "--out 'copy.toml' is there already"),
-        (["run"], "RUN 'run' is given twice"),
+        (["run"], "RUN 'run' is given twice: once is enough"),
+        (["copy"], "RUN 'copy' is given twice, as 'run' too: once is enough"),
     ):
         capfd.readouterr()
         assert main([*line, *flags]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,11 +122,17 @@ def _learn(taken: Sequence[RunFacts], where: Cluster) -> tuple[Calibration, dict
 
 
 def _once(runs: Sequence[Path]) -> Sequence[Path]:
-    seen: set[Path] = set()
+    """The same runs; a copy of one has its log, which says when all of it happened."""
+    seen: dict[bytes, Path] = {}
     for run in runs:
-        if run.resolve() in seen:
-            raise UserError(f"RUN '{run}' is given twice: once is enough")
-        seen.add(run.resolve())
+        log, known = run / "events" / "rank-0.jsonl", bytes(run.resolve())
+        if log.is_file():
+            with log.open("rb") as file:
+                known = hashlib.file_digest(file, "sha256").digest()
+        if known in seen:
+            as_well = f", as '{seen[known]}' too" if seen[known] != run else ""
+            raise UserError(f"RUN '{run}' is given twice{as_well}: once is enough")
+        seen[known] = run
     return runs
 
 
@@ -145,9 +152,11 @@ def _taken(path: Path, where: Cluster, file: Path) -> RunFacts:
             f"RUN '{path}' was planned for cluster '{name}', and '{file}' describes "
             f"'{where.name}': give runs that were planned for that"
         )
-    if run.last_step <= FIRST:
+    taken = int((run.steps.step > (run.parts[-1].step if run.parts else 0)).sum())
+    if taken <= FIRST:
+        since = ", since it was resumed" if len(run.parts) > 1 else ""
         raise UserError(
-            f"RUN '{path}' has {run.last_step} steps, and the first {FIRST} of a run are slower "
+            f"RUN '{path}' has {taken} steps{since}, and the first {FIRST} of a start are slower "
             "than others: give a longer one"
         )
     plan = _plan(run)

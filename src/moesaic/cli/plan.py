@@ -183,7 +183,7 @@ def _check_places(out: Path | None, trace: Path | None) -> None:
         flags.check_new("--out", out, "plan.json")
     if trace is not None:
         flags.check_new("--trace", trace, "step.json")
-    if out is not None and trace is not None and out.absolute() == trace.absolute():
+    if out is not None and trace is not None and out.resolve() == trace.resolve():
         raise ConfigError(f"--out and --trace are both '{out}': name two files")
 
 
@@ -250,10 +250,13 @@ def _recorded(run: Path, job: Job) -> list[NDArray[np.float64]]:
 
 
 def unlike(loads: Loads, model: ModelConfig) -> str | None:
-    """What recorded loads are of, if they are not of `model`."""
+    """What recorded loads are of, if they are not of `model`, or of nothing."""
     layers, experts = loads.recent.shape
     if (layers, experts) == (len(model.expert_layers), model.experts):
-        return None
+        idle = loads.layers[loads.recent.sum(axis=1) == 0].tolist()
+        if not idle:
+            return None
+        return f"has no tokens of layer {idle[0]} in the last quarter of its recorded steps"
     dense = f", model.dense_layers = {model.dense_layers}" if model.dense_layers else ""
     return (
         f"has the loads of {experts} experts in each of {layers} layers, but model.experts = "

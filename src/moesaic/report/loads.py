@@ -114,7 +114,9 @@ def _counts(table: Any, directory: Path) -> Floats:
             f"'{directory}' holds loads of unequal numbers of experts: remove the directory "
             "to report without expert loads"
         )
-    if flat.min(initial=0) < 0:
+    if not len(flat):
+        raise StoreError(f"'{directory}' holds loads of no experts: they are damaged, remove it")
+    if flat.min() < 0:
         raise StoreError(f"'{directory}' holds loads below 0: they are damaged, remove it")
     counts: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
     return counts

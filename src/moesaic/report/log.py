@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from moesaic.base.events import read_events
 
 Floats = npt.NDArray[np.float64]
 _PHASE = "phases."
+_MOST_STEPS = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def read_log(path: Path) -> Log:
         step, now_s = event.get("step"), number(event.get("time"))
         if event["event"] == "run_end":
             _end(draft, event)
-        if not isinstance(step, int):
+        if not _counts_steps(step):
             continue
         if event["event"] == "run_start":
             _start(draft, event, step)
@@ -207,7 +208,7 @@ def read_rank(path: Path, parts: list[Part]) -> StepTable:
     table, starts = StepTable(), list(parts[1:])
     for event in read_events(path):
         step, now_s = event.get("step"), number(event.get("time"))
-        if event["event"] != "rank_step" or not isinstance(step, int):
+        if event["event"] != "rank_step" or not _counts_steps(step):
             continue
         while starts and starts[0].start_s <= now_s:
             table.cut(starts.pop(0).step)
@@ -215,6 +216,11 @@ def read_rank(path: Path, parts: list[Part]) -> StepTable:
     for part in starts:
         table.cut(part.step)
     return table
+
+
+def _counts_steps(value: object) -> TypeGuard[int]:
+    """Whether `value` is the number of a step, and no flag, nor more than is exact in a table."""
+    return type(value) is int and 0 <= value <= _MOST_STEPS
 
 
 def number(value: object) -> float:

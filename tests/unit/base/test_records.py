@@ -50,12 +50,18 @@ def test_a_damaged_part_is_named(columns: dict[str, object], says: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("counts", "says"), [([[1, 2], [3]], "unequal numbers"), ([[1, 2], [3, -1]], "below 0")]
+    ("counts", "says"),
+    [
+        ([[1, 2], [3]], "unequal numbers"),
+        ([[1, 2], [3, -1]], "below 0"),
+        ([[], []], "of no experts"),
+    ],
 )
 def test_loads_that_cannot_be_are_refused(
     counts: list[list[int]], says: str, tmp_path: Path
 ) -> None:
-    table = pa.table({"step": [1, 2], "layer": [0, 0], "counts": counts})
+    kinds = pa.array(counts, pa.list_(pa.int64()))
+    table = pa.table({"step": [1, 2], "layer": [0, 0], "counts": kinds})
     pq.write_table(table, tmp_path / "part-000000.parquet")
     with pytest.raises(StoreError, match=says):
         read_loads(tmp_path, 2)

@@ -126,3 +126,6 @@ def test_ranks_on_a_cpu_take_turns() -> None:
     for kind, beside in (("cpu", False), ("gpu", True)):
         events = Costs.of(job, plan, cluster(kind, count=2)).events()
         assert any(event.beside or event.awaits for event in events) == beside
+        needs = [at for at, event in enumerate(events) if event.name == "unshard"]
+        turns = [(events[at - 1].name, events[at - 1].block == events[at].block) for at in needs]
+        assert (set(turns) == {("parameters", True)}) == (not beside)

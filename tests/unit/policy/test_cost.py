@@ -17,6 +17,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import SLOTS, Message, Op, Product, Work, workload
 from moesaic.facts.workload.file import TracedProduct, TracedWork
+from moesaic.facts.workload.sizes import HEAD_ROWS
 from moesaic.policy.cost.compute import PEAK_SHARE, op_s, passes_s, product_s
 from moesaic.policy.cost.step import Costs, replicated
 from moesaic.sim.timeline import run
@@ -184,6 +185,26 @@ def test_every_layout_has_its_timeline(layout: dict[str, int]) -> None:
     spoken = {event.name for event in events if event.groups}
     assert ("tokens" in spoken) == ("ep" in layout)
     assert ("parameters" in spoken) == ("shard" in layout)
+
+
+@pytest.mark.parametrize(("batch", "sequence"), [(2, 64), (3, 1024)])
+def test_slices_may_have_more_to_say_than_others(batch: int, sequence: int) -> None:
+    """Of the head, chunk by chunk: who has no tokens, or fewer, says less, and waits for nobody."""
+    job = tiny_job(
+        layout={"tp": 2}, model={"vocab": 64}, train={"batch": batch}, data={"sequence": sequence}
+    )
+    plan = lay_out(job.layout, job.model, 8)
+    events = Costs.of(job, plan, cluster()).events()
+    said = [event for event in events if event.name == "log-sums"]
+    rows = [len(plan.rows(rank, batch)) * sequence for rank in range(8)]
+    assert [len(event.groups) for event in said] == [
+        sum(count > chunk * HEAD_ROWS for count in rows[::2])
+        for chunk in range(-(-max(rows) // HEAD_ROWS))
+    ]
+    for event in said:
+        silent = set(range(8)) - {rank for group in event.groups for rank in group}
+        assert not event.seconds[sorted(silent)].any()
+    assert run(events, 8).step_s > 0
 
 
 def test_slower_links_make_longer_steps_and_equal_ranks_wait_for_nobody() -> None:

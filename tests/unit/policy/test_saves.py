@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ def disk(write: float) -> dict[str, Any]:
     return {"path": "/", "write": write, **others}
 
 
-def cluster(*writes: float | None) -> Any:
+def cluster(*writes: float | None, counts: Sequence[int] = (2, 2, 2)) -> Any:
     hosts = [
         {
-            "name": f"h{index}", "memory_bytes": 1e10, "devices": [DEVICE], "link": LINK,
+            "name": f"h{index}", "memory_bytes": 1e10, "link": LINK,
+            "devices": [{**DEVICE, "count": counts[index]}],
             "disks": [] if write is None else [disk(write), disk(1.0)],
         }
         for index, write in enumerate(writes)
@@ -50,7 +52,19 @@ def test_hosts_write_all_of_it_between_them(layout: dict[str, int]) -> None:
     assert sum(by_host) == whole
     assert found.host_bytes == (max(by_host) if "pp" in layout else by_host[0])
     assert found.host_bytes == pytest.approx(whole / 2, rel=0.35)
-    assert found.seconds == pytest.approx(found.host_bytes / 1e6)
+    assert found.seconds == pytest.approx(max(by_host[0] / 1e6, by_host[1] / 2e6))
+
+
+def test_the_last_disk_decides_whatever_hosts_are_like() -> None:
+    """A host of one device and one of seven; each host's bytes on its own disk."""
+    job = tiny_job(layout={"shard": 8}, train={"batch": 8})
+    plan = lay_out(job.layout, job.model, 8)
+    staged = [Share.of(job, plan, rank).staged_bytes() for rank in range(8)]
+    for writes in ((1e6, 1e7), (1e6, 1e4)):
+        where = cluster(*writes, counts=(1, 7))
+        found = save(job, plan, where, place(where, 8))
+        assert found.host_bytes == sum(staged[1:])
+        assert found.seconds == max(staged[0] / writes[0], sum(staged[1:]) / writes[1])
 
 
 def test_a_host_without_a_disk_leaves_it_open() -> None:

@@ -38,6 +38,8 @@ class Message:
     """Bytes to each of `ranks`, itself included; of an all_to_all only."""
     receive: tuple[int, ...] = ()
     """Bytes from each of `ranks`, itself included; of an all_to_all only."""
+    first: bool = False
+    """Whether its block computes with what it brings."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def sharded(
     own = sum(local_size(p, len(ranks)) for p in held) * width
     summed = (Message("copies", "all_reduce", copies, own),) if len(copies) > 1 else ()
     return (
-        Message("parameters", "all_gather", ranks, own * len(ranks)),
+        Message("parameters", "all_gather", ranks, own * len(ranks), first=True),
         Message("gradients", "reduce_scatter", ranks, own * len(ranks)),
         summed,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from moesaic.policy.cost.compute import op_s
 from moesaic.policy.cost.event import Event, Seconds
 from moesaic.policy.cost.traffic import Pace, Traffic
 
+Together = tuple[tuple[int, ...], tuple[int, ...]]
+"""Groups that do the same at the same time: by the ranks of one, and if not all of such groups take
+part, the first of each kind of ranks that do."""
 PHASES = {
     "targets": "data", "accumulate": "backward", "copies": "backward", "reduce": "reduce",
     "norm": "clip", "losses": "log", "loads": "log",
@@ -38,14 +42,12 @@ class Lanes:
     _seconds: dict[tuple[int, tuple[float, ...]], Seconds] = field(default_factory=dict)
     """What is worked out once: seconds by rank of ops, by part of the pipeline and seconds of its
     ranks that are alike."""
-    _kinds: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
-    """All groups that do the same at the same time, by the ranks of one."""
-    _paces: dict[tuple[str, tuple[int, ...]], list[Pace]] = field(default_factory=dict)
-    """By operation and the ranks of one group."""
-    _spoken: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Seconds] = field(
-        default_factory=dict
-    )
-    """Seconds by rank of messages, by operation, ranks of one group and bytes of each group."""
+    _kinds: dict[Together, list[list[int]]] = field(default_factory=dict)
+    """All groups that do the same at the same time."""
+    _paces: dict[tuple[str, Together], list[Pace]] = field(default_factory=dict)
+    """By operation and groups."""
+    _spoken: dict[tuple[str, Together, tuple[int, ...]], Seconds] = field(default_factory=dict)
+    """Seconds by rank of messages, by operation, groups and bytes of each group."""
 
     @cached_property
     def _traffic(self) -> Traffic:
@@ -78,7 +80,8 @@ class Lanes:
     def block_events(
         self, phase: str, row: Sequence[Block], works: Sequence[Work], ranks: Sequence[list[int]]
     ) -> Iterator[Event]:
-        """What one block does one way: first it computes, then it speaks.
+        """What one block does one way: it computes, and then speaks; what brings parameters is
+        first.
 
         Args:
             phase: of the step; empty: by what each thing is called.
@@ -87,22 +90,48 @@ class Lanes:
             ranks: those of each kind.
         """
         name = row[0].name
+        messages = self._block_messages(phase, name, works, ranks)
+        yield from (event for first, event in messages if first)
         for ops in zip(*(work.ops for work in works), strict=True):
             each = self.computing([(op,) for op in ops], ranks)
             if any(each):
                 said = phase or PHASES.get(ops[0].name, "optimizer")
                 yield Event(ops[0].name, said, name, self.spread(each, ranks))
-        for messages in zip(*(work.messages for work in works), strict=True):
-            yield self.message(phase, name, messages, ranks)
+        yield from (event for first, event in messages if not first)
+
+    def _block_messages(
+        self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]
+    ) -> list[tuple[bool, Event]]:
+        """What a block says, and whether it does so first."""
+        found = []
+        for row in zip_longest(*(work.messages for work in works)):
+            # Who has more tokens than others may have more to say.
+            who = [alike for alike, one in zip(ranks, row, strict=True) if one is not None]
+            said = [one for one in row if one is not None]
+            event = self.message(phase, name, said, who, alone=len(who) < len(ranks))
+            found.append((said[0].first, event))
+        return found
 
     def message(
-        self, phase: str, block: str, messages: Sequence[Message], ranks: Sequence[list[int]]
+        self,
+        phase: str,
+        block: str,
+        messages: Sequence[Message],
+        ranks: Sequence[list[int]],
+        *,
+        alone: bool = False,
     ) -> Event:
-        """A message of a block, as the first of each kind of ranks sees it; `phase` as above."""
-        groups, said = self._groups(messages[0]), messages[0].name
-        seconds = self._message_s(messages, ranks, groups)
-        paces = self._paces[messages[0].operation, messages[0].ranks]
-        skew_s = max(pace.skew_s for pace in paces)
+        """A message of a block, as the first of each kind of ranks sees it; `phase` as above.
+
+        If those kinds say it `alone`, others that could do so at the same time have nothing to say.
+        """
+        said, some = messages[0].name, ranks if alone else ()
+        together = messages[0].ranks, tuple(alike[0] for alike in some)
+        if together not in self._kinds:
+            self._kinds[together] = self._kind(messages[0], some)
+        groups = self._kinds[together]
+        seconds = self._message_s(messages, ranks, together)
+        skew_s = max(pace.skew_s for pace in self._paces[messages[0].operation, together])
         return Event(said, phase or PHASES.get(said, "reduce"), block, seconds, groups, skew_s)
 
     def computing(
@@ -155,17 +184,13 @@ class Lanes:
         learnt = self.cluster.calibration
         return learnt if learnt is not None and device.model in learnt.devices else None
 
-    def _groups(self, message: Message) -> list[list[int]]:
+    def _kind(self, message: Message, some: Sequence[list[int]]) -> list[list[int]]:
         """Everyone who does as `message` says at the same time, group by group.
 
-        Those are ranks of the same parts of a pipeline.
+        Those are ranks of the same parts of a pipeline; if there are `some` kinds, of those.
         """
-        if message.ranks not in self._kinds:
-            self._kinds[message.ranks] = self._kind(message)
-        return self._kinds[message.ranks]
-
-    def _kind(self, message: Message) -> list[list[int]]:
         plan, parts = self.plan, self._parts(message.ranks)
+        members = {rank for alike in some for rank in alike}
         chains = plan.chain_groups()
         for groups in (
             [list(range(plan.ranks))], plan.expert_groups(), plan.replica_groups(),
@@ -175,19 +200,20 @@ class Lanes:
             [[chain[0], chain[-1]] for chain in chains],
         ):  # fmt: skip
             if list(message.ranks) in groups:
-                return [group for group in groups if self._parts(group) == parts]
+                alike = [group for group in groups if self._parts(group) == parts]
+                return [group for group in alike if not some or members.issuperset(group)]
         raise AssertionError(f"{message.name} is among ranks {message.ranks}, no group of the plan")
 
     def _message_s(
-        self, messages: Sequence[Message], ranks: Sequence[list[int]], groups: list[list[int]]
+        self, messages: Sequence[Message], ranks: Sequence[list[int]], together: Together
     ) -> Seconds:
         """Seconds by rank; who of a group has the most to send or to receive sets its pace."""
-        carried = np.zeros(self.plan.ranks, np.int64)
+        carried, groups = np.zeros(self.plan.ranks, np.int64), self._kinds[together]
         for message, alike in zip(messages, ranks, strict=True):
             carried[alike] = max(message.num_bytes, sum(message.receive))
         most = tuple(int(carried[group].max()) for group in groups)
-        operation, one = messages[0].operation, messages[0].ranks
-        key = (operation, one, most)
+        operation = messages[0].operation
+        key = (operation, together, most)
         if key not in self._spoken:
             if key[:2] not in self._paces:
                 self._paces[key[:2]] = self._traffic.paces(operation, groups)

@@ -17,21 +17,26 @@ class Save(NamedTuple):
     host_bytes: int
     """Most that one host writes of it."""
     seconds: float | None
-    """Until the slowest disk has that; None where a host has no disk in the cluster's file."""
+    """Until the last disk has its host's; None where a host has no disk in the cluster's file."""
 
 
 def save(job: Job, plan: Plan, cluster: Cluster, places: Sequence[Place]) -> Save:
     """A checkpoint of `job`, each host's ranks writing to the first of its disks.
 
-    Pieces are shared out evenly among those who own them, so that of each part of a pipeline the
-    host of its first rank stands for all.
+    Pieces are shared out evenly among those who own them: of hosts that have equally many ranks of
+    each part of a pipeline, and equal disks, the first one stands for all.
     """
-    firsts = {plan.part(rank): places[rank].host for rank in reversed(range(plan.ranks))}
-    by_host = dict.fromkeys(firsts.values(), 0)
+    ranks: dict[str, list[int]] = {}
     for rank, at in enumerate(places):
-        if at.host in by_host:
-            by_host[at.host] += Share.of(job, plan, rank).staged_bytes()
-    most = max(by_host.values())
-    disks = [cluster.by_name[host].disks for host in {at.host for at in places}]
-    slowest = min((own[0].write if own else 0.0) for own in disks)
-    return Save(most, most / slowest if slowest else None)
+        ranks.setdefault(at.host, []).append(rank)
+    kinds: dict[tuple[object, ...], str] = {}
+    for host, own in ranks.items():
+        parts = tuple(map(plan.part, own))
+        kinds.setdefault((parts, *(disk.write for disk in cluster.by_name[host].disks[:1])), host)
+    found = {
+        host: sum(Share.of(job, plan, rank).staged_bytes() for rank in ranks[host])
+        for host in kinds.values()
+    }
+    disks = {host: cluster.by_name[host].disks for host in found}
+    times = [found[host] / own[0].write for host, own in disks.items() if own]
+    return Save(max(found.values()), max(times) if len(times) == len(disks) else None)
