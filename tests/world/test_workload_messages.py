@@ -48,7 +48,16 @@ JOBS: dict[str, dict[str, Any]] = {
         "train": {"recompute": True, "micro_batches": 2},
     },
     "large": {"model": {"hidden": 256, "ffn": 512, "vocab": 2000, "experts": 16}},
-}
+    "adapters": {"finetune": {"method": "lora", "rank": 4}},
+    "adapters of experts, routers, recomputed": {
+        "finetune": {"method": "lora", "rank": 3, "targets": ["experts"], "router": "train"},
+        "train": {"recompute": True, "micro_batches": 2},
+    },
+    "adapters of the shared experts": {
+        **SIGMOID, "finetune": {"method": "lora", "rank": 2, "targets": ["shared"]},
+    },
+    "routers that do not learn": {"finetune": {"method": "full"}},
+}  # fmt: skip
 CUT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
     (2, {"tp": 2, "ep": 2}),
@@ -91,6 +100,11 @@ CUT_JOBS: dict[str, dict[str, Any]] = {
     },
     "replicas without a sample": {"train": {"batch": 4}},
     "several chunks of logits": {"data": {"sequence": 600}, "model": {"hidden": 16}},
+    "adapters": {"finetune": {"method": "lora", "rank": 4, "targets": ["attention"]}},
+    "adapters, recomputed": {
+        **SIGMOID, "train": {"recompute": True},
+        "finetune": {"method": "lora", "rank": 4, "targets": ["attention", "ffn", "shared"]},
+    },
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ ClusterFile = Annotated[
 _WORTH_A_ROW = 0.005
 """Share of a step that is shown, of waiting for ranks that come late."""
 _MARGIN = 0.005
-"""By how much an error may grow that is still called no worse."""
+"""By how much an error may grow that is still called no worse: half a point."""
 
 
 def calibrate(
@@ -70,14 +70,17 @@ def calibrate(
     with flags.at_cluster(cluster) as where:
         learnt, facts = _learn([_taken(run, where, cluster) for run in _once(runs)], where)
     if as_json:
-        screen.as_json({"out": str(out or cluster), **facts})
+        writes = not (_worse(facts) or dry_run)
+        screen.as_json({"out": str(out or cluster), "writes": writes, **facts})
     else:
         _show(facts)
     if _worse(facts):
+        error = facts["error"]
         raise UserError(
-            "by factors of all other runs a run is predicted worse than by the cluster's own "
-            "figures, so that nothing is written: give more runs, or leave out those that other "
-            "work on the machine disturbed"
+            f"by factors of the other runs, runs are predicted worse ({error['by_others']:.1%} off "
+            f"in the median) than by the cluster's own figures ({error['before']:.1%}), so that "
+            "nothing is written: give more runs, or leave out those that other work on the machine "
+            "disturbed"
         )
     if not dry_run:
         _write(cluster, out, where, learnt)
@@ -142,9 +145,10 @@ def _taken(path: Path, where: Cluster, file: Path) -> RunFacts:
 
     run = RunFacts.read(path)
     if run.prediction is None:
+        lacks = "predictions in its plan" if not run.plan.get("predictions") else "measured step"
         raise UserError(
-            f"RUN '{path}' has no predictions, or no step that was measured: plan it "
-            "(moesaic plan --cluster FILE --out PLAN) and train it so (moesaic train --plan PLAN)"
+            f"RUN '{path}' has no {lacks}: plan it (moesaic plan --cluster FILE --out PLAN) and "
+            "train it so (moesaic train --plan PLAN)"
         )
     name = run.prediction.predicted.cluster
     if name != where.name:
@@ -263,10 +267,12 @@ def _show(facts: dict[str, Any]) -> None:
     screen.show(kinds)
     screen.say("")
     screen.show(runs)
-    by = "those of all others" if apart else "those learnt from it, which is no test"
+    by = "those of all others"
+    if not apart:
+        by = "those learnt from it, which is no test; give several runs"
     screen.say(
         f"\nruns are off by {error['before']:.1%} by the cluster's own figures, and by "
-        f"{error['by_others']:.1%} with factors, each run with {by} (median)"
+        f"{error['by_others']:.1%} with factors, each run with {by}" + " (median)" * apart
     )
 
 

@@ -15,7 +15,7 @@ from moesaic.base.keys import listed
 from moesaic.cli import flags, outlook, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
-from moesaic.facts.cluster import Cluster, Device, device_at, place, price_per_hour
+from moesaic.facts.cluster import Cluster, device_at, place, price_per_hour
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import (
     Plan,
@@ -27,7 +27,7 @@ from moesaic.facts.plan import (
     planned,
     short,
 )
-from moesaic.facts.workload import count, workload
+from moesaic.facts.workload import count
 from moesaic.train.jobfile import LoadedJob, load_job, obey
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from moesaic.policy.cost.room import Held
+    from moesaic.policy.cost.step import Costs
     from moesaic.report.loads import Loads
     from moesaic.sim.timeline import Timeline
 
@@ -275,13 +276,15 @@ def predict(
 
     places, learnt = place(cluster, layout.ranks), cluster.calibration
     recorded = None if loads is None else _recorded(loads, job)
-    timeline = run(Costs.of(job, layout, cluster, recorded).events(), layout.ranks)
+    costs = Costs.of(job, layout, cluster, recorded)
+    timeline = run(costs.events(), layout.ranks)
     price = price_per_hour(cluster, places)
     outlook.check(cluster.name, timeline.step_s, price)
     slowest, tokens = timeline.slowest, job.train.batch * job.data.sequence
     device = device_at(cluster, places[slowest])
     held = tightest(job, layout, cluster, places, recorded)
-    counts = count(job.model)
+    counts, spent = count(job.model), _spent(costs, timeline)
+    sent_s, waited_s = timeline.beside_s(slowest)
     if layout.pp == 1:
         phases, blocks = timeline.by_phase(slowest), timeline.by_block(slowest)
     else:  # The first part begins first and is done last; of blocks every part has its own.
@@ -297,25 +300,26 @@ def predict(
         "memory_rank": held.rank,
         "fits": held.share <= 1, "idle_ranks": _idle(job, layout),
         "step_s": timeline.step_s, "steps": job.train.steps,
-        "phases_s": phases, "blocks_s": blocks,
-        "waiting_s": timeline.waiting_s(slowest),
+        "phases_s": phases, "blocks_s": blocks, "spent_s": spent,
+        "beside_s": {"messages": sent_s, "waited_for": waited_s},
         "tokens_per_s": tokens / timeline.step_s,
-        "utilisation": _flops(job, layout, device, slowest, recorded)
+        "utilisation": sum(op.flops for op in costs.ops(slowest))
         / (timeline.step_s * device.speed(job.train.precision).flops),
         "save": save(job, layout, cluster, places)._asdict(),
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
-        "binds": _binds(held, phases, job, layout),
+        "binds": _binds(held, spent, job, layout),
     }, timeline  # fmt: skip
 
 
-def _flops(
-    job: Job, layout: Plan, device: Device, rank: int, loads: Sequence[NDArray[np.float64]] | None
-) -> int:
-    """Of all products of `rank` in a step, as torch counts them."""
-    blocks = workload(job, layout, rank, loads, on_cpu=device.kind == "cpu")
-    return job.train.micro_batches * sum(
-        block.forward.flops + block.backward.flops for block in blocks
-    )
+def _spent(costs: Costs, timeline: Timeline) -> dict[str, float]:
+    """What the rank that others wait for spends a step on."""
+    products_s, passes_s = costs.apart_s(timeline.slowest, costs.ops(timeline.slowest))
+    return {
+        "products": products_s,
+        "passes over memory": passes_s,
+        "messages": timeline.speaking_s(timeline.slowest),
+        "waiting": timeline.waiting_s(timeline.slowest),
+    }
 
 
 def _idle(job: Job, layout: Plan) -> int:
@@ -359,15 +363,17 @@ def promise(
     return plan.model_copy(update={"predictions": predictions})
 
 
-def _binds(held: Held, phases: dict[str, float], job: Job, layout: Plan) -> str:
+def _binds(held: Held, spent: dict[str, float], job: Job, layout: Plan) -> str:
     if held.share > 1:
         return (
             f"memory: rank {held.rank} needs {screen.size(held.needs.peak_bytes)} and its device, "
             f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; "
             f"{_relief(job, layout, held)}"
         )
-    name = max(phases, key=lambda phase: phases[phase])
-    return f"{name}: {phases[name] / sum(phases.values()):.0%} of a step"
+    whole_s = sum(spent.values())
+    most, *rest = sorted(spent, key=lambda kind: -spent[kind])
+    others = [f"{kind} {spent[kind] / whole_s:.0%}" for kind in rest if spent[kind]]
+    return f"{most}: {spent[most] / whole_s:.0%} of a step ({listed(others)})"
 
 
 def _relief(job: Job, layout: Plan, held: Held) -> str:
@@ -413,17 +419,28 @@ def _print(facts: dict[str, Any]) -> None:
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
-            "utilisation": f"{facts['utilisation']:.0%} of the products that its device could do",
+            "utilisation": f"{facts['utilisation']:.1%} of what its device multiplies at best",
+            **_beside(**facts["beside_s"]),
             "save": _saved(**facts["save"]),
             **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
         },
     )
 
 
+def _beside(messages: float, waited_for: float) -> dict[str, str]:
+    """What travels beside computing, in a line, if anything does."""
+    if not messages:
+        return {}
+    waited = f"of which {outlook.time(waited_for)} are waited for"
+    return {"beside computing": f"{outlook.time(messages)} of messages, {waited}"}
+
+
 def _saved(host_bytes: int, seconds: float | None) -> str:
     """A checkpoint, in a line."""
-    on_disk = "no disk is known" if seconds is None else f"{outlook.time(seconds)} to its disk"
-    return f"{screen.size(host_bytes)} of a host, {on_disk}"
+    on_disk = f"{outlook.time(seconds or 0.0)} until the last disk has what it gets"
+    if seconds is None:
+        on_disk = "and not every host has a disk in the cluster's file"
+    return f"{screen.size(host_bytes)} by the host that writes most, {on_disk}"
 
 
 def _told(pipeline: dict[str, float], layout: dict[str, Any]) -> str:

@@ -70,8 +70,23 @@ class Timeline:
         return {block: float(seconds.max()) for block, seconds in found.items()}
 
     def waiting_s(self, rank: int) -> float:
-        """Seconds that one rank waits for others."""
+        """Seconds that one rank waits for others, or for what travels beside."""
         return float(sum(span.begin_s[rank] - span.start_s[rank] for span in self.spans))
+
+    def speaking_s(self, rank: int) -> float:
+        """Seconds of its messages, but for those beside."""
+        said = (span for span in self.spans if span.event.is_message)
+        return float(sum(span.end_s[rank] - span.begin_s[rank] for span in said))
+
+    def beside_s(self, rank: int) -> tuple[float, float]:
+        """Seconds of what it sends beside computing, and of its waiting for that."""
+        sent = waited = 0.0
+        for span in self.spans:
+            if span.away is not None:
+                sent += float(span.away[1][rank] - span.away[0][rank])
+            elif span.event.awaits is not None:
+                waited += float(span.begin_s[rank] - span.start_s[rank])
+        return sent, waited
 
 
 def run(events: Iterable[Event], ranks: int) -> Timeline:

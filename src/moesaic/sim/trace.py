@@ -8,6 +8,7 @@ from typing import Any
 from moesaic.sim.timeline import Span, Timeline
 
 _MICRO = 1e6
+_ROWS = ("computing and messages", "waiting", "messages beside")
 
 
 def trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
@@ -17,6 +18,11 @@ def trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in ranks
     ]
+    names += [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
+        for rank in ranks
+        for row, name in enumerate(_ROWS)
+    ]
     events = [event for span in timeline.spans for rank in ranks for event in _events(span, rank)]
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
@@ -24,7 +30,8 @@ def trace(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
 def _events(span: Span, rank: int) -> Iterator[dict[str, Any]]:
     start, begin, end = (float(t[rank]) for t in (span.start_s, span.begin_s, span.end_s))
     event = span.event
-    common = {"ph": "X", "pid": rank, "cat": event.phase}
+    kind = "message" if event.is_message else "computing"
+    common = {"ph": "X", "pid": rank, "cat": f"{event.phase},{kind}"}
     if begin > start:
         waited = {"name": f"wait for {event.name}", "ts": start * _MICRO, "tid": 1}
         yield {**common, **waited, "dur": (begin - start) * _MICRO}

@@ -56,19 +56,20 @@ def watch(job: Job, plan: Plan, world: World) -> Watched:
     watched, x = Watched(), batch.inputs.clone()
     for name, block in run.model.blocks():
         found: dict[int, int] = {}
-        x = x.detach().requires_grad_() if x.is_floating_point() else x
+        x = x.detach().requires_grad_(x.requires_grad)
         with _keeping(found, known), run._precision():
             watched.forward[name], out = observe(partial(block, x, context))
         index = int(name.partition(".")[2]) if name.startswith("layers") else -1
         facts = [context.layers[index]] if index in context.layers else []
         watched.loads += [one.counts.tolist() for one in facts]
         roots = [out, *(part for one in facts for part in (one.balance, one.z))]
+        roots = [root for root in roots if root.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
         watched.kept[name] = sum(found.values())
         watched.backward[name], _ = observe(partial(torch.autograd.backward, roots, seeds))
         for parameter in run.model.parameters():
             parameter.grad = None
-        x = out.detach()
+        x = out
     run.close()
     return watched
 

@@ -69,11 +69,11 @@ def test_it_says_what_binds_and_writes_a_timeline(
     said = capfd.readouterr().out
     assert said.startswith("32 ranks on two nodes (NVIDIA H100")
     assert "computed, not measured" in said
-    assert "binds              backward: " in said
+    assert "binds              messages: " in said
     assert "parameters         6,919,161,856, 1,282,017,280 for a token\n" in said
     assert "whole run          10 steps in " in said
-    assert " GiB of a host, no disk is known\n" in said
-    assert "% of the products that its device could do\n" in said
+    assert " GiB by the host that writes most, and not every host has a disk in the" in said
+    assert "% of what its device multiplies at best\n" in said
     assert said.endswith("timeline           step.json, for ui.perfetto.dev\n")
     events = json.loads((place / "step.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))

@@ -184,6 +184,7 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
         ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
         ({"homes": [[0, 1]]}, "homes has 1 lists for ep = 2: give each of the ranks"),
         ({"homes": [[0, 1], [1, 2]]}, "homes names expert 1 twice, in homes[0] and in homes[1]"),
+        ({"homes": [[0, 0], [1, 2]]}, "homes names expert 0 twice, in homes[0] and again there"),
         ({"homes": [[0, 1], [3]]}, "homes lacks expert 2, and experts = 4: give every expert a"),
         ({"experts": 6, "homes": [[0, 1], [2, 3]]}, "homes lacks expert 4 and 1 more, and experts"),
         ({"homes": [[0, 1], [2, 4]]}, "homes[1] names expert 4, and experts = 4"),

@@ -112,6 +112,42 @@ def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -
         assert predicted == {key: flops(one) for key, one in seen.items()}, way
 
 
+LORA: list[tuple[str, dict[str, Any]]] = [
+    ("tiny-olmoe", {}),
+    ("tiny-olmoe", {"targets": ["attention"]}),
+    ("tiny-olmoe", {"targets": ["experts"]}),
+    ("tiny-mixtral", {"targets": ["experts"], "router": "train"}),
+    ("tiny-qwen3", {"router": "train", "rank": 3}),
+    ("tiny-dense", {"targets": ["attention", "ffn"]}),
+    ("tiny-dense", {"targets": ["ffn"]}),
+    ("tiny-deepseek", {"targets": ["attention", "experts", "ffn", "shared"]}),
+    ("tiny-deepseek", {"targets": ["shared"]}),
+    ("tiny-deepseek", {"targets": ["experts"], "router": "train"}),
+    ("tiny-olmoe", {"method": "full"}),
+    ("tiny-deepseek", {"method": "full", "router": "train"}),
+]
+
+
+@pytest.mark.usefixtures("multiplied_by_torch")
+@pytest.mark.parametrize(("name", "finetune"), LORA, ids=str)
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", False), ("bf16", True)])
+def test_what_does_not_learn_has_no_gradient(
+    name: str, finetune: dict[str, Any], precision: str, recompute: bool
+) -> None:
+    """And adapters have; flops exactly, passes and kernels nearly, messages of none are left."""
+    changes = {f"finetune__{key}": value for key, value in ({"method": "lora"} | finetune).items()}
+    job = make_job(name, train__precision=precision, train__recompute=recompute, **changes)
+    watched, blocks = watched_alone(job), workload(job, alone(job))
+    for way in ("forward", "backward"):
+        seen = getattr(watched, way)
+        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
+        assert predicted == {key: flops(one) for key, one in seen.items()}, way
+        for key, works in by_layer(blocks, way):
+            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
+            assert moved == pytest.approx(seen[key].moved_bytes, rel=0.05), (way, key)
+            assert calls == pytest.approx(seen[key].calls, rel=0.1), (way, key)
+
+
 def make_latent(latent: dict[str, Any], **changes: Any) -> Job:
     """Latent attention over experts that are chosen and laid out as Mixtral's are."""
     return make_job(

@@ -162,8 +162,9 @@ class Plan(Section):
                     )
                 if expert in seen:
                     raise ValueError(
-                        f"homes names expert {expert} twice, in homes[{seen[expert]}] and in "
-                        f"homes[{rank}]: an expert has one home"
+                        f"homes names expert {expert} twice, in homes[{seen[expert]}] and "
+                        f"{'again there' if seen[expert] == rank else f'in homes[{rank}]'}: an "
+                        "expert has one home, put one that is missing in its place"
                     )
                 seen[expert] = rank
         if len(seen) < self.experts:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job.finetune import Target
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import latent, messages, ops
-from moesaic.facts.workload.holdings import blocks_on, held, is_first, model_block
+from moesaic.facts.workload.holdings import blocks_on, is_first, model_block
 from moesaic.facts.workload.loads import Counts, expert_counts, leaving, slots_of, traffic
 from moesaic.facts.workload.messages import Message, Slices, Talk
 from moesaic.facts.workload.ops import Op, Part
 from moesaic.facts.workload.parameters import Parameter, local_size, rank_size
+from moesaic.facts.workload.share import Share
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
 STEP = "step"
@@ -82,35 +85,59 @@ def workload(
         on_cpu: whether the rank computes on a CPU: a GPU has other kernels for some passes.
     """
     sizes, model = Sizes.of(job, plan, rank, on_cpu=on_cpu), job.model
-    slices, sparse = Slices.of(sizes, plan, rank), model.expert_layers
-    here = blocks_on(model, plan, rank)
+    sparse, here = model.expert_layers, blocks_on(model, plan, rank)
+    first = sizes.learning.first_block(model)
     even = expert_counts(job, plan, None) if sparse and loads is None else None
-    blocks = []
+    blocks = list[Block]()
+
+    def slices_of(name: str) -> Slices:
+        return Slices.of(replace(sizes, begins=name == first != "embed"), plan, rank)
+
     for name in here:
         if name == "embed":
             lookup = ops.embedding(sizes, tied=model.tied and plan.pp == 1)
-            blocks.append(_block(name, [lookup], slices.sum_runs(sizes.wide)))
+            blocks.append(_block(name, [lookup], slices_of(name).sum_runs(sizes.wide)))
         elif name == "head":
-            blocks.append(_block(name, _head(sizes), slices.head()))
+            blocks.append(_block(name, _head(sizes), slices_of(name).head()))
         else:
             layer, again = int(name.removeprefix("layers.")), job.train.recompute
-            blocks.append(_attention(f"{name}.attention", slices, again=again))
+            attention = f"{name}.attention"
+            blocks.append(_attention(attention, slices_of(attention), again=again))
             if layer in sparse:
                 load = None if loads is None else loads[sparse.index(layer)]
                 counts = expert_counts(job, plan, load) if even is None else even
-                blocks.append(_moe(f"{name}.moe", job, plan, rank, slices, counts))
+                moe = f"{name}.moe"
+                blocks.append(_moe(moe, job, plan, rank, slices_of(moe), counts))
             else:
-                blocks.append(_dense(f"{name}.ffn", slices, sizes.inner(layer), again=again))
-    holding = held(model, plan, rank)
+                ffn, inner = f"{name}.ffn", sizes.inner(layer)
+                blocks.append(_dense(ffn, slices_of(ffn), inner, again=again))
+    blocks = _down_to(first, blocks, again=job.train.recompute)
+    share = Share.of(job, plan, rank)
     by_block: dict[str, list[Parameter]] = {}
-    for parameter in holding:
+    for parameter in (*share.dense, *share.experts):
         by_block.setdefault(_block_of(parameter, model), []).append(parameter)
     chunk = sizes.moment_chunk
-    update = {name: _update(job, plan, rank, by_block[name], chunk) for name in by_block}
+    learnt = {name: [p for p in own if p.name in share.learning] for name, own in by_block.items()}
+    update = {name: _update(job, plan, rank, learnt[name], chunk) for name in by_block}
     blocks = [replace(block, update=Work(update[block.name])) for block in blocks]
     if plan.shard > 1:
-        blocks = _sharded(blocks, by_block, job, plan, rank)
-    return [*blocks, Block(STEP, Work(), Work(), _step(job, plan, rank, holding))]
+        blocks = _sharded(blocks, by_block, share)
+    return [*blocks, Block(STEP, Work(), Work(), _step(share))]
+
+
+def _down_to(first: str, blocks: Sequence[Block], *, again: bool) -> list[Block]:
+    """Without backward before the `first` block that learns, but for what is computed `again` of
+    the layer that it is in."""
+    found, reached = list[Block](), first == "embed"
+    layer = first.rpartition(".")[0]
+    for block in blocks:
+        reached |= block.name == first
+        if not reached:
+            inside = again and block.name.rpartition(".")[0] == layer
+            left = Work(block.forward.ops, block.forward.messages) if inside else Work()
+            block = replace(block, backward=left)
+        found.append(block)
+    return found
 
 
 def _block_of(parameter: Parameter, model: ModelConfig) -> str:
@@ -138,9 +165,9 @@ def _attention(name: str, slices: Slices, *, again: bool) -> Block:
     parts = [
         ops.norm(s, hidden, uses=3 if wide_input else 1),
         *ops.join_runs(s, hidden, uses=3, split=True),
-        ops.linear("q", s, s.queries, hidden, wide_input=wide_input),
-        ops.linear("k", s, s.keys, hidden, wide_input=wide_input),
-        ops.linear("v", s, s.keys, hidden, wide_input=wide_input),
+        ops.linear("q", s, s.queries, hidden, wide_input=wide_input, first=True),
+        ops.linear("k", s, s.keys, hidden, wide_input=wide_input, first=True),
+        ops.linear("v", s, s.keys, hidden, wide_input=wide_input, first=True),
         *(ops.head_norms(s) if model.normed is not None else ()),
         *((ops.clamp(s),) if model.clip_qkv is not None else ()),
         ops.rotary(s, s.queries),
@@ -156,21 +183,26 @@ def _dense(name: str, slices: Slices, ffn: int, *, again: bool) -> Block:
     s = slices.s
     parts = [
         ops.norm(s, s.model.hidden, uses=2 if s.slices == 1 else 1),
-        *_gated(s, ffn),
+        *_gated(s, ffn, "ffn"),
         ops.residual(s),
     ]
     return _block(name, parts, _beside(slices), again=again, sums=s.slices > 1)
 
 
-def _gated(s: Sizes, ffn: int, of: str = "") -> list[Part]:
-    hidden, wide_input = s.model.hidden, s.slices == 1
-    return [
+def _gated(s: Sizes, ffn: int, target: Target) -> list[Part]:
+    hidden, of = s.model.hidden, "shared " * (target == "shared")
+    linear = partial(ops.linear, s=s, target=target)
+    into = partial(linear, columns=ffn, inner=hidden, wide_input=s.slices == 1, first=True)
+    parts = [
         *ops.join_runs(s, hidden, uses=2),
-        ops.linear(f"{of}gate", s, ffn, hidden, wide_input=wide_input),
-        ops.linear(f"{of}up", s, ffn, hidden, wide_input=wide_input),
+        into(f"{of}gate"),
+        into(f"{of}up"),
         ops.gate(s, ffn, f"{of}gate"),
-        ops.linear(f"{of}down", s, hidden, ffn, wide_input=False),
+        linear(f"{of}down", columns=hidden, inner=ffn, wide_input=False),
     ]
+    if s.begins and not s.learning.beside(target):  # Nothing in it learns, nor what comes into it.
+        return [(forward, Op(forward.name)) for forward, _ in parts]
+    return parts
 
 
 def _beside(slices: Slices) -> Talk:
@@ -183,13 +215,13 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
     s, group = slices.s, messages.group_of(plan.expert_groups(), rank)
     slots, travels = slots_of(counts, plan, rank, group), plan.ep > 1
     out, arriving = leaving(counts, plan, rank), sum(slots)
-    shared = s.shared > 0
+    shared, learns = s.shared > 0, s.learning.experts or s.learning.beside("experts") > 0
     uses = 2 + shared * (2 if s.slices == 1 else 1)
     parts = [
         ops.norm(s, s.model.hidden, uses=uses),
         ops.router(s),
         ops.dispatch(s, out, arriving, travels=travels),
-        *(_gated(s, s.shared, "shared ") if shared else ()),
+        *(_gated(s, s.shared, "shared") if shared else ()),
         ops.experts(s, slots, travels=travels),
         ops.combine(s, out, travels=travels),
         *((ops.beside(s),) if shared else ()),
@@ -200,9 +232,9 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
     talk = slices.join_choices().then(
         messages.counts(job, plan, rank),
         slices.join_sent(),
-        messages.exchange("tokens", group, to, back),
+        messages.exchange("tokens", group, to, back).ahead(s.begins),
         _beside(slices) if shared else Talk(),
-        messages.exchange("results", group, back, to),
+        messages.exchange("results", group, back, to).ahead(s.begins and not learns),
         slices.sum_results(),
     )
     return _block(name, parts, talk, again=job.train.recompute, sums=s.expert_slices > 1)
@@ -257,16 +289,19 @@ def _update(
 
 
 def _sharded(
-    blocks: Sequence[Block], by_block: dict[str, list[Parameter]], job: Job, plan: Plan, rank: int
+    blocks: Sequence[Block], by_block: dict[str, list[Parameter]], share: Share
 ) -> list[Block]:
     """With what FSDP adds: one group a layer, and one of embedding and head.
+
+    Gradients are shared out of what learns, and parameters come together again for a layer that has
+    a backward.
 
     A pipeline's stages stay whole from the first micro-batch to the last, and then share out the
     gradients of all: that is a part of the update.
     """
-    width = STORED_BYTES[job.train.precision]
-    ranks = messages.group_of(plan.shard_groups(), rank)
-    copies = messages.group_of(plan.shard_replica_groups(), rank)
+    plan, width = share.plan, STORED_BYTES[share.job.train.precision]
+    ranks = messages.group_of(plan.shard_groups(), share.rank)
+    copies = messages.group_of(plan.shard_replica_groups(), share.rank)
     named = {block.name: block for block in blocks}
     groups: dict[str, list[str]] = {}
     for name in named:
@@ -274,20 +309,21 @@ def _sharded(
         groups.setdefault(at, []).append(name)
     for at, names in groups.items():
         dense = [p for name in names for p in by_block[name] if p.is_dense]
-        gathered, scattered, summed = messages.sharded(dense, ranks, copies, width)
-        num_bytes, first, last = gathered.num_bytes, names[0], names[-1]
-        unshard = Work(
-            (Op("unshard", (), 2 * num_bytes + 2 * num_bytes // plan.shard, 2),), (gathered,)
-        )
-        reshard, copied = (
-            Work((Op("reshard", (), 2 * num_bytes, 1),), (scattered,)),
-            Work((), summed),
-        )
+        learning = [p for p in dense if p.name in share.learning]
+        gathered = messages.gathered(dense, ranks, width)
+        first, last = names[0], names[-1]
+        back = bool(named[last].backward.ops)
+        moved = 2 * gathered.num_bytes + 2 * gathered.num_bytes // plan.shard
+        unshard, reshard, copied = Work((Op("unshard", (), moved, 2),), (gathered,)), Work(), Work()
+        if learning:
+            scattered, summed = messages.scattered(learning, ranks, copies, width)
+            reshard = Work((Op("reshard", (), 2 * scattered.num_bytes, 1),), (scattered,))
+            copied = Work((), summed)
         if plan.pp > 1:
             named[first] = _add(named[first], update=_join(unshard, reshard, copied))
             continue
         named[first] = _add(named[first], forward=unshard)
-        if at:  # Embedding and head stay whole between forward and backward.
+        if at and back:  # Embedding and head stay whole between forward and backward.
             named[last] = _add(named[last], backward=unshard)
         named[first] = _add(named[first], after=reshard, update=copied)
     return list(named.values())
@@ -317,11 +353,13 @@ def _join(*works: Work | None) -> Work:
     )
 
 
-def _step(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> Work:
+def _step(share: Share) -> Work:
     """Sums of gradients over ranks, in buckets that span blocks, and of single numbers."""
+    job, plan, rank = share.job, share.plan, share.rank
     width, model = STORED_BYTES[job.train.precision], job.model
-    dense = [p for p in holding if p.is_dense and p.name != "head.norm.weight"]
-    dense += [p for p in holding if p.name == "head.norm.weight"]  # It comes behind head.weight.
+    dense = [p for p in share.learning_dense if p.name != "head.norm.weight"]
+    # It comes behind head.weight.
+    dense += [p for p in share.learning_dense if p.name == "head.norm.weight"]
     cut = [p for p in dense if p.cut is not None and plan.tp > 1]
     whole = [p for p in dense if p.cut is None or plan.tp == 1]
 
@@ -335,10 +373,12 @@ def _step(job: Job, plan: Plan, rank: int, holding: Sequence[Parameter]) -> Work
         ]  # fmt: skip
     else:  # FSDP has summed over ranks that hold the same slices.
         groups = [("dense", messages.group_of(plan.slice_groups(), rank), sizes(whole))]
-    arena = 3 * model.ffn // plan.etp * model.hidden * len(plan.homes(rank)) * width
-    layers = sum(p.kind == "router" for p in holding)
+    arenas: dict[int | None, int] = {}
+    for p in share.experts:
+        if p.name in share.learning:
+            arenas[p.layer] = arenas.get(p.layer, 0) + p.size * width
     copies = messages.group_of(plan.replica_groups(), rank)
-    groups.append(("experts", copies, [arena] * layers))
+    groups.append(("experts", copies, list(arenas.values())))
     if model.tied and plan.pp > 1 and plan.part(rank) in (0, plan.pp - 1):
         ends = rank % plan.span, rank % plan.span + plan.ranks - plan.span
         groups.append(("ends", ends, sizes([p for p in dense if p.name.startswith("embed.")])))

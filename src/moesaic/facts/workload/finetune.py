@@ -30,9 +30,11 @@ def adapters(model: ModelConfig, finetune: FinetuneConfig | None) -> Iterator[Pa
     for parameter in parameters(model):
         if _target(parameter) in finetune.targets:
             outputs, inputs = parameter.shape
-            stem = adapter_stem(parameter.name)
-            for name, shape in ((A, (finetune.rank, inputs)), (B, (outputs, finetune.rank))):
-                yield replace(parameter, name=f"{stem}{name}", shape=shape, cut=None)
+            stem, cut = adapter_stem(parameter.name), parameter.cut
+            halves = (A, (finetune.rank, inputs), 1), (B, (outputs, finetune.rank), 0)
+            for name, shape, side in halves:  # Cut as their matrix is, where they have that side.
+                own = cut if cut == side else None
+                yield replace(parameter, name=f"{stem}{name}", shape=shape, cut=own)
 
 
 def learns(finetune: FinetuneConfig | None, parameter: Parameter) -> bool:

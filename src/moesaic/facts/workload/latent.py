@@ -15,19 +15,23 @@ def attention(s: Sizes, latent: Latent) -> list[Part]:
     asking: list[Part] = []
     if latent.queries is not None:
         asking = [
-            ops.linear("q_down", s, latent.queries, hidden, wide_input=True, rows=s.run),
+            ops.linear(
+                "q_down", s, latent.queries, hidden, wide_input=True, rows=s.run, first=True
+            ),
             _norm(s, latent.queries),
         ]
     way_up = "q" if latent.queries is None else "q_up"
     down = width + latent.rotary
     return [
         ops.norm(s, hidden, uses=2),
-        ops.linear("kv_down", s, down, hidden, wide_input=True, rows=s.run),
+        ops.linear("kv_down", s, down, hidden, wide_input=True, rows=s.run, first=True),
         (Op("split"), Op("split", (), 2 * s.run * down * s.narrow, 1)),
         *asking,
         _norm(s, width),
         *_join_runs(s, latent),
-        ops.linear(way_up, s, s.queries, asked(s, latent), wide_input=wide_input),
+        ops.linear(
+            way_up, s, s.queries, asked(s, latent), wide_input=wide_input, first=way_up == "q"
+        ),
         _turn(s, s.heads * latent.rotary),
         _turn(s, latent.rotary),
         ops.linear("kv_up", s, unturned(s) + values, width, wide_input=wide_input),

@@ -56,6 +56,10 @@ class Talk:
             forward, backward = (*forward, *other.forward), (*other.backward, *backward)
         return Talk(forward, backward)
 
+    def ahead(self, alone: bool) -> Talk:
+        """The same; `alone`, without backward."""
+        return Talk(self.forward) if alone else self
+
 
 @dataclass(frozen=True)
 class Slices:
@@ -75,7 +79,7 @@ class Slices:
     def join_runs(self, width: int) -> Talk:
         """All tokens, `width` channels each, where each slice has a run of them."""
         num_bytes = self.s.tokens * width * self.s.narrow
-        return Talk(self._joined(num_bytes), self._summed(num_bytes))
+        return Talk(self._joined(num_bytes), self._summed(num_bytes)).ahead(self.s.begins)
 
     def sum_runs(self, each: int) -> Talk:
         """The stream, of which each slice gets a run of the sum of all; in `each` bytes."""
@@ -102,20 +106,25 @@ class Slices:
         chosen = self.s.sent * self.s.model.top_k
         weights = self._among_alike("all_gather", chosen * self.s.wide)
         back = self._among_alike("reduce_scatter", chosen * self.s.wide)
-        return Talk((*self._among_alike("all_gather", chosen * _NUMBER_BYTES), *weights), back)
+        there = Talk((*self._among_alike("all_gather", chosen * _NUMBER_BYTES), *weights), back)
+        return there.ahead(self.s.begins and not self.s.learning.routers)
 
     def join_sent(self) -> Talk:
         """Those tokens."""
         num_bytes = self.s.sent * self.s.model.hidden * self.s.narrow
-        return Talk(
+        there = Talk(
             self._among_alike("all_gather", num_bytes),
             self._among_alike("reduce_scatter", num_bytes),
         )
+        return there.ahead(self.s.begins)
 
     def sum_results(self) -> Talk:
         """What slices of experts make of them, of which each gets its own tokens' sum."""
-        joined = self.join_sent()
-        return Talk(joined.backward, joined.forward)
+        num_bytes = self.s.sent * self.s.model.hidden * self.s.narrow
+        return Talk(
+            self._among_alike("reduce_scatter", num_bytes),
+            self._among_alike("all_gather", num_bytes),
+        )
 
     def _among_alike(self, operation: Operation, num_bytes: int) -> tuple[Message, ...]:
         if self.s.expert_slices == 1:
@@ -169,27 +178,26 @@ def exchange(name: str, ranks: tuple[int, ...], out: Sequence[int], back: Sequen
     )
 
 
-def sharded(
-    held: Sequence[Parameter], ranks: tuple[int, ...], copies: tuple[int, ...], width: int
-) -> tuple[Message, Message, tuple[Message, ...]]:
-    """What FSDP sends for one group of dense parameters, of `width` bytes an element.
+def gathered(held: Sequence[Parameter], ranks: tuple[int, ...], width: int) -> Message:
+    """What puts one group of FSDP together.
 
     Args:
-        held: the parameters, whole or as a slice has them.
+        held: its parameters, whole or as a slice has them.
         ranks: who share them out.
-        copies: who hold the same share.
         width: bytes of an element.
-
-    Returns: parameters put together; gradients summed and shared out; and, once a step, their sum
-    over the ranks that hold copies.
     """
     own = sum(local_size(p, len(ranks)) for p in held) * width
+    return Message("parameters", "all_gather", ranks, own * len(ranks), first=True)
+
+
+def scattered(
+    learning: Sequence[Parameter], ranks: tuple[int, ...], copies: tuple[int, ...], width: int
+) -> tuple[Message, tuple[Message, ...]]:
+    """What sums and shares out its gradients, those of what is `learning`; and, once a step, what
+    sums them over the ranks that hold `copies` of the same share."""
+    own = sum(local_size(p, len(ranks)) for p in learning) * width
     summed = (Message("copies", "all_reduce", copies, own),) if len(copies) > 1 else ()
-    return (
-        Message("parameters", "all_gather", ranks, own * len(ranks), first=True),
-        Message("gradients", "reduce_scatter", ranks, own * len(ranks)),
-        summed,
-    )
+    return Message("gradients", "reduce_scatter", ranks, own * len(ranks)), summed
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -12,9 +12,10 @@ the slice. What messages copy on their way is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from moesaic.facts.job.finetune import Target
 from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_BYTES, Sizes, Type
 
 PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
@@ -96,7 +97,8 @@ def embedding(s: Sizes, *, tied: bool) -> Part:
         zeros = 2 * s.joined * s.wide + s.tokens
         forward, backward = forward + zeros + 6 * (ids + s.tokens), backward + zeros
         calls = [calls[0] + 6, calls[1] + 1]
-    return Op("lookup", (), forward, calls[0]), Op("lookup", (), backward, calls[1])
+    back = Op("lookup", (), backward, calls[1]) if s.learning.weights else Op("lookup")
+    return Op("lookup", (), forward, calls[0]), back
 
 
 def join_runs(s: Sizes, width: int, *, uses: int = 1, split: bool = False) -> list[Part]:
@@ -114,6 +116,8 @@ def join_runs(s: Sizes, width: int, *, uses: int = 1, split: bool = False) -> li
         return []
     run, joined = s.run * width, s.tokens * width
     forward = s.cast(run) + split * 2 * run * s.wide
+    if s.begins:
+        return [(Op("join runs", (), forward, s.casts + split), Op("join runs"))]
     backward = s.cast(run) + 2 * run * s.wide + (3 * (uses - 1) + 2 * split) * joined * s.narrow
     return [
         (
@@ -145,6 +149,9 @@ def norm(
     """
     t, adds = s.run if rows is None else rows, uses - 1 + within
     n = t * width
+    if within and s.begins:  # Its input has no gradient.
+        forward, _ = norm(replace(s, begins=False), width, name, rows=rows, uses=uses)
+        return forward, Op(name)
     if not s.on_cpu:
         return (
             Op(name, (), (2 * n + t + width) * s.wide, 1),
@@ -189,20 +196,70 @@ def _sliced_norm(s: Sizes, width: int) -> Part:
 
 
 def linear(
-    name: str, s: Sizes, columns: int, inner: int, *, wide_input: bool, rows: int | None = None
+    name: str,
+    s: Sizes,
+    columns: int,
+    inner: int,
+    *,
+    wide_input: bool,
+    rows: int | None = None,
+    target: Target = "attention",
+    first: bool = False,
 ) -> Part:
     """Tokens times a weight; weights, and wide inputs, are cast to the type of products.
 
-    Those are all tokens, unless there are so many `rows`.
+    Args:
+        name: of the operations.
+        s: sizes.
+        columns: of the result.
+        inner: channels of a token.
+        wide_input: whether those are wide.
+        rows: how many tokens; absent: all of them.
+        target: what adapters call the weight.
+        first: whether the tokens are those that come into the block.
     """
     t = s.tokens if rows is None else rows
-    moved = s.cast(columns * inner) + (s.cast(t * inner) if wide_input else 0)
-    calls = s.casts * (1 + wide_input)
+    of_tokens, of_weight = not (first and s.begins), s.learning.weights
+    cast = s.cast(t * inner) if wide_input else 0
+    moved, calls = s.cast(columns * inner) + cast, s.casts * (1 + wide_input)
+    back = of_weight * s.cast(columns * inner) + of_tokens * cast
+    products = of_tokens * (Product(t, inner, columns),)
+    products += of_weight * (Product(columns, inner, t),)
+    forward = Op(name, (Product(t, columns, inner),), moved, 1 + calls, s.precision)
+    casts = s.casts * (of_weight + of_tokens * wide_input)
+    backward = Op(name, products, back, len(products) + casts, s.precision)
+    rank = s.learning.beside(target)
+    if rank:
+        ahead, behind = _adapted(s, t, columns, inner, rank, wide_input, of_tokens)
+        forward, backward = _both(forward, ahead), _both(backward, behind)
+    return forward, backward
+
+
+def _adapted(
+    s: Sizes, t: int, columns: int, inner: int, rank: int, wide_input: bool, of_tokens: bool
+) -> Part:
+    """What an adapter beside a weight adds: A and B on the way, and their gradients."""
+    own = s.cast(rank * inner) + s.cast(columns * rank)
+    cast = s.cast(t * inner) if wide_input else 0
+    thin, width = 2 * t * rank * s.narrow, s.wide if wide_input else s.narrow
+    ahead = (Product(t, rank, inner), Product(t, columns, rank))
+    behind = (Product(t, rank, columns), Product(columns, rank, t), Product(rank, inner, t))
+    behind += of_tokens * (Product(t, inner, rank),)
+    calls, more = s.casts * (2 + wide_input), of_tokens * (cast + 3 * t * inner * width)
     return (
-        Op(name, (Product(t, columns, inner),), moved, 1 + calls, s.precision),
-        Op(name, (Product(t, inner, columns), Product(columns, inner, t)), moved, 2 + calls,
-           s.precision),
+        Op("", ahead, own + cast + thin + 3 * t * columns * s.narrow, 4 + calls),
+        Op("", behind, own + thin + more, len(behind) + 1 + of_tokens
+           + s.casts * (2 + wide_input * of_tokens)),
     )  # fmt: skip
+
+
+def _both(one: Op, other: Op) -> Op:
+    return replace(
+        one,
+        products=one.products + other.products,
+        moved_bytes=one.moved_bytes + other.moved_bytes,
+        calls=one.calls + other.calls,
+    )
 
 
 def rotary(s: Sizes, width: int) -> Part:
@@ -290,11 +347,13 @@ def router(s: Sizes) -> Part:
         forward += (3 * scores + 6 * offers + taken) * s.wide
         forward += 2 * (offers + taken) * INDEX_BYTES + 4 * offers
         calls[0] += 6
+    products = s.learning.routers * (Product(model.experts, model.hidden, t),)
+    products += (not s.begins) * (Product(t, model.hidden, model.experts),)
+    back = Op("router", products, backward, calls[1] - 2 + len(products), s.wide_type)
     return (
         Op("router", (Product(t, model.experts, model.hidden),), forward, calls[0], s.wide_type,
            specials=2 * scores),
-        Op("router", (Product(model.experts, model.hidden, t),
-                      Product(t, model.hidden, model.experts)), backward, calls[1], s.wide_type),
+        back if products else Op("router"),
     )  # fmt: skip
 
 
@@ -303,10 +362,11 @@ def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
     their experts."""
     hidden, chosen = s.model.hidden, s.sent * s.model.top_k
     rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
+    back = Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream), 3 + s.casts)
     return (
         Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows
            + 13 * arrived * INDEX_BYTES, 19 + s.casts + 18 * travels),
-        Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream), 3 + s.casts),
+        Op("dispatch") if s.begins else back,
     )  # fmt: skip
 
 
@@ -320,25 +380,56 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
     num_busy = sum(busy.values())
     arena = 3 * ffn * hidden
     inner = rows * ffn * s.narrow
-    forward, backward = [], []
+    learns, rank = s.learning.experts, s.learning.beside("experts")
+    of_tokens = not s.begins or (s.learning.routers and not travels)
+    forward, backward = list[Product](), list[Product]()
     for count, times in busy.items():
         forward += [Product(count, 2 * ffn, hidden, times), Product(count, hidden, ffn, times)]
-        backward += [
-            Product(count, ffn, hidden, times), Product(hidden, ffn, count, times),
-            Product(2 * ffn, hidden, count, times), Product(count, hidden, 2 * ffn, times),
-        ]  # fmt: skip
+        backward += [Product(count, ffn, hidden, times)]
+        if learns:
+            backward += [Product(hidden, ffn, count, times), Product(2 * ffn, hidden, count, times)]
+        if of_tokens:
+            backward += [Product(count, hidden, 2 * ffn, times)]
     cast = s.cast(len(slots) * arena)
     written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
     copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
     named, stays = 2 * rows * INDEX_BYTES, 1 - travels
-    return (
-        Op("experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
-           6 + 2 * s.casts, s.precision, kind=SLOTS, specials=rows * ffn),
-        Op("experts", tuple(backward), cast + written + (14 + 8 * stays) * inner
-           + (2 + travels) * copied + 2 * stays * named,
-           15 + 6 * stays + (2 + 2 * num_busy) * s.casts, s.precision, kind=SLOTS,
-           specials=2 * rows * ffn),
+    ahead = Op(
+        "experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
+        6 + 2 * s.casts, s.precision, kind=SLOTS, specials=rows * ffn,
     )  # fmt: skip
+    behind = Op(
+        "experts", tuple(backward), cast + learns * written + (14 + 8 * stays) * inner
+        + (2 + travels) * copied + 2 * stays * named,
+        15 + 6 * stays + (2 + 2 * num_busy * learns) * s.casts, s.precision, kind=SLOTS,
+        specials=2 * rows * ffn,
+    )  # fmt: skip
+    if rank:
+        more, back = _adapted_experts(s, busy, len(slots), rank)
+        return _both(ahead, more), _both(behind, back)
+    return ahead, behind if learns or of_tokens else Op("experts")
+
+
+def _adapted_experts(s: Sizes, busy: Mapping[int, int], slots: int, rank: int) -> Part:
+    """What adapters beside the matrices of experts add; `busy` slots by their rows."""
+    hidden, ffn, rows = s.model.hidden, s.ffn, sum(n * times for n, times in busy.items())
+    ahead, behind = list[Product](), list[Product]()
+    for columns, inner in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
+        for count, times in busy.items():
+            thin, wide = Product(count, rank, inner, times), Product(count, columns, rank, times)
+            ahead += [thin, wide]
+            behind += [
+                thin, Product(count, rank, columns, times), Product(columns, rank, count, times),
+                Product(rank, inner, count, times), Product(count, inner, rank, times),
+            ]  # fmt: skip
+    own = s.cast(3 * slots * rank * (hidden + ffn))
+    thin, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)
+    inputs = 3 * rows * (ffn + 2 * hidden)
+    written = s.cast(3 * len(busy) * rank * (hidden + ffn))
+    return (
+        Op("", tuple(ahead), own + (thin + outputs) * s.narrow, 12 + 6 * s.casts),
+        Op("", tuple(behind), own + written + (2 * thin + inputs) * s.narrow, 24 + 12 * s.casts),
+    )
 
 
 def combine(s: Sizes, leaving: int, *, travels: bool) -> Part:
@@ -358,31 +449,29 @@ def loss(s: Sizes) -> Part:
     Of several slices each has logits of its own words, for tokens that come in the type of
     products, and looks for targets among its words.
     """
-    vocab, hidden, t = s.vocab, s.model.hidden, s.tokens
-    products = []
+    vocab, hidden, t, learns = s.vocab, s.model.hidden, s.tokens, s.learning.weights
+    products: list[Product] = []
     for rows, times in s.chunks:
-        products += [
-            Product(rows, vocab, hidden, times), Product(rows, hidden, vocab, times),
-            Product(vocab, hidden, rows, times),
-        ]  # fmt: skip
+        products += [Product(rows, vocab, hidden, times), Product(rows, hidden, vocab, times)]
+        products += learns * [Product(vocab, hidden, rows, times)]
     num_chunks = sum(times for _, times in s.chunks)
     weight, logits, sliced = vocab * hidden, t * vocab, int(s.slices > 1)
     casts, read = s.casts * (2 - sliced), (1 - sliced) * s.cast(s.joined)
-    forward = read + s.cast(weight) + weight * s.wide + (6 + sliced) * logits * s.wide
+    forward = read + s.cast(weight) + learns * weight * s.wide + (6 + sliced) * logits * s.wide
     forward += 2 * s.cast(logits) + t * (59 + 12 * s.wide)
     forward += sliced * t * (38 + (5 + s.slices) * s.wide)
-    forward += s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
-    backward = 2 * s.joined * s.narrow + 2 * weight * s.wide + read
+    forward += learns * s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
+    backward = 2 * s.joined * s.narrow + learns * 2 * weight * s.wide + read
     return (
         Op(
             "loss",
             tuple(products),
             forward,
-            3 + casts + (18 + 3 * s.casts + 7 * sliced) * num_chunks,
+            2 + learns + casts + (17 + learns + (2 + learns) * s.casts + 7 * sliced) * num_chunks,
             s.precision,
             specials=2 * logits,
         ),
-        Op("loss", (), backward, 2 + casts),
+        Op("loss", (), backward, 1 + learns + casts),
     )
 
 

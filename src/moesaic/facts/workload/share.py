@@ -35,7 +35,7 @@ class Share:
         """Those of `rank`."""
         here, homes = set(blocks_on(job.model, plan, rank)), set(plan.homes(rank))
         beside = [
-            p
+            p.on_slice(plan.tp if p.expert is None else plan.etp)
             for p in adapters(job.model, job.finetune)
             if (p.expert is None or p.expert in homes) and model_block(p) in here
         ]

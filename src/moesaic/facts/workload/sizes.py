@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.learning import Learning
 
 Type = Literal["fp64", "fp32", "bf16", "fp16"]
 """Of the factors of a product."""
@@ -61,6 +62,10 @@ class Sizes:
     """Of those, ranks that share out every expert's matrices too."""
     on_cpu: bool = True
     """Whether it computes on a CPU, whose kernels take blocks that stay in the cache."""
+    learning: Learning = field(default_factory=Learning)
+    """What has gradients."""
+    begins: bool = False
+    """Whether gradients end in this block: what comes into it has none."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
@@ -72,7 +77,10 @@ class Sizes:
             mask = rows * length**2
         elif window is not None and window < length:  # The same for all rows.
             mask = length**2
-        return cls(job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu)
+        return cls(
+            job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
+            Learning.of(job.finetune),
+        )  # fmt: skip
 
     @property
     def moment_chunk(self) -> int:

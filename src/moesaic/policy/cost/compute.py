@@ -59,19 +59,21 @@ def attention_s(device: Device, op: Op) -> float | None:
 
 
 def op_s(device: Device, op: Op, slower: Calibration | None = None) -> float:
-    """Seconds of one operation: its products, one after another, its passes, its functions.
+    """Seconds of one operation; `slower` is what runs have shown of the device."""
+    return sum(apart_s(device, op, slower))
 
-    `slower` is what runs have shown of the device.
-    """
+
+def apart_s(device: Device, op: Op, slower: Calibration | None = None) -> tuple[float, float]:
+    """Seconds of its products, one after another, and of its passes and functions."""
     products_by = 1.0 if slower is None else slower.products
     passes_by = 1.0 if slower is None else slower.passes
     if op.kind.startswith("attention"):
         seconds = attention_s(device, op)
         if seconds is not None:
             passes = passes_s(device, op.moved_bytes, op.calls)
-            return products_by * seconds + passes_by * passes
+            return products_by * seconds, passes_by * passes
     slots = op.kind == SLOTS
     products = sum(product_s(device, op.type, product, slots=slots) for product in op.products)
     passes = passes_s(device, op.moved_bytes, op.calls, op.kind)
     specials = op.specials * device.special_s
-    return products_by * products * op.causal_share + passes_by * passes + passes_by * specials
+    return products_by * products * op.causal_share, passes_by * (passes + specials)

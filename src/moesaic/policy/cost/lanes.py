@@ -16,7 +16,7 @@ import numpy as np
 from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block, Message, Op, Work
-from moesaic.policy.cost.compute import op_s
+from moesaic.policy.cost.compute import apart_s, op_s
 from moesaic.policy.cost.event import Event, Seconds
 from moesaic.policy.cost.traffic import Pace, Traffic
 
@@ -143,6 +143,12 @@ class Lanes:
             sum(op_s(device, op, self._slower(device)) for op in ops)
             for device, ops in zip(devices, works, strict=True)
         )
+
+    def apart_s(self, rank: int, ops: Sequence[Op]) -> tuple[float, float]:
+        """Seconds of the products of operations on `rank`, and of passes over memory."""
+        device = self.device(rank)
+        each = [apart_s(device, op, self._slower(device)) for op in ops]
+        return sum(products for products, _ in each), sum(passes for _, passes in each)
 
     def spread(self, each: tuple[float, ...], ranks: Sequence[list[int]]) -> Seconds:
         """Seconds by rank, from those of each kind; layers share what is equal.

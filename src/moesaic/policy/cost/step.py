@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from moesaic.facts.cluster import Cluster, place
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
-from moesaic.facts.workload import Block, workload
+from moesaic.facts.workload import Block, Op, workload
 from moesaic.facts.workload.sizes import Sizes
 from moesaic.policy.cost import ahead
 from moesaic.policy.cost.event import Event
@@ -39,10 +39,17 @@ class Costs(Lanes):
     def events(self) -> list[Event]:
         """One whole step."""
         alike = self._alike()
-        work = {rank: self._work(rank) for rank in alike}
+        work = {rank: self.work(rank) for rank in alike}
         return self.events_of(work, alike)
 
-    def _work(self, rank: int) -> list[Block]:
+    def ops(self, rank: int) -> list[Op]:
+        """Everything that `rank` computes in one whole step."""
+        work, micro_batches = self.work(rank), self.job.train.micro_batches
+        once = [op for block in work for way in (block.forward, block.backward) for op in way.ops]
+        return once * micro_batches + [op for block in work for op in block.update.ops]
+
+    def work(self, rank: int) -> list[Block]:
+        """Its blocks."""
         on_cpu = self.device(rank).kind == "cpu"
         return workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
 
