@@ -144,8 +144,8 @@ def test_what_does_not_learn_has_no_gradient(
         assert predicted == {key: flops(one) for key, one in seen.items()}, way
         for key, works in by_layer(blocks, way):
             moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-            assert moved == pytest.approx(seen[key].moved_bytes, rel=0.05), (way, key)
-            assert calls == pytest.approx(seen[key].calls, rel=0.1), (way, key)
+            assert moved == pytest.approx(seen[key].moved_bytes, rel=0.03), (way, key)
+            assert calls == pytest.approx(seen[key].calls, rel=0.08), (way, key)
 
 
 def make_latent(latent: dict[str, Any], **changes: Any) -> Job:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.finetune import Target
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import latent, messages, ops
+from moesaic.facts.workload import latent, messages, ops, sparse
 from moesaic.facts.workload.holdings import blocks_on, is_first, model_block
 from moesaic.facts.workload.loads import Counts, expert_counts, leaving, slots_of, traffic
 from moesaic.facts.workload.messages import Message, Slices, Talk
@@ -85,33 +86,9 @@ def workload(
         on_cpu: whether the rank computes on a CPU: a GPU has other kernels for some passes.
     """
     sizes, model = Sizes.of(job, plan, rank, on_cpu=on_cpu), job.model
-    sparse, here = model.expert_layers, blocks_on(model, plan, rank)
-    first = sizes.learning.first_block(model)
-    even = expert_counts(job, plan, None) if sparse and loads is None else None
-    blocks = list[Block]()
-
-    def slices_of(name: str) -> Slices:
-        return Slices.of(replace(sizes, begins=name == first != "embed"), plan, rank)
-
-    for name in here:
-        if name == "embed":
-            lookup = ops.embedding(sizes, tied=model.tied and plan.pp == 1)
-            blocks.append(_block(name, [lookup], slices_of(name).sum_runs(sizes.wide)))
-        elif name == "head":
-            blocks.append(_block(name, _head(sizes), slices_of(name).head()))
-        else:
-            layer, again = int(name.removeprefix("layers.")), job.train.recompute
-            attention = f"{name}.attention"
-            blocks.append(_attention(attention, slices_of(attention), again=again))
-            if layer in sparse:
-                load = None if loads is None else loads[sparse.index(layer)]
-                counts = expert_counts(job, plan, load) if even is None else even
-                moe = f"{name}.moe"
-                blocks.append(_moe(moe, job, plan, rank, slices_of(moe), counts))
-            else:
-                ffn, inner = f"{name}.ffn", sizes.inner(layer)
-                blocks.append(_dense(ffn, slices_of(ffn), inner, again=again))
-    blocks = _down_to(first, blocks, again=job.train.recompute)
+    making = _Making(job, plan, rank, sizes, loads)
+    blocks = [block for name in blocks_on(model, plan, rank) for block in making.blocks(name)]
+    blocks = [making.as_far_as_needed(block) for block in blocks]
     share = Share.of(job, plan, rank)
     by_block: dict[str, list[Parameter]] = {}
     for parameter in (*share.dense, *share.experts):
@@ -125,19 +102,68 @@ def workload(
     return [*blocks, Block(STEP, Work(), Work(), _step(share))]
 
 
-def _down_to(first: str, blocks: Sequence[Block], *, again: bool) -> list[Block]:
-    """Without backward before the `first` block that learns, but for what is computed `again` of
-    the layer that it is in."""
-    found, reached = list[Block](), first == "embed"
-    layer = first.rpartition(".")[0]
-    for block in blocks:
-        reached |= block.name == first
-        if not reached:
-            inside = again and block.name.rpartition(".")[0] == layer
-            left = Work(block.forward.ops, block.forward.messages) if inside else Work()
-            block = replace(block, backward=left)
-        found.append(block)
-    return found
+@dataclass(frozen=True)
+class _Making:
+    """Blocks of a rank, in the making."""
+
+    job: Job
+    plan: Plan
+    rank: int
+    sizes: Sizes
+    loads: Sequence[ArrayLike] | None
+
+    @cached_property
+    def _first(self) -> str:
+        return self.sizes.learning.first_block(self.job.model)
+
+    @cached_property
+    def _even(self) -> Counts:
+        return expert_counts(self.job, self.plan, None)
+
+    def blocks(self, name: str) -> Iterator[Block]:
+        """What the model's block `name` is in two, or one."""
+        model, again = self.job.model, self.job.train.recompute
+        if name == "embed":
+            lookup = ops.embedding(self.sizes, tied=model.tied and self.plan.pp == 1)
+            yield _block(name, [lookup], self._slices(name).sum_runs(self.sizes.wide))
+        elif name == "head":
+            yield _block(name, _head(self.sizes), self._slices(name).head())
+        else:
+            layer = int(name.removeprefix("layers."))
+            attention, ffn, moe = f"{name}.attention", f"{name}.ffn", f"{name}.moe"
+            yield _attention(attention, self._slices(attention), again=again)
+            if layer in model.expert_layers:
+                counts = self._counts(model.expert_layers.index(layer))
+                yield _moe(moe, self.job, self.plan, self.rank, self._slices(moe), counts)
+            else:
+                yield _dense(ffn, self._slices(ffn), self.sizes.inner(layer), again=again)
+
+    def as_far_as_needed(self, block: Block) -> Block:
+        """Without backward, if nothing learns up to here; but for what is computed again of the
+        layer in which the first thing does."""
+        place, first = _place(block.name), _place(self._first)
+        if place >= first:
+            return block
+        if place[0] < first[0] or not self.job.train.recompute:
+            return replace(block, backward=Work())
+        return replace(block, backward=block.forward)
+
+    def _slices(self, name: str) -> Slices:
+        begins = name == self._first != "embed"
+        return Slices.of(replace(self.sizes, begins=begins), self.plan, self.rank)
+
+    def _counts(self, number: int) -> Counts:
+        if self.loads is None:
+            return self._even
+        return expert_counts(self.job, self.plan, self.loads[number])
+
+
+def _place(block: str) -> tuple[float, bool]:
+    """Where a block stands in the model: its layer, and whether it is that one's second."""
+    if not block.startswith("layers."):
+        return (-1.0 if block == "embed" else math.inf), False
+    _, layer, kind = block.split(".")
+    return int(layer), kind != "attention"
 
 
 def _block_of(parameter: Parameter, model: ModelConfig) -> str:
@@ -160,7 +186,8 @@ def _attention(name: str, slices: Slices, *, again: bool) -> Block:
     model, hidden, wide_input = s.model, s.model.hidden, s.slices == 1
     said = slices.head_norms(), slices.sum_runs(s.narrow)
     if model.latent is not None:
-        joined = slices.join_runs(latent.travelling(s, model.latent))
+        into = replace(slices, s=replace(s, begins=False))  # What is joined has been adapted.
+        joined = into.join_runs(latent.travelling(s, model.latent))
         return _block(name, latent.attention(s, model.latent), joined.then(*said), again=again)
     parts = [
         ops.norm(s, hidden, uses=3 if wide_input else 1),
@@ -219,12 +246,12 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
     uses = 2 + shared * (2 if s.slices == 1 else 1)
     parts = [
         ops.norm(s, s.model.hidden, uses=uses),
-        ops.router(s),
-        ops.dispatch(s, out, arriving, travels=travels),
+        sparse.router(s),
+        sparse.dispatch(s, out, arriving, travels=travels),
         *(_gated(s, s.shared, "shared") if shared else ()),
-        ops.experts(s, slots, travels=travels),
-        ops.combine(s, out, travels=travels),
-        *((ops.beside(s),) if shared else ()),
+        sparse.experts(s, slots, travels=travels),
+        sparse.combine(s, out, travels=travels),
+        *((sparse.beside(s),) if shared else ()),
         ops.residual(s),
     ]
     row_bytes = s.model.hidden * s.narrow
@@ -237,27 +264,44 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Cou
         messages.exchange("results", group, back, to).ahead(s.begins and not learns),
         slices.sum_results(),
     )
-    return _block(name, parts, talk, again=job.train.recompute, sums=s.expert_slices > 1)
+    # Where gradients begin in the shared experts alone, what comes after them is not needed again.
+    idle = ("experts", "combine") if s.begins and not (learns or s.learning.routers) else ()
+    return _block(name, parts, talk, again=job.train.recompute, sums=s.expert_slices > 1, idle=idle)
 
 
 def _block(
-    name: str, parts: Sequence[Part], talk: Talk, *, again: bool = False, sums: bool = False
+    name: str,
+    parts: Sequence[Part],
+    talk: Talk,
+    *,
+    again: bool = False,
+    sums: bool = False,
+    idle: Container[str] = (),
 ) -> Block:
     """A block without its update; computed `again` in backward but for what nobody needs there.
 
-    That is the last message too where it `sums` what nobody computes with.
+    That is the last message too where it `sums` what nobody computes with; operations that are
+    `idle`, and what would bring their results.
     """
     first = tuple(op for op, _ in parts)
     last = tuple(op for _, op in reversed(parts))
     repeated: tuple[Op, ...] = ()
     said: tuple[Message, ...] = ()
     if again:
-        repeated = tuple(replace(op, products=()) if op.name == "down" else op for op in first)
+        # Of the last product of a layer; beside an adapter, of the adapter's last one.
+        repeated = tuple(
+            replace(op, products=op.products[1:-1] and op.products[:-1])
+            if op.name == ("shared down" if idle else "down")
+            else op
+            for op in first
+            if op.name not in idle
+        )
         said = talk.forward
         if not name.endswith("attention"):
             repeated = tuple(op for op in repeated if op.name not in ("residual", "shared"))
         if sums:
             said = said[:-1]
+        said = tuple(one for one in said if not (one.name == "results" and "combine" in idle))
     backward = Work((*repeated, *last), (*said, *talk.backward))
     return Block(name, Work(first, talk.forward), backward, Work())
 
@@ -294,7 +338,8 @@ def _sharded(
     """With what FSDP adds: one group a layer, and one of embedding and head.
 
     Gradients are shared out of what learns, and parameters come together again for a layer that has
-    a backward.
+    a backward, and for the one before it. Embedding and head stay whole between forward and
+    backward.
 
     A pipeline's stages stay whole from the first micro-batch to the last, and then share out the
     gradients of all: that is a part of the update.
@@ -303,6 +348,7 @@ def _sharded(
     ranks = messages.group_of(plan.shard_groups(), share.rank)
     copies = messages.group_of(plan.shard_replica_groups(), share.rank)
     named = {block.name: block for block in blocks}
+    reached = {name.rpartition(".")[0] for name, block in named.items() if block.backward.ops}
     groups: dict[str, list[str]] = {}
     for name in named:
         at = name.rpartition(".")[0]  # Of embedding and head: nowhere.
@@ -312,7 +358,6 @@ def _sharded(
         learning = [p for p in dense if p.name in share.learning]
         gathered = messages.gathered(dense, ranks, width)
         first, last = names[0], names[-1]
-        back = bool(named[last].backward.ops)
         moved = 2 * gathered.num_bytes + 2 * gathered.num_bytes // plan.shard
         unshard, reshard, copied = Work((Op("unshard", (), moved, 2),), (gathered,)), Work(), Work()
         if learning:
@@ -323,8 +368,10 @@ def _sharded(
             named[first] = _add(named[first], update=_join(unshard, reshard, copied))
             continue
         named[first] = _add(named[first], forward=unshard)
-        if at and back:  # Embedding and head stay whole between forward and backward.
+        if at and named[last].backward.ops:
             named[last] = _add(named[last], backward=unshard)
+        elif at and f"layers.{int(at.partition('.')[2]) + 1}" in reached:  # It is asked for ahead.
+            named[last] = _add(named[last], backward=Work((), (gathered,)))
         named[first] = _add(named[first], after=reshard, update=copied)
     return list(named.values())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moesaic.facts.job.model import Latent
 from moesaic.facts.workload import ops
 from moesaic.facts.workload.ops import Op, Part, Product
@@ -79,7 +81,7 @@ def _join_runs(s: Sizes, latent: Latent) -> list[Part]:
     widened = s.cast(s.run * latent.rotary)
     return [
         (Op("widen", (), widened, s.casts), Op("widen", (), widened, s.casts)),
-        *ops.join_runs(s, travelling(s, latent), split=True),
+        *ops.join_runs(replace(s, begins=False), travelling(s, latent), split=True),
     ]
 
 

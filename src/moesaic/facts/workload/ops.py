@@ -12,7 +12,7 @@ the slice. What messages copy on their way is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.facts.job.finetune import Target
@@ -25,8 +25,6 @@ NARROW_PASSED = {"bf16": (225, 34), "8bit": (612, 80)}
 """Bytes of an element that kernels of an update with narrow moments read and write, and how many
 kernels it starts for each chunk of a matrix, by `optimizer.moments`. As on a CPU, in whose
 cache most of them stay."""
-_DISPATCH_BYTES = 132
-"""Per token and choice, read and written as indices, masks and counts: an estimate."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ def linear(
     rank = s.learning.beside(target)
     if rank:
         ahead, behind = _adapted(s, t, columns, inner, rank, wide_input, of_tokens)
-        forward, backward = _both(forward, ahead), _both(backward, behind)
+        forward, backward = both(forward, ahead), both(backward, behind)
     return forward, backward
 
 
@@ -243,7 +241,9 @@ def _adapted(
     cast = s.cast(t * inner) if wide_input else 0
     thin, width = 2 * t * rank * s.narrow, s.wide if wide_input else s.narrow
     ahead = (Product(t, rank, inner), Product(t, columns, rank))
-    behind = (Product(t, rank, columns), Product(columns, rank, t), Product(rank, inner, t))
+    behind: tuple[Product, ...] = (
+        Product(t, rank, columns), Product(columns, rank, t), Product(rank, inner, t),
+    )  # fmt: skip
     behind += of_tokens * (Product(t, inner, rank),)
     calls, more = s.casts * (2 + wide_input), of_tokens * (cast + 3 * t * inner * width)
     return (
@@ -253,7 +253,8 @@ def _adapted(
     )  # fmt: skip
 
 
-def _both(one: Op, other: Op) -> Op:
+def both(one: Op, other: Op) -> Op:
+    """One operation that does what two do."""
     return replace(
         one,
         products=one.products + other.products,
@@ -320,127 +321,6 @@ def gate(s: Sizes, ffn: int, name: str = "gate") -> Part:
         Op(name, (), 5 * n, 2, specials=elements),
         Op(name, (), 9 * n, 3, specials=elements),
     )
-
-
-def beside(s: Sizes) -> Part:
-    """What the shared experts say added to what the others do."""
-    return Op("shared", (), 3 * s.stream * s.narrow, 1), Op("shared")
-
-
-def router(s: Sizes) -> Part:
-    """Scores and choices in the wide type, and the auxiliary losses."""
-    model, t = s.model, s.run
-    scores, chosen = t * model.experts, t * model.top_k
-    forward = (5 * scores + 3 * chosen + 4 * t) * s.wide + 2 * chosen * INDEX_BYTES
-    backward = (17 * scores + chosen + 8 * t) * s.wide + chosen * INDEX_BYTES
-    if model.renormalise:
-        forward += (3 * chosen + 2 * t) * s.wide
-        backward += (14 * chosen + 5 * t) * s.wide
-    more = int(model.renormalise)
-    calls = [20 + 2 * more, 16 + 7 * more]
-    if model.score == "sigmoid":  # Odds, the bias and the scale; and what is never quite zero.
-        forward += (5 * scores + 2 * chosen + (4 + 2 * more) * t) * s.wide
-        backward += (13 * scores + 2 * chosen + 5 * t) * s.wide
-        calls = [calls[0] + 5 + more, calls[1] + 8]
-    if model.top_groups < model.groups:
-        offers, taken = t * model.groups, t * model.top_groups
-        forward += (3 * scores + 6 * offers + taken) * s.wide
-        forward += 2 * (offers + taken) * INDEX_BYTES + 4 * offers
-        calls[0] += 6
-    products = s.learning.routers * (Product(model.experts, model.hidden, t),)
-    products += (not s.begins) * (Product(t, model.hidden, model.experts),)
-    back = Op("router", products, backward, calls[1] - 2 + len(products), s.wide_type)
-    return (
-        Op("router", (Product(t, model.experts, model.hidden),), forward, calls[0], s.wide_type,
-           specials=2 * scores),
-        back if products else Op("router"),
-    )  # fmt: skip
-
-
-def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
-    """Which rows stand where in the order of slots; tokens that travel copied once for each of
-    their experts."""
-    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
-    rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
-    back = Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream), 3 + s.casts)
-    return (
-        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows
-           + 13 * arrived * INDEX_BYTES, 19 + s.casts + 18 * travels),
-        Op("dispatch") if s.begins else back,
-    )  # fmt: skip
-
-
-def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
-    """The products of each slot's rows with its expert, gate and up in one; rows are copied from
-    tokens, or from where they arrived, as they are needed, and weighed if they have not travelled.
-    """
-    hidden, ffn = s.model.hidden, s.ffn
-    rows = sum(slots)
-    busy = {count: slots.count(count) for count in sorted(set(slots)) if count}
-    num_busy = sum(busy.values())
-    arena = 3 * ffn * hidden
-    inner = rows * ffn * s.narrow
-    learns, rank = s.learning.experts, s.learning.beside("experts")
-    of_tokens = not s.begins or (s.learning.routers and not travels)
-    forward, backward = list[Product](), list[Product]()
-    for count, times in busy.items():
-        forward += [Product(count, 2 * ffn, hidden, times), Product(count, hidden, ffn, times)]
-        backward += [Product(count, ffn, hidden, times)]
-        if learns:
-            backward += [Product(hidden, ffn, count, times), Product(2 * ffn, hidden, count, times)]
-        if of_tokens:
-            backward += [Product(count, hidden, 2 * ffn, times)]
-    cast = s.cast(len(slots) * arena)
-    written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
-    copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
-    named, stays = 2 * rows * INDEX_BYTES, 1 - travels
-    ahead = Op(
-        "experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
-        6 + 2 * s.casts, s.precision, kind=SLOTS, specials=rows * ffn,
-    )  # fmt: skip
-    behind = Op(
-        "experts", tuple(backward), cast + learns * written + (14 + 8 * stays) * inner
-        + (2 + travels) * copied + 2 * stays * named,
-        15 + 6 * stays + (2 + 2 * num_busy * learns) * s.casts, s.precision, kind=SLOTS,
-        specials=2 * rows * ffn,
-    )  # fmt: skip
-    if rank:
-        more, back = _adapted_experts(s, busy, len(slots), rank)
-        return _both(ahead, more), _both(behind, back)
-    return ahead, behind if learns or of_tokens else Op("experts")
-
-
-def _adapted_experts(s: Sizes, busy: Mapping[int, int], slots: int, rank: int) -> Part:
-    """What adapters beside the matrices of experts add; `busy` slots by their rows."""
-    hidden, ffn, rows = s.model.hidden, s.ffn, sum(n * times for n, times in busy.items())
-    ahead, behind = list[Product](), list[Product]()
-    for columns, inner in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
-        for count, times in busy.items():
-            thin, wide = Product(count, rank, inner, times), Product(count, columns, rank, times)
-            ahead += [thin, wide]
-            behind += [
-                thin, Product(count, rank, columns, times), Product(columns, rank, count, times),
-                Product(rank, inner, count, times), Product(count, inner, rank, times),
-            ]  # fmt: skip
-    own = s.cast(3 * slots * rank * (hidden + ffn))
-    thin, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)
-    inputs = 3 * rows * (ffn + 2 * hidden)
-    written = s.cast(3 * len(busy) * rank * (hidden + ffn))
-    return (
-        Op("", tuple(ahead), own + (thin + outputs) * s.narrow, 12 + 6 * s.casts),
-        Op("", tuple(behind), own + written + (2 * thin + inputs) * s.narrow, 24 + 12 * s.casts),
-    )
-
-
-def combine(s: Sizes, leaving: int, *, travels: bool) -> Part:
-    """Results added up by token, by weight."""
-    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
-    rows = leaving * hidden * s.narrow
-    weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
-    return (
-        Op("combine", (), rows + s.sent * hidden * s.narrow + weights, 5 + s.casts),
-        Op("combine", (), 8 * travels * rows + 2 * weights, 5 + 6 * travels + s.casts),
-    )  # fmt: skip
 
 
 def loss(s: Sizes) -> Part:

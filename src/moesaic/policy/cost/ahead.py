@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -35,12 +36,13 @@ def forward(events: Sequence[Event]) -> list[Event]:
 
 
 def backward(events: Sequence[Event]) -> list[Event]:
-    """The pass back."""
+    """The pass back; where it ends early, parameters of one layer more are asked for in vain."""
     _, needs = _apart(events)
+    num_asked = sum(event.name == _GATHERS for event in events)
     found: list[Event] = []
     gone: Trip | None = None
     last: Trip | None = None
-    for event in _asked(events, [0, *(need + 1 for need in needs[:-1])]):
+    for event in _asked(events, [0, *(need + 1 for need in needs)][:num_asked]):
         if event.name in (_SCATTERS, _SUMS):
             last = Trip()
             gone = last if event.name == _SCATTERS else gone
@@ -82,7 +84,7 @@ def _asked(events: Sequence[Event], places: Sequence[int]) -> list[Event]:
     asked: dict[int, list[Event]] = {}
     awaited = {}
     gathers = (event for event in events if event.name == _GATHERS)
-    for gather, place, need in zip(gathers, places, needs, strict=True):
+    for gather, place, need in zip_longest(gathers, places, needs):
         awaited[need] = Trip()
         asked.setdefault(place, []).append(replace(gather, beside=awaited[need]))
     found = []

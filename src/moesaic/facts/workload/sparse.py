@@ -1,0 +1,142 @@
+"""What an expert layer does to its numbers, part by part, as `ops` has it of other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moesaic.facts.workload.ops import SLOTS, Op, Part, Product, both
+from moesaic.facts.workload.sizes import INDEX_BYTES, Sizes
+
+_DISPATCH_BYTES = 132
+"""Per token and choice, read and written as indices, masks and counts: an estimate."""
+
+
+def router(s: Sizes) -> Part:
+    """Scores and choices in the wide type, and the auxiliary losses."""
+    model, t = s.model, s.run
+    scores, chosen = t * model.experts, t * model.top_k
+    forward = (5 * scores + 3 * chosen + 4 * t) * s.wide + 2 * chosen * INDEX_BYTES
+    backward = (17 * scores + chosen + 8 * t) * s.wide + chosen * INDEX_BYTES
+    if model.renormalise:
+        forward += (3 * chosen + 2 * t) * s.wide
+        backward += (14 * chosen + 5 * t) * s.wide
+    more = int(model.renormalise)
+    calls = [20 + 2 * more, 16 + 7 * more]
+    if model.score == "sigmoid":  # Odds, the bias and the scale; and what is never quite zero.
+        forward += (5 * scores + 2 * chosen + (4 + 2 * more) * t) * s.wide
+        backward += (13 * scores + 2 * chosen + 5 * t) * s.wide
+        calls = [calls[0] + 5 + more, calls[1] + 8]
+    if model.top_groups < model.groups:
+        offers, taken = t * model.groups, t * model.top_groups
+        forward += (3 * scores + 6 * offers + taken) * s.wide
+        forward += 2 * (offers + taken) * INDEX_BYTES + 4 * offers
+        calls[0] += 6
+    products = s.learning.routers * (Product(model.experts, model.hidden, t),)
+    products += (not s.begins) * (Product(t, model.hidden, model.experts),)
+    back = Op("router", products, backward, calls[1] - 2 + len(products), s.wide_type)
+    return (
+        Op("router", (Product(t, model.experts, model.hidden),), forward, calls[0], s.wide_type,
+           specials=2 * scores),
+        back if products else Op("router"),
+    )  # fmt: skip
+
+
+def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
+    """Which rows stand where in the order of slots; tokens that travel copied once for each of
+    their experts."""
+    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
+    rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
+    back = Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream), 3 + s.casts)
+    return (
+        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows
+           + 13 * arrived * INDEX_BYTES, 19 + s.casts + 18 * travels),
+        Op("dispatch") if s.begins else back,
+    )  # fmt: skip
+
+
+def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
+    """The products of each slot's rows with its expert, gate and up in one; rows are copied from
+    tokens, or from where they arrived, as they are needed, and weighed if they have not travelled.
+    """
+    hidden, ffn = s.model.hidden, s.ffn
+    rows = sum(slots)
+    busy = {count: slots.count(count) for count in sorted(set(slots)) if count}
+    num_busy = sum(busy.values())
+    arena = 3 * ffn * hidden
+    inner = rows * ffn * s.narrow
+    learns, rank = s.learning.experts, s.learning.beside("experts")
+    of_tokens = not s.begins or (s.learning.routers and not travels)
+    forward, backward = list[Product](), list[Product]()
+    for count, times in busy.items():
+        forward += [Product(count, 2 * ffn, hidden, times), Product(count, hidden, ffn, times)]
+        backward += [Product(count, ffn, hidden, times)]
+        if learns:
+            backward += [Product(hidden, ffn, count, times), Product(2 * ffn, hidden, count, times)]
+        if of_tokens:
+            backward += [Product(count, hidden, 2 * ffn, times)]
+    cast = s.cast(len(slots) * arena)
+    written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
+    copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
+    named, stays = 2 * rows * INDEX_BYTES, 1 - travels
+    ahead = Op(
+        "experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
+        6 + 2 * s.casts, s.precision, kind=SLOTS, specials=rows * ffn,
+    )  # fmt: skip
+    behind = Op(
+        "experts", tuple(backward), s.cast(len(slots) * arena * (1 + 2 * of_tokens) // 3)
+        + learns * written + (14 + (6 + 2 * learns) * stays) * inner
+        + (1 + learns + travels) * copied
+        + 2 * stays * named,
+        11 + 4 * learns + 6 * stays + (2 + 2 * num_busy * learns) * s.casts, s.precision,
+        kind=SLOTS, specials=2 * rows * ffn,
+    )  # fmt: skip
+    if rank:
+        more, back = _adapted_experts(s, busy, len(slots), rank, of_tokens)
+        return both(ahead, more), both(behind, back)
+    return ahead, behind if learns or of_tokens else Op("experts")
+
+
+def _adapted_experts(
+    s: Sizes, busy: Mapping[int, int], slots: int, rank: int, of_tokens: bool
+) -> Part:
+    """What adapters beside the matrices of experts add; `busy` slots by their rows."""
+    hidden, ffn, rows = s.model.hidden, s.ffn, sum(n * times for n, times in busy.items())
+    ahead, behind = list[Product](), list[Product]()
+    for columns, inner in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
+        for count, times in busy.items():
+            thin, wide = Product(count, rank, inner, times), Product(count, columns, rank, times)
+            ahead += [thin, wide]
+            behind += [
+                thin, Product(count, rank, columns, times), Product(columns, rank, count, times),
+                Product(rank, inner, count, times), Product(count, inner, rank, times),
+            ]  # fmt: skip
+    own = s.cast(3 * slots * rank * (hidden + ffn))
+    scaled, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)
+    # Its own copy of rows, and what is between the products weighed in a tensor of its own.
+    copied = rows * (2 * hidden * s.narrow + INDEX_BYTES) + 2 * rows * ffn * s.narrow
+    inputs = 3 * rows * (ffn + hidden + of_tokens * hidden)
+    num_busy = sum(busy.values())
+    written = s.cast(3 * num_busy * rank * (hidden + ffn))
+    return (
+        Op("", tuple(ahead), own + (scaled + outputs) * s.narrow, 12 + 6 * s.casts),
+        Op("", tuple(behind), own + written + (2 * scaled + inputs) * s.narrow + copied,
+           27 + of_tokens + (6 + 6 * num_busy) * s.casts),
+    )  # fmt: skip
+
+
+def combine(s: Sizes, leaving: int, *, travels: bool) -> Part:
+    """Results added up by token, by weight."""
+    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
+    rows = leaving * hidden * s.narrow
+    weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
+    back = Op("combine", (), 8 * travels * rows + 2 * weights, 5 + 6 * travels + s.casts)
+    idle = s.begins and not travels and not s.learning.routers
+    return (
+        Op("combine", (), rows + s.sent * hidden * s.narrow + weights, 5 + s.casts),
+        Op("combine") if idle else back,
+    )
+
+
+def beside(s: Sizes) -> Part:
+    """What the shared experts say added to what the others do."""
+    return Op("shared", (), 3 * s.stream * s.narrow, 1), Op("shared")
