@@ -152,8 +152,7 @@ class LanguageModel(nn.Module):
         config = self.config
         ffn: FeedForward | MoE
         if index in config.expert_layers:
-            homes = plan.homes_by_rank[ranks.rank % plan.ep]
-            bank = Bank(homes, config.hidden, config.ffn, ranks.slices)
+            bank = Bank(plan.homes_at(ranks.rank), config.hidden, config.ffn, ranks.slices)
             dispatcher = Dispatcher(config.experts, ranks, routing.capacity, plan.slots())
             beside = config.shared * config.ffn
             shared = FeedForward(config.hidden, beside, self.slices) if beside else None

@@ -211,7 +211,11 @@ class Plan(Section):
 
     def homes(self, rank: int) -> tuple[int, ...]:
         """The experts that live on `rank`, or slices of them, in the order of its slots."""
-        return tuple(self.homes_by_rank[rank // self.etp % self.ep])
+        return self.homes_at(rank // self.etp)
+
+    def homes_at(self, place: int) -> tuple[int, ...]:
+        """The same; ranks that hold slices of the same experts are one place."""
+        return tuple(self.homes_by_rank[place % self.ep])
 
     def slots(self) -> list[int]:
         """The experts of all slots of an expert group, rank by rank."""
