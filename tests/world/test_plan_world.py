@@ -290,7 +290,7 @@ def test_what_calibrating_shows_is_what_a_plan_says(
     said = capfd.readouterr()
     assert "ranks that come late" in said.out
     assert "with factors, each run with those of all others (median)" in said.out
-    assert "figures, so that nothing is written: give more runs, or leave out those" in said.err
+    assert ", so that nothing is written: give more runs, or leave out those" in said.err
     assert Path("cluster.toml").read_text() == original
 
 

@@ -108,7 +108,7 @@ def peaks(world: World, job: Job) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("case", sparing(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", sparing(CASES, 5), ids=str)
 def test_torch_allocates_what_is_predicted(
     ranks: Ranks, case: tuple[int, int, int, str, dict[str, Any]]
 ) -> None:
@@ -140,7 +140,7 @@ SLICES: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", sparing(SLICES, 3), ids=str)
+@pytest.mark.parametrize("case", sparing(SLICES, 5), ids=str)
 def test_slices_allocate_what_is_predicted(
     ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
 ) -> None:
@@ -168,7 +168,7 @@ LINE: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", sparing(LINE, 4), ids=str)
+@pytest.mark.parametrize("case", sparing(LINE, 5), ids=str)
 def test_parts_of_a_pipeline_allocate_what_is_predicted(
     ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
 ) -> None:

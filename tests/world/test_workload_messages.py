@@ -207,8 +207,8 @@ def as_sent(message: Message) -> Sent:
         (name, *layout)
         for at, name in enumerate(JOBS)
         for number, layout in enumerate(LAYOUTS)
-        # The first job in every layout, every job in a third of them, each third another one.
-        if not at or (number + at) % 3 == 0
+        # The first job in every layout, every job in a quarter of them, each another quarter.
+        if not at or (number + at) % 4 == 0
     ],
 )
 def test_messages_are_those_that_are_sent(
