@@ -290,7 +290,7 @@ def _block(
     if again:
         # Of the last product of a layer; beside an adapter, of the adapter's last one.
         repeated = tuple(
-            replace(op, products=op.products[1:-1] and op.products[:-1])
+            replace(op, products=op.products[:-1])
             if op.name == ("shared down" if idle else "down")
             else op
             for op in first
