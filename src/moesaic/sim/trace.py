@@ -32,24 +32,11 @@ def _events(span: Span, rank: int) -> Iterator[dict[str, Any]]:
     event = span.event
     kind = "message" if event.is_message else "computing"
     common = {"ph": "X", "pid": rank, "cat": f"{event.phase},{kind}"}
-    if begin > start:
-        waited = {"name": f"wait for {event.name}", "ts": start * _MICRO, "tid": 1}
-        yield {**common, **waited, "dur": (begin - start) * _MICRO}
     name = f"{event.block} {event.name}".strip()
-    if end > begin:
-        yield {
-            **common,
-            "name": name,
-            "ts": begin * _MICRO,
-            "dur": (end - begin) * _MICRO,
-            "tid": 0,
-        }
+    drawn = [(1, f"wait for {event.name}", start, begin), (0, name, begin, end)]
     if span.away is not None:
-        begin, end = (float(t[rank]) for t in span.away)
-        yield {
-            **common,
-            "name": name,
-            "ts": begin * _MICRO,
-            "dur": (end - begin) * _MICRO,
-            "tid": 2,
-        }
+        drawn.append((2, name, float(span.away[0][rank]), float(span.away[1][rank])))
+    for row, said, first, last in drawn:
+        if last > first:
+            lasts = {"ts": first * _MICRO, "dur": (last - first) * _MICRO}
+            yield {**common, "name": said, "tid": row, **lasts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,3 +130,31 @@ def test_ranks_on_a_cpu_take_turns() -> None:
         needs = [at for at, event in enumerate(events) if event.name == "unshard"]
         turns = [(events[at - 1].name, events[at - 1].block == events[at].block) for at in needs]
         assert (set(turns) == {("parameters", True)}) == (not beside)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "in_vain"),
+    [
+        ({"method": "full"}, []),
+        ({"method": "lora"}, []),
+        ({"method": "lora", "targets": ["experts"]}, ["layers.0.ffn"]),
+    ],
+)
+def test_where_backward_ends_early_one_layer_more_is_asked_for(
+    finetune: dict[str, Any], in_vain: list[str]
+) -> None:
+    """The first of three layers is dense; parameters of what has no backward nobody waits for."""
+    job = tiny_job(
+        layout={"shard": 2}, finetune=finetune, routing={"bias_step": 0.0},
+        model={
+            "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
+            "latent": {"width": 10, "rotary": 4, "value": 6},
+        },
+    )  # fmt: skip
+    plan = lay_out(job.layout, job.model, 2)
+    events = Costs.of(job, plan, cluster(count=2)).events()
+    awaited = {event.awaits for event in events}
+    asked = [event for event in events if event.name == "parameters" and event.phase == "backward"]
+    assert [event.block for event in asked if event.beside not in awaited] == in_vain
+    assert len(asked) == 3
+    assert run(events, 2).step_s > 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 import numpy as np
 
@@ -84,9 +83,11 @@ def _asked(events: Sequence[Event], places: Sequence[int]) -> list[Event]:
     asked: dict[int, list[Event]] = {}
     awaited = {}
     gathers = (event for event in events if event.name == _GATHERS)
-    for gather, place, need in zip_longest(gathers, places, needs):
-        awaited[need] = Trip()
-        asked.setdefault(place, []).append(replace(gather, beside=awaited[need]))
+    for number, (gather, place) in enumerate(zip(gathers, places, strict=True)):
+        trip = Trip()
+        if number < len(needs):
+            awaited[needs[number]] = trip
+        asked.setdefault(place, []).append(replace(gather, beside=trip))
     found = []
     for at, event in enumerate(own):
         found += asked.get(at, [])
