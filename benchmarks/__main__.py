@@ -9,7 +9,7 @@ from types import ModuleType
 
 from benchmarks import generate, measure
 
-THEMES = ("foundation", "facts", "families")
+THEMES = ("foundation", "facts", "families", "layer")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -54,6 +54,7 @@ ENVIRONMENT = {
     },
     "cli/rank.py": {"TORCHELASTIC_ERROR_FILE"},
     "cli/launch.py": {"WORLD_SIZE", "RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"},
+    "testing/hosts.py": {"GLOO_SOCKET_IFNAME"},
     "testing/ranks.py": {"GLOO_SOCKET_IFNAME"},
 }  # fmt: skip
 """The environment variables that are read or set, by file: torchrun's own, and its children's."""

@@ -10,7 +10,6 @@ import re
 import socket
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from moesaic.base.errors import as_user_error
 from moesaic.dist import shared
-from moesaic.dist.exchange import ByGroup, Carrier, Exchange
+from moesaic.dist.exchange import ByGroup, Carrier, Depart, Flight, Land, travel
 from moesaic.dist.world import World, lost_peer
 from moesaic.testing.ranks import RankFailed, Ranks
 
@@ -114,12 +113,12 @@ def backward_is_the_way_back(world: World, carrier: Carrier) -> None:
     sent = counts(5, world.size)
     receive = [row[world.rank] for row in sent]
     rows = torch.rand(sum(sent[world.rank]), WIDTH, dtype=torch.float64, requires_grad=True)
-    works: list[Any] = []
-    result = Exchange.apply(rows, sent[world.rank], receive, carrier, works)
-    works.pop().wait()
-    back: list[Any] = []
-    again = Exchange.apply(result, receive, sent[world.rank], carrier, back)
-    back.pop().wait()
+    there = Flight(carrier, sent[world.rank], receive)
+    departed = Depart.apply(rows, there)
+    other = travel(rows, carrier, sent[world.rank], receive)  # While the first are on their way.
+    result = Land.apply(departed, there)
+    assert torch.equal(result, other)
+    again = travel(result, carrier, receive, sent[world.rank])
     assert torch.equal(again, rows)
     (again * rows.detach()).sum().backward()
     assert rows.grad is not None

@@ -93,7 +93,9 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     assert process.returncode == 0, err
     facts = json.loads(out)
     assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
-    assert all(line.startswith("step ") for line in err.splitlines())
+    first, *others = err.splitlines()
+    assert first == "plan: 2 ranks, experts over 2, dense parameters on every rank"
+    assert all(line.startswith("step ") for line in others)
     assert (place / "run" / "report.html").is_file()
     for rank in (0, 1):
         events = read_events(place / "run" / "events" / f"rank-{rank}.jsonl")

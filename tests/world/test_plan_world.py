@@ -125,7 +125,10 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
     assert (facts["ranks"], facts["step"]) == (2, 6)
     assert written("run/plan.json") == planned
     layout = written("run/job.json")["layout"]
-    assert layout == {"ep": 2, "shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b"}
+    assert layout == {
+        "ep": 2, "shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b", "dispatch": "auto",
+        "hosts": 1,
+    }  # fmt: skip
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
     events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]
     (told,) = events

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from layouts import SIGMOID, sparing
-from test_workload_messages import CUT_LAYOUTS, cut_job, possible
+from test_workload_messages import CUT_LAYOUTS, VISITS, cut_job, possible
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -42,7 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (2, {"tp": 2, "etp": 2}),
+    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2, **VISITS}),
+    (4, {"ep": 4, "hosts": 2, **VISITS}),
 ]  # fmt: skip
 CASES = [
     (size, layout, name, precision, recompute)

@@ -26,6 +26,7 @@ from moesaic.facts.plan import (
     misplaced,
     planned,
     short,
+    travel_words,
 )
 from moesaic.facts.workload import count
 from moesaic.train.jobfile import LoadedJob, load_job, obey
@@ -124,6 +125,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         if given is not None:
             loaded = obey(loaded, given, items)
         job_, chosen = loaded.job, _chosen(loaded, nproc, where)
+        if loaded.plan is None and job_.layout.dispatch == "auto":
+            chosen = _cheapest(job_, chosen, where, loads)
         facts, timeline = predict(job_, chosen, where, loads)
     after = []
     if trace is not None and not dry_run:
@@ -176,6 +179,31 @@ def _chosen(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:
             "plan was made for, plan anew for this one, or remove places from the plan"
         )
     return chosen
+
+
+def _cheapest(job: Job, plan: Plan, cluster: Cluster, loads: Path | None) -> Plan:
+    """`plan`, in which tokens travel in the way that makes a step the shortest.
+
+    All expert layers are alike, so that as few as there can be show which one it is.
+    """
+    from moesaic.policy.cost.step import Costs
+    from moesaic.policy.dispatch import ways
+    from moesaic.sim.timeline import run
+
+    found = ways(plan, [place.host for place in plan.places])
+    if len(found) == 1:
+        return plan
+    layers = min(job.model.layers, max(plan.num_stages, job.model.dense_layers + 1))
+    model = job.model.model_copy(update={"layers": layers})
+    small, loaded = job.model_copy(update={"model": model}), None
+    if loads is not None:
+        loaded = _recorded(loads, job)[: len(model.expert_layers)]
+
+    def step_s(one: Plan) -> float:
+        low = one.model_copy(update={"stages": None})
+        return run(Costs.of(small, low, cluster, loaded).events(), one.ranks).step_s
+
+    return min(found, key=step_s)
 
 
 def _check_places(out: Path | None, trace: Path | None) -> None:
@@ -409,10 +437,11 @@ def _print(facts: dict[str, Any]) -> None:
     run_s = facts["steps"] * facts["step_s"]
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     slices = f", matrices over {layout['tp']}" * (layout["tp"] > 1)
+    travel = travel_words(layout["dispatch"], layout["hosts"], layout["ep"]) * (layout["ep"] > 1)
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
-        f"({facts['device']}), experts over {layout['ep']}{routing}, dense parameters over "
-        f"{layout['shard']}{slices}",
+        f"({facts['device']}), experts over {layout['ep']}{travel}{routing}, dense "
+        f"parameters over {layout['shard']}{slices}",
         facts,
         {
             **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),

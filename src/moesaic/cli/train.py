@@ -35,7 +35,7 @@ from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.cli.start import at_once
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, planned
+from moesaic.facts.plan import Plan, in_words, planned
 from moesaic.facts.workload import count
 from moesaic.facts.workload.finetune import describe as describe_learnt
 from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
@@ -292,32 +292,14 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
         return
     screen.say(f"# {path}, resolved\n")
     screen.say(loaded.job.to_toml())
-    model = loaded.job.model
     share = f"{counts.active / counts.total:.0%}"
     screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
     for line in describe_learnt(loaded.job) if loaded.job.finetune is not None else ():
         screen.say(line)
-    screen.say(f"plan             {describe(plan, model.experts)}")
+    screen.say(f"plan             {in_words(plan)}")
     peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
     screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
     for kind, num_bytes in needs.by_kind().items():
         name = kind.removesuffix("_bytes")
         about = " (estimate)" if name in ("activations", "head", "gathered", "working") else ""
         screen.say(f"  {name:<14} {screen.size(num_bytes)}{about}")
-
-
-def describe(plan: Plan, experts: int) -> str:
-    """A plan in words."""
-    if plan.ranks == 1:
-        return "1 rank holds everything"
-    parts = [f"{plan.ranks} ranks"]
-    if plan.pp > 1:
-        parts.append(f"layers over {plan.pp} parts, {plan.schedule}")
-    if experts:
-        parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
-    if plan.tp > 1:
-        parts.append(f"matrices in {plan.tp} slices")
-    if plan.etp > 1:
-        parts.append(f"those of experts in {plan.etp}")
-    parts.append(f"dense over {plan.shard}" if plan.shard > 1 else "dense parameters on every rank")
-    return ", ".join(parts)

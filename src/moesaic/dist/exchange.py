@@ -54,31 +54,77 @@ class ByGroup:
         """Nothing is held."""
 
 
-class Exchange(torch.autograd.Function):
-    """Rows to ranks, as a carrier takes them: `send[i]` consecutive ones to rank i.
+class Flight:
+    """Rows on their way between the ranks of a group, and their gradients on the way back.
 
-    The exchange is launched and not awaited; whoever reads the result first calls `wait` on the
-    work that was appended to `works`. Its backward is the exchange in the other direction.
+    Rows leave in `Depart` and are awaited in `Land`; gradients leave where those of landed rows
+    come to, and are awaited where rows departed. What is computed in between is computed while they
+    travel, in either direction.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        send: list[int],
-        receive: list[int],
-        carrier: Carrier,
-        works: list[Work],
-    ) -> Tensor:
-        """Launch the exchange."""
-        ctx.send, ctx.receive, ctx.carrier = send, receive, carrier
-        result, work = carrier.start(rows, send, receive)
-        works.append(work)
-        return result
+    def __init__(self, carrier: Carrier, send: list[int], receive: list[int]) -> None:
+        """Of `send[i]` consecutive rows to rank i, and as many from it as `receive` says."""
+        self._carrier, self._send, self._receive = carrier, send, receive
+        self._work: Work | None = None
+        self._gradients: Tensor | None = None
+
+    def leave(self, rows: Tensor) -> Tensor:
+        """Where they will be."""
+        landing, self._work = self._carrier.start(rows, self._send, self._receive)
+        return landing
+
+    def wait(self) -> None:
+        """Until they are there; what was sent is let go of."""
+        work, self._work = self._work, None
+        assert work is not None
+        work.wait()
+
+    def turn_back(self, gradients: Tensor) -> None:
+        """Let gradients leave for where the rows came from."""
+        self._gradients, self._work = self._carrier.start(gradients, self._receive, self._send)
+
+    def back(self) -> Tensor:
+        """Those gradients, awaited."""
+        self.wait()
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None
+        return gradients
+
+
+class Depart(torch.autograd.Function):
+    """Launch rows; what this returns may be read when it has landed."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Send every row's gradient back to where the row came from."""
-        result, work = ctx.carrier.start(grads[0], ctx.receive, ctx.send)
-        work.wait()
-        return result, None, None, None, None
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        """To each rank what the flight says."""
+        ctx.flight = flight
+        return flight.leave(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Every row's gradient, back where the row came from."""
+        return ctx.flight.back(), None
+
+
+class Land(torch.autograd.Function):
+    """Wait for rows that have departed."""
+
+    @staticmethod
+    def forward(ctx: Any, landing: Tensor, flight: Flight) -> Tensor:
+        """They are there."""
+        ctx.flight = flight
+        flight.wait()
+        return landing.view_as(landing)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Launch gradients; `Depart` waits for them, and does not read what this returns."""
+        ctx.flight.turn_back(grads[0])
+        return grads[0], None
+
+
+def travel(rows: Tensor, carrier: Carrier, send: list[int], receive: list[int]) -> Tensor:
+    """Rows to ranks, awaited at once."""
+    flight = Flight(carrier, send, receive)
+    landed: Tensor = Land.apply(Depart.apply(rows, flight), flight)
+    return landed

@@ -18,13 +18,14 @@ from moesaic.facts.plan import Plan, block_names
 from moesaic.nn.attention import Attention, FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary, compute_dtype
-from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.latent import LatentAttention
 from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE
 from moesaic.nn.norm import RMSNorm, SlicedNorm
 from moesaic.nn.router import Router, SigmoidRouter
 from moesaic.nn.slices import WHOLE, Slices
+from moesaic.nn.travel import Ranks
 
 
 class Embedding(nn.Module):
@@ -153,7 +154,10 @@ class LanguageModel(nn.Module):
         ffn: FeedForward | MoE
         if index in config.expert_layers:
             bank = Bank(plan.homes_at(ranks.rank), config.hidden, config.ffn, ranks.slices)
-            dispatcher = Dispatcher(config.experts, ranks, routing.capacity, plan.slots())
+            dispatcher = Dispatcher(
+                config.experts, ranks, routing.capacity, plan.slots(),
+                visits=plan.dispatch == "visits",
+            )  # fmt: skip
             beside = config.shared * config.ffn
             shared = FeedForward(config.hidden, beside, self.slices) if beside else None
             ffn = MoE(self._router(index, routing), bank, dispatcher, shared)

@@ -64,6 +64,9 @@ class LayerFacts:
     """Tokens sent to each expert by each rank after drops, [ranks, experts], on the host."""
     dropped: int
     """Assignments dropped for want of capacity, over all ranks."""
+    visits: Tensor | None
+    """Tokens of each rank that stop at each rank of its group, and at each host, where they travel
+    once; on the host."""
     flips: int
     """This rank's assignments in which a replayed choice differs from the router's own."""
 

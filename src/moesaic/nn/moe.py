@@ -40,9 +40,8 @@ class MoE(nn.Module):
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
         sent = self.dispatcher.start(tokens_TH, weights_TK, counted)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        results = self.bank.compute(*self.dispatcher.finish(sent))
-        combined = self.dispatcher.combine(results, sent)
-        combined = slices.sum_runs(combined).view(x.shape)
+        results = self.bank.compute(*sent.arrive())
+        combined = slices.sum_runs(sent.bring_back(results)).view(x.shape)
         return combined if shared is None else combined + shared
 
     def _facts(self, routing: Routing, counted: Counted) -> LayerFacts:
@@ -54,5 +53,6 @@ class MoE(nn.Module):
             asked=asked_E,
             counts=counted.counts_RE,
             dropped=counted.dropped,
+            visits=None if counted.visits is None else counted.visits.counts_RP,
             flips=routing.flips,
         )

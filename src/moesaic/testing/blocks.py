@@ -21,6 +21,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.initial import InitialSource
 from moesaic.models.kernels import Passes, Seen
+from moesaic.nn.context import LayerFacts
 from moesaic.testing.flops import UNCOUNTED, flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
@@ -61,7 +62,7 @@ def watch(job: Job, plan: Plan, world: World) -> Watched:
             watched.forward[name], out = observe(partial(block, x, context))
         index = int(name.partition(".")[2]) if name.startswith("layers") else -1
         facts = [context.layers[index]] if index in context.layers else []
-        watched.loads += [one.counts.tolist() for one in facts]
+        watched.loads += [load_of(one) for one in facts]
         roots = [out, *(part for one in facts for part in (one.balance, one.z))]
         roots = [root for root in roots if root.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
@@ -72,6 +73,13 @@ def watch(job: Job, plan: Plan, world: World) -> Watched:
         x = out
     run.close()
     return watched
+
+
+def load_of(facts: LayerFacts) -> list[list[int]]:
+    """Assignments by rank and expert, and visits behind them, as `expert_counts` takes them."""
+    known = [facts.counts] if facts.visits is None else [facts.counts, facts.visits]
+    found: list[list[int]] = torch.cat(known, dim=1).tolist()
+    return found
 
 
 def _keeping(found: dict[int, int], known: set[int]) -> AbstractContextManager[None]:

@@ -22,9 +22,9 @@ from moesaic.models.finetune import prepare
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import held
 from moesaic.nn.bank import Bank
-from moesaic.nn.dispatch import Ranks
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
+from moesaic.nn.travel import Ranks
 from moesaic.train import scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
@@ -51,7 +51,7 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
     """
-    ranks = _ranks(plan, world)
+    ranks = ranks_of(plan, world)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
     alike = world.partition(plan.same_slice_groups())
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
@@ -90,14 +90,14 @@ def assemble(
     return run
 
 
-def _ranks(plan: Plan, world: World) -> Ranks:
+def ranks_of(plan: Plan, world: World) -> Ranks:
     """The ranks that dispatch, by place in their part of the pipeline."""
-    expert_groups = plan.expert_groups()
-    mine = next(group for group in expert_groups if world.rank in group)
+    mine = next(group for group in plan.expert_groups() if world.rank in group)
+    carriers = (world.carrier(groups) for groups in plan.trip_groups())
     return Ranks(
         rank=world.rank % plan.span // plan.etp,
         everyone=world.partition(plan.same_expert_slice_groups()),
-        carrier=world.carrier(expert_groups),
+        carriers=tuple(carrier for carrier in carriers if carrier is not None),
         group_ranks=tuple(rank % plan.span // plan.etp for rank in mine),
         slices=Slices(world.rank % plan.etp, plan.etp, world.partition(plan.expert_slice_groups())),
     )

@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from moesaic.dist import device as devices
 from moesaic.dist.world import World
+from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, RankPlace, check_places
+from moesaic.policy.dispatch import usual
 
 
 def places(world: World) -> list[RankPlace]:
@@ -22,6 +24,14 @@ def places(world: World) -> list[RankPlace]:
     if world.everyone is not None:
         dist.all_gather_object(said, mine, group=world.everyone)
     return [RankPlace.model_validate(one) for one in said]
+
+
+def settled(plan: Plan, job: Job, world: World) -> Plan:
+    """`plan`, in which tokens travel as is usual between the hosts at hand if the job leaves that
+    open; every rank of the world must call this."""
+    if job.layout.dispatch != "auto" or plan.ep == 1:
+        return plan
+    return usual(plan, [place.host for place in places(world)], job.model.top_k)
 
 
 def check_machines(plan: Plan, world: World, origin: str) -> None:

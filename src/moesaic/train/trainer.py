@@ -21,7 +21,7 @@ from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, go_back_to
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import planned
+from moesaic.facts.plan import in_words, planned
 from moesaic.facts.workload import count
 from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
@@ -31,7 +31,7 @@ from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
 from moesaic.train.expectation import Expectation, most_bytes
 from moesaic.train.jobfile import LoadedJob
-from moesaic.train.machines import check_machines
+from moesaic.train.machines import check_machines, settled
 from moesaic.train.record import RunRecord
 from moesaic.train.routes import RouteReplay, recording
 from moesaic.train.run import NARROW, Run
@@ -90,7 +90,7 @@ def _train(
     loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
 ) -> dict[str, Any]:
     job = loaded.job
-    plan = loaded.plan or planned(job, world.size)
+    plan = loaded.plan or settled(planned(job, world.size), job, world)
     check_machines(plan, world, loaded.plan_origin)
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
@@ -112,6 +112,8 @@ def _train(
         write_opening(out, loaded.text, job, plan, world, data.tokenizer)
         session = _Session(run, data, RunRecord(out, job, world), progress, world)
         stack.enter_context(session)
+        if world.size > 1:
+            progress.message(f"plan: {in_words(plan)}")
         return session.go(origin)
 
 

@@ -131,7 +131,7 @@ def test_explain_knows_the_files_beside_a_job(capfd: pytest.CaptureFixture[str])
         "cluster.calibration", "cluster.calibration.runs",
     ]  # fmt: skip
     for line, words in (
-        ("plan --explain hosts", "unknown key 'hosts': did you mean 'cluster.hosts'?"),
+        ("plan --explain links", "unknown key 'links': did you mean 'cluster.links'?"),
         ("plan --explain cluster.host", "unknown key 'cluster.host': did you mean 'cluster.hosts'"),
         ("train --explain homes", "unknown key 'homes': did you mean 'plan.homes'?"),
         ("train --explain ep", "unknown key 'ep': did you mean 'layout.ep'?"),
@@ -182,6 +182,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert parse(Job, facts["job"], "dry run") == job
     assert facts["plan"] == {
         "ranks": 2, "ep": 2, "shard": 1, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
+        "dispatch": "rows", "hosts": 1,
         "experts": 16,
         "homes": [[*range(8)], [*range(8, 16)]], "copies": [],
         "stages": [["embed", *(f"layers.{layer}" for layer in range(4)), "head"]],

@@ -102,6 +102,29 @@ def test_it_writes_the_plan(place: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert plan.predictions.memory_bytes["peak"] == facts["memory_per_rank"]["peak_bytes"]
 
 
+@pytest.mark.parametrize("layout", ["ep=16", "ep=8", "ep=16,pp=2,schedule=interleaved"])
+def test_tokens_travel_in_the_way_that_is_shortest(
+    place: Path, capfd: pytest.CaptureFixture[str], layout: str
+) -> None:
+    del place
+
+    def told(*more: str) -> dict[str, Any]:
+        words = ",".join((layout, *more))
+        assert main([*LINE, "--layout", words, "--nproc", "16" if "pp" not in layout else "32",
+                     "--json"]) == 0  # fmt: skip
+        facts: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return facts
+
+    if "pp" in layout:
+        Path("cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
+    ways = ["dispatch=rows", "dispatch=visits"]
+    if "ep=16" in layout:
+        ways += [f"{way},hosts=2" for way in ways]
+    free, pinned = told(), [told(way) for way in ways]
+    assert free["step_s"] == min(one["step_s"] for one in pinned)
+    assert len({one["step_s"] for one in pinned}) == len(pinned)
+
+
 def test_a_plan_that_was_edited_is_costed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As it stands, on the cluster that it was made for, by the layout that it decides."""
     assert main([*LINE, "--nproc", "8", "--layout", "ep=4", "--out", "plan.json"]) == 0

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from moesaic.facts.plan import (
     ruled,
     stages,
 )
-from moesaic.facts.workload.loads import slots_of, traffic
+from moesaic.facts.workload.loads import routed
 from moesaic.testing.jobs import tiny_job
 
 MODEL = parse(ModelConfig, PRESETS["tiny-olmoe"], "preset")
@@ -376,10 +375,11 @@ def test_slices_of_experts_are_places_of_their_own() -> None:
 
 def test_work_follows_the_homes() -> None:
     plan = Plan.model_validate({**RAW, "ranks": 2, "homes": [[3, 0], [2, 1]]})
-    counts = np.array([[1, 2, 3, 4], [10, 20, 30, 40]])
-    assert [slots_of(counts, plan, rank, (0, 1)) for rank in (0, 1)] == [[44, 11], [33, 22]]
-    assert traffic(counts, plan, 0, (0, 1)) == ([5, 5], [5, 50])
-    assert traffic(counts, plan, 1, (0, 1)) == ([50, 50], [5, 50])
+    job, load = tiny_job(model={"experts": 4, "layers": 1}), [[1, 2, 3, 4], [10, 20, 30, 40]]
+    (one,), (other,) = (routed(job, plan, rank, [load]) for rank in (0, 1))
+    assert (one.slots, other.slots) == ([44, 11], [33, 22])
+    assert one.trips == (((0, 1), [5, 5], [5, 50], 10),)
+    assert other.trips == (((0, 1), [50, 50], [5, 50], 100),)
 
 
 def test_it_overrules_the_job() -> None:

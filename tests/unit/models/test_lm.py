@@ -18,8 +18,8 @@ from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
-from moesaic.nn.dispatch import Ranks
 from moesaic.nn.slices import Slices
+from moesaic.nn.travel import Ranks
 
 SMALL = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "vocab": 19}
 LATENT = {"width": 6, "queries": 5, "rotary": 2, "value": 3}

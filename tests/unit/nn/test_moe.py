@@ -14,9 +14,10 @@ from torch import Tensor
 
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import NOBODY, Router
+from moesaic.nn.travel import Ranks
 
 HIDDEN, FFN = 12, 10
 

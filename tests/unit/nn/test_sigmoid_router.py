@@ -17,9 +17,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, 
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher, Ranks
+from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import SigmoidRouter
+from moesaic.nn.travel import Ranks
 
 HIDDEN, FFN = 12, 10
 

@@ -11,6 +11,9 @@ from moesaic.base.config import Section
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """Orders in which the parts of a pipeline go through micro-batches."""
 
+Dispatch = Literal["rows", "visits"]
+"""Ways in which tokens reach experts of other ranks."""
+
 MOMENT_BLOCK = 128
 """Numbers of a row that share a scale where moments have eight bits."""
 
@@ -31,6 +34,13 @@ class LayoutConfig(Section):
     """Pipeline parallelism: parts that the layers are cut into, each on ranks of its own."""
     schedule: Schedule = "1f1b"
     """The order in which parts of a pipeline compute forward and backward of micro-batches."""
+    dispatch: Literal["auto"] | Dispatch = "auto"
+    """How tokens reach experts of other ranks. rows: once for each expert. visits: once for each
+    rank that has some of a token's experts, and back as one sum of their results. auto: `moesaic
+    plan` takes what costs least; without a plan, visits where those ranks are on several hosts."""
+    hosts: int = Field(default=1, ge=1)
+    """Hosts that the `ep` ranks are on, as many on each: tokens go to the rank of the same place on
+    another host, and from that one to the host's ranks; visits once to each host. 1: straight."""
 
 
 class TrainConfig(Section):

@@ -4,7 +4,15 @@ One JSON file that `moesaic plan` writes, people edit, training obeys and every 
 """
 
 from moesaic.facts.plan.checks import basis, check, check_places, load_plan, misplaced, ruled
-from moesaic.facts.plan.layout import block_names, completed, lay_out, planned, stages
+from moesaic.facts.plan.layout import (
+    block_names,
+    completed,
+    in_words,
+    lay_out,
+    planned,
+    stages,
+    travel_words,
+)
 from moesaic.facts.plan.order import Action, order
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
@@ -36,6 +44,7 @@ __all__ = [
     "check",
     "check_places",
     "completed",
+    "in_words",
     "lay_out",
     "load_plan",
     "measure",
@@ -45,4 +54,5 @@ __all__ = [
     "ruled",
     "short",
     "stages",
+    "travel_words",
 ]

@@ -14,7 +14,10 @@ from moesaic.facts.plan.layout import block_names, pipeline_fault
 from moesaic.facts.plan.plan import Plan, RankPlace
 
 _DIGITS = 16
-_DECISIVE = {"ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "homes_by_rank", "stages"}
+_DECISIVE = {
+    "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "homes_by_rank",
+    "stages",
+}  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
 
@@ -84,6 +87,8 @@ def ruled(job: Job, plan: Plan) -> Job:
     said = job.layout.model_dump()
     if said["shard"] == "all":
         said["shard"] = plan.replicas
+    if said["dispatch"] == "auto":
+        said |= {"dispatch": plan.dispatch, "hosts": plan.hosts}
     decided = plan.model_dump(include=set(said))
     changes = {key: value for key, value in decided.items() if value != said[key]}
     layout = job.layout.model_copy(update=changes)

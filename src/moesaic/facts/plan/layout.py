@@ -8,7 +8,11 @@ from moesaic.facts.plan.plan import MOST_RANKS, Plan
 
 
 def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
-    """The plan that `layout` means on `ranks` ranks; anything else is as the job says."""
+    """The plan that `layout` means on `ranks` ranks; anything else is as the job says.
+
+    Where it leaves open how tokens travel they do so straight, once for each expert: what is better
+    depends on hosts (`policy.dispatch`).
+    """
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"a plan has {MOST_RANKS} ranks at most, not {ranks}: ask for fewer (--nproc)"
@@ -34,9 +38,20 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}: "
             "choose a divisor of the number of experts"
         )
+    if layout.ep % layout.hosts:
+        raise ConfigError(
+            f"layout.hosts = {layout.hosts} does not divide layout.ep = {layout.ep}, and each host "
+            "has as many of those ranks: choose a divisor"
+        )
+    if layout.hosts > 1 and layout.dispatch == "auto":
+        raise ConfigError(
+            f'layout.hosts = {layout.hosts} with layout.dispatch = "auto", which finds the hosts '
+            'itself: set layout.dispatch to "rows" or "visits", or leave layout.hosts out'
+        )
     return Plan(
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
+        dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=layout.hosts,
     )  # fmt: skip
 
 
@@ -111,3 +126,30 @@ def stages(plan: Plan, model: ModelConfig) -> list[list[str]]:
 def block_names(model: ModelConfig) -> list[str]:
     """The named blocks of `model`, in order."""
     return ["embed", *(f"layers.{index}" for index in range(model.layers)), "head"]
+
+
+def travel_words(dispatch: str, hosts: int, ep: int) -> str:
+    """How tokens travel between `ep` ranks on so many hosts, with a comma before it; straight and
+    once for each expert is not worth a word."""
+    if dispatch == "rows":
+        return ", tokens by way of hosts" if 1 < hosts < ep else ""
+    return f", tokens once to each {f'of {hosts} hosts' if 1 < hosts < ep else 'rank'}"
+
+
+def in_words(plan: Plan) -> str:
+    """A plan as a person reads it."""
+    if plan.ranks == 1:
+        return "1 rank holds everything"
+    parts = [f"{plan.ranks} ranks"]
+    if plan.pp > 1:
+        parts.append(f"layers over {plan.pp} parts, {plan.schedule}")
+    if plan.experts:
+        parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
+    if plan.ep > 1:
+        parts[-1] += travel_words(plan.dispatch, plan.hosts, plan.ep)
+    if plan.tp > 1:
+        parts.append(f"matrices in {plan.tp} slices")
+    if plan.etp > 1:
+        parts.append(f"those of experts in {plan.etp}")
+    parts.append(f"dense over {plan.shard}" if plan.shard > 1 else "dense parameters on every rank")
+    return ", ".join(parts)

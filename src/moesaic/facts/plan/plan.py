@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.model import MOST_EXPERTS
-from moesaic.facts.job.train import Schedule
+from moesaic.facts.job.train import Dispatch, Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -63,6 +63,11 @@ class Plan(Section):
     """Parts of the pipeline."""
     schedule: Schedule = "1f1b"
     """The order in which parts compute forward and backward of micro-batches."""
+    dispatch: Dispatch = "rows"
+    """How tokens reach experts of other ranks: once for each expert, or once for each rank."""
+    hosts: int = Field(default=1, ge=1)
+    """Equal runs of the `ep` ranks: tokens go to the rank of the same place in a run, and from that
+    one to the run's ranks; 1: straight to each."""
     experts: int = Field(ge=0, lt=MOST_EXPERTS)
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
@@ -126,6 +131,7 @@ class Plan(Section):
                 f"ep = {self.ep} does not divide experts = {self.experts}: choose a divisor"
             )
         self._check_homes()
+        self._check_hosts()
         self._check_copies()
         if self.stages is not None and len(self.stages) != self.num_stages:
             of = f" and schedule = '{self.schedule}'" if self.pp > 1 else ""
@@ -180,6 +186,13 @@ class Plan(Section):
                     f"homes[{rank}] has {len(homes)} experts where each rank has {share}: "
                     "make the shares equal"
                 )
+
+    def _check_hosts(self) -> None:
+        if self.ep % self.hosts:
+            raise ValueError(
+                f"hosts = {self.hosts} does not divide ep = {self.ep}, and each has as many of the "
+                "ranks that share out the experts: choose a divisor"
+            )
 
     def _check_copies(self) -> None:
         for rank, copies in enumerate(self.copies):
@@ -268,6 +281,17 @@ class Plan(Section):
         """Groups of ranks that exchange tokens."""
         homes = _runs(self.ranks, self.ep * self.etp)
         return [ranks[i :: self.etp] for ranks in homes for i in range(self.etp)]
+
+    def trip_groups(self) -> list[list[list[int]]]:
+        """Groups of ranks that tokens travel in, trip after trip: straight to the ranks of their
+        experts, or to the ranks of the same place on each host, and then to those of the host."""
+        groups = self.expert_groups()
+        each = self.ep // self.hosts
+        if each in (1, self.ep):
+            return [groups]
+        across = [group[place::each] for group in groups for place in range(each)]
+        within = [group[at : at + each] for group in groups for at in range(0, self.ep, each)]
+        return [across, within]
 
     def expert_slice_groups(self) -> list[list[int]]:
         """Groups of ranks that share out the matrices of the same experts."""

@@ -14,7 +14,7 @@ from moesaic.facts.job.finetune import Target
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import latent, messages, ops, sparse
 from moesaic.facts.workload.holdings import blocks_on, is_first, model_block
-from moesaic.facts.workload.loads import Counts, expert_counts, leaving, slots_of, traffic
+from moesaic.facts.workload.loads import Routed, Trip, routed, visit_bytes
 from moesaic.facts.workload.messages import Message, Slices, Talk
 from moesaic.facts.workload.ops import Op, Part
 from moesaic.facts.workload.parameters import Parameter, local_size, rank_size
@@ -117,8 +117,8 @@ class _Making:
         return self.sizes.learning.first_block(self.job.model)
 
     @cached_property
-    def _even(self) -> Counts:
-        return expert_counts(self.job, self.plan, None)
+    def _routed(self) -> list[Routed]:
+        return routed(self.job, self.plan, self.rank, self.loads)
 
     def blocks(self, name: str) -> Iterator[Block]:
         """What the model's block `name` is in two, or one."""
@@ -133,8 +133,8 @@ class _Making:
             attention, ffn, moe = f"{name}.attention", f"{name}.ffn", f"{name}.moe"
             yield _attention(attention, self._slices(attention), again=again)
             if layer in model.expert_layers:
-                counts = self._counts(model.expert_layers.index(layer))
-                yield _moe(moe, self.job, self.plan, self.rank, self._slices(moe), counts)
+                rows = self._routed[model.expert_layers.index(layer)]
+                yield _moe(moe, self.job, self.plan, self.rank, self._slices(moe), rows)
             else:
                 yield _dense(ffn, self._slices(ffn), self.sizes.inner(layer), again=again)
 
@@ -151,11 +151,6 @@ class _Making:
     def _slices(self, name: str) -> Slices:
         begins = name == self._first != "embed"
         return Slices.of(replace(self.sizes, begins=begins), self.plan, self.rank)
-
-    def _counts(self, number: int) -> Counts:
-        if self.loads is None:
-            return self._even
-        return expert_counts(self.job, self.plan, self.loads[number])
 
 
 def _place(block: str) -> tuple[float, bool]:
@@ -238,35 +233,54 @@ def _beside(slices: Slices) -> Talk:
     return slices.join_runs(s.model.hidden).then(slices.sum_runs(s.narrow))
 
 
-def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, counts: Counts) -> Block:
-    s, group = slices.s, messages.group_of(plan.expert_groups(), rank)
-    slots, travels = slots_of(counts, plan, rank, group), plan.ep > 1
-    out, arriving = leaving(counts, plan, rank), sum(slots)
+def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, rows: Routed) -> Block:
+    s = slices.s
     shared, learns = s.shared > 0, s.learning.experts or s.learning.beside("experts") > 0
     uses = 2 + shared * (2 if s.slices == 1 else 1)
     parts = [
         ops.norm(s, s.model.hidden, uses=uses),
         sparse.router(s),
-        sparse.dispatch(s, out, arriving, travels=travels),
+        sparse.dispatch(s, rows),
         *(_gated(s, s.shared, "shared") if shared else ()),
-        sparse.experts(s, slots, travels=travels),
-        sparse.combine(s, out, travels=travels),
+        sparse.experts(s, rows.slots, travels=rows.by_rows),
+        sparse.combine(s, rows),
         *((sparse.beside(s),) if shared else ()),
         ops.residual(s),
     ]
-    row_bytes = s.model.hidden * s.narrow
-    to, back = ([n * row_bytes for n in rows] for rows in traffic(counts, plan, rank, group))
+    tokens, results = _travelling(s, rows)
     talk = slices.join_choices().then(
         messages.counts(job, plan, rank),
         slices.join_sent(),
-        messages.exchange("tokens", group, to, back).ahead(s.begins),
+        *(talk.ahead(s.begins) for talk in tokens[:1]),
         _beside(slices) if shared else Talk(),
-        messages.exchange("results", group, back, to).ahead(s.begins and not learns),
+        *(talk.ahead(s.begins) for talk in tokens[1:]),
+        results.ahead(s.begins and not learns),
         slices.sum_results(),
     )
     # Where gradients begin in the shared experts alone, what comes after them is not needed again.
     idle = ("experts", "combine") if s.begins and not (learns or s.learning.routers) else ()
     return _block(name, parts, talk, again=job.train.recompute, sums=s.expert_slices > 1, idle=idle)
+
+
+def _travelling(s: Sizes, rows: Routed) -> tuple[list[Talk], Talk]:
+    """Tokens to experts, trip by trip, and results back.
+
+    A visit has a token's weights and slots beside it, and brings back the gradients of weights.
+    """
+    row, choices = s.model.hidden * s.narrow, s.model.top_k
+    there = visit_bytes(s.model.hidden, choices, s.narrow)[0] if rows.visits else row
+    again = row + rows.visits * choices * s.narrow
+
+    def exchange(name: str, trip: Trip, each: int, *, returns: bool = False) -> Talk:
+        to, back = [n * each for n in trip.to], [n * each for n in trip.back]
+        return messages.exchange(name, trip.group, *((back, to) if returns else (to, back)))
+
+    tokens = [
+        Talk(exchange("tokens", trip, there).forward, exchange("tokens", trip, again).backward)
+        for trip in rows.trips
+    ]
+    results = [exchange("results", trip, row, returns=True) for trip in reversed(rows.trips)]
+    return tokens, Talk().then(*results)
 
 
 def _block(

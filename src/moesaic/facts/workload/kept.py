@@ -16,7 +16,7 @@ from moesaic.facts.job.model import Latent
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload.holdings import blocks_on
 from moesaic.facts.workload.latent import attended
-from moesaic.facts.workload.loads import Routed, routed
+from moesaic.facts.workload.loads import Routed, routed, visit_bytes
 from moesaic.facts.workload.sizes import HEAD_ROWS, INDEX_BYTES, Sizes
 
 
@@ -122,7 +122,7 @@ def _gated_bytes(s: Sizes, ffn: int) -> int:
 
 
 def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
-    model, t, (leaving, slots, travels) = s.model, s.run, routed
+    model, t, (leaving, slots, trips, visits) = s.model, s.run, routed
     arriving = sum(slots)
     scores, chosen, sent = t * model.experts, t * model.top_k, s.sent * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
@@ -134,8 +134,17 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
     counts = len(slots) * (plan.span // plan.etp if plan.ep == 1 else 1)
     indices = (2 * sent + leaving + counts) * INDEX_BYTES + sent
     rows = 2 * arriving * s.ffn
-    if travels:
-        indices += arriving * INDEX_BYTES
+    if visits:
+        choices = trips[-1].arriving * model.top_k
+        ways = sum(trip.tokens * len(trip.group) for trip in trips)
+        there = sum(trip.leaving for trip in trips)
+        indices = (sent + counts + arriving + choices + there + ways) * INDEX_BYTES
+        indices += sent + choices + ways
+        indices += trips[-1].arriving * visit_bytes(model.hidden, model.top_k, s.narrow)[0]
+        rows += choices - sent
+    elif trips:
+        passing = 2 * sum(trip.arriving for trip in trips[:-1])
+        indices += (arriving + passing) * INDEX_BYTES
         rows += (arriving + leaving) * model.hidden
     elif s.casts or s.expert_slices > 1:  # Else it is the stream, which the router has kept.
         rows += s.sent * model.hidden
@@ -188,7 +197,9 @@ def captured_network(s: Sizes, layer: int, routed: Routed | None, *, learns: boo
     if routed is None:
         return kept + joined + 2 * s.tokens * s.inner(layer) * s.narrow
     kept += s.run * model.experts * s.wide
-    graded = sum(routed.slots) if routed.travels else s.sent
+    graded = sum(routed.slots) if routed.by_rows else s.sent
+    if routed.visits:
+        graded = routed.trips[-1].arriving
     kept += learns * (graded * model.hidden + 2 * s.ffn * sum(routed.slots)) * s.narrow
     if model.shared:
         kept += joined + 2 * s.tokens * s.shared * s.narrow

@@ -14,6 +14,10 @@ from moesaic.facts.plan import Plan
 
 Counts = NDArray[np.int64]
 
+SLOT_BYTES = 4
+_ALIGNED = 16
+"""Bytes of a visit are a multiple of it."""
+
 
 def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
     """Assignments [ranks, experts] of one layer over one global micro-batch, none dropped.
@@ -26,12 +30,13 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
         plan: which rank has which samples, and which run of their tokens.
         load: by expert, how its share of assignments compares to others': tokens of all ranks
             spread alike, and the job says how many there are. By rank and expert: assignments as
-            they are. None: even.
+            they are, and behind them, if they are known, tokens that visit each rank of a group,
+            and then each host. None: even.
     """
     given = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
     places = plan.span // plan.etp
-    if given.shape == (places, plan.experts):
-        return given.astype(np.int64)
+    if given.shape in ((places, plan.experts), (places, plan.experts + sum(stops(plan)))):
+        return given[:, : plan.experts].astype(np.int64)
     if given.shape != (plan.experts,):
         raise ConfigError(
             f"a load of shape {given.shape} does not fit {plan.experts} experts on {places} "
@@ -39,18 +44,76 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
         )
     if not (given.sum() > 0 and given.min() >= 0):
         raise ConfigError("a load of no assignments, or of less than none: give some above 0")
-    size = job.train.batch // job.train.micro_batches
-    last = range(plan.etp - 1, plan.span, plan.etp)
-    ends = np.array([_end(plan, rank, size, job.data.sequence) for rank in last])
-    reached = _shared_out(ends * job.model.top_k, given.astype(np.float64))
+    reached = _shared_out(_ends(job, plan) * job.model.top_k, given.astype(np.float64))
     counts: Counts = np.diff(reached, axis=0, prepend=0)
     return counts
 
 
-def _end(plan: Plan, rank: int, batch: int, sequence: int) -> int:
-    """Where the tokens of `rank` end among those of `batch` samples, one after another."""
-    rows = plan.rows(rank, batch)
-    return sequence * rows.start + (rank % plan.tp + 1) * len(rows) * sequence // plan.tp
+def stops(plan: Plan) -> list[int]:
+    """Where tokens can stop on the way to experts: how many ranks of a group, how many hosts."""
+    return [plan.ep, plan.hosts] if len(plan.trip_groups()) > 1 else [plan.ep]
+
+
+def _known_visits(plan: Plan, load: ArrayLike | None) -> Counts | None:
+    """Tokens [ranks, stops] of each rank that visit each stop, if `load` tells."""
+    given = np.zeros(0) if load is None else np.asarray(load)
+    if given.ndim == 2 and given.shape[1] == plan.experts + sum(stops(plan)):
+        return given[:, plan.experts :].astype(np.int64)
+    return None
+
+
+def _by_stop(plan: Plan, counts: Counts, stops: int) -> Counts:
+    """Assignments [ranks, stops] where so many share out the experts."""
+    rows: Counts = counts[:, plan.slots()].reshape(len(counts), stops, -1).sum(axis=2)
+    return rows
+
+
+def _expected_visits(job: Job, plan: Plan, counts: Counts, stops: int) -> Counts:
+    """Tokens [ranks, stops] that visit each of so many stops.
+
+    It is what to expect of tokens whose choices follow `counts`, independently but for that no
+    expert is chosen twice.
+    """
+    top_k, each, rows = job.model.top_k, plan.experts // stops, _by_stop(plan, counts, stops)
+    total = rows.sum(axis=1, keepdims=True)
+    share, none = rows / np.maximum(total, 1), np.ones(rows.shape)
+    for choice in range(top_k):  # Experts that are left, of those of other ranks.
+        none *= 1 - np.minimum(share * plan.experts / (plan.experts - choice), 1.0)
+    tokens = total // top_k
+    expected = np.rint(tokens * (1 - none)).astype(np.int64)
+    least, most = -(-rows // min(top_k, each)), np.minimum(rows, tokens)
+    found: Counts = np.clip(expected, least, np.maximum(most, least))
+    return found
+
+
+def _expected_stops(job: Job, plan: Plan, counts: Counts) -> list[Counts]:
+    """The same of ranks, and of hosts: a host gets as many as any of its ranks, and no more than
+    all of them."""
+    first, *more = (_expected_visits(job, plan, counts, num) for num in stops(plan))
+    ranks = first.reshape(len(counts), plan.hosts, -1)
+    return [first, *(np.clip(one, ranks.max(axis=2), ranks.sum(axis=2)) for one in more)]
+
+
+def visit_bytes(hidden: int, choices: int, each: int) -> tuple[int, int]:
+    """Bytes of a visit, a token's numbers and weights of `each` bytes and its slots; and where in
+    it slots begin."""
+    slots_at = _up((hidden + choices) * each, SLOT_BYTES)
+    return _up(slots_at + choices * SLOT_BYTES, _ALIGNED), slots_at
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _ends(job: Job, plan: Plan) -> Counts:
+    """Where the tokens of each place end among those of a global micro-batch, one after another."""
+    batch, sequence = job.train.batch // job.train.micro_batches, job.data.sequence
+
+    def end(rank: int) -> int:
+        rows = plan.rows(rank, batch)
+        return sequence * rows.start + (rank % plan.tp + 1) * len(rows) * sequence // plan.tp
+
+    return np.array([end(rank) for rank in range(plan.etp - 1, plan.span, plan.etp)], np.int64)
 
 
 def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Counts:
@@ -90,6 +153,30 @@ def _places(plan: Plan, group: Sequence[int]) -> list[int]:
     return [rank % plan.span // plan.etp for rank in group]
 
 
+class Trip(NamedTuple):
+    """Tokens of one expert layer that one rank exchanges with others: each once for every expert
+    there, or once."""
+
+    group: tuple[int, ...]
+    """The ranks."""
+    to: list[int]
+    """To each of them."""
+    back: list[int]
+    """From each of them."""
+    tokens: int
+    """That set out: of this rank, or that have come to it."""
+
+    @property
+    def leaving(self) -> int:
+        """To all."""
+        return sum(self.to)
+
+    @property
+    def arriving(self) -> int:
+        """From all."""
+        return sum(self.back)
+
+
 class Routed(NamedTuple):
     """Rows of one rank in one expert layer."""
 
@@ -97,8 +184,15 @@ class Routed(NamedTuple):
     """Assignments of the tokens that go to experts from it."""
     slots: list[int]
     """Rows that arrive at each of its slots."""
-    travels: bool
-    """Whether some may come from other ranks."""
+    trips: tuple[Trip, ...]
+    """How tokens travel; none: they stay."""
+    visits: bool
+    """Whether they travel once to each rank."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each token travels once for every expert."""
+        return bool(self.trips) and not self.visits
 
 
 def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -> list[Routed]:
@@ -108,16 +202,48 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
     def rows(load: ArrayLike | None) -> Routed:
         counts = expert_counts(job, plan, load)
         slots = slots_of(counts, plan, rank, group)
-        return Routed(leaving(counts, plan, rank), slots, plan.ep > 1)
+        trips = _trips(job, plan, rank, load, counts)
+        visits = plan.dispatch == "visits" and plan.ep > 1
+        return Routed(leaving(counts, plan, rank), slots, trips, visits)
 
     if loads is None:
         return [rows(None)] * len(job.model.expert_layers)
     return [rows(load) for load in loads]
 
 
-def traffic(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> tuple[list[int], ...]:
-    """Rows from `rank` to each of `group`, and to `rank` from each."""
-    rows = counts[_places(plan, group)][:, plan.slots()]
-    by_home = rows.reshape(len(group), len(group), -1).sum(axis=2)
-    me = list(group).index(rank)
-    return by_home[me].tolist(), by_home[:, me].tolist()
+def _trips(
+    job: Job, plan: Plan, rank: int, load: ArrayLike | None, counts: Counts
+) -> tuple[Trip, ...]:
+    """Those of `rank`; none where all tokens stay."""
+    if plan.ep == 1:
+        return ()
+    group, *ways = [
+        next(ranks for ranks in groups if rank in ranks)
+        for groups in (plan.expert_groups(), *plan.trip_groups())
+    ]
+    places, me = _places(plan, group), group.index(rank)
+    own, where = counts[places], stops(plan)
+    if plan.dispatch == "rows":
+        stopping, tokens = (
+            [_by_stop(plan, own, each) for each in where],
+            leaving(counts, plan, rank),
+        )
+    else:
+        known = _known_visits(plan, load)
+        stopping = _expected_stops(job, plan, own)
+        if known is not None:
+            stopping = np.split(known[places], where[:1], axis=1)
+        tokens = int(np.diff(_ends(job, plan), prepend=0)[places[me]])
+    if len(ways) == 1:
+        to, back = stopping[0][me], stopping[0][:, me]
+        return (Trip(tuple(group), to.tolist(), back.tolist(), tokens),)
+    across, within = ways
+    host, place = divmod(me, len(within))
+    to_ranks = stopping[0].reshape(plan.hosts, -1, plan.hosts, len(within))
+    to_hosts = stopping[1].reshape(plan.hosts, -1, plan.hosts)
+    there, back = to_hosts[host, place], to_hosts[:, place, host]
+    on, from_ = to_ranks[:, place, host].sum(axis=0), to_ranks[:, :, host, place].sum(axis=0)
+    return (
+        Trip(tuple(across), there.tolist(), back.tolist(), tokens),
+        Trip(tuple(within), on.tolist(), from_.tolist(), int(back.sum())),
+    )

@@ -12,6 +12,7 @@ from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload.loads import stops
 from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.sizes import Sizes
 
@@ -160,7 +161,8 @@ def counts(job: Job, plan: Plan, rank: int) -> Talk:
     ranks = group_of(plan.same_expert_slice_groups(), rank)
     if len(ranks) == 1:
         return Talk()
-    own = _NUMBER_BYTES * (job.model.top_k * (job.model.experts + 1) + 1)
+    visits = sum(stops(plan)) if plan.dispatch == "visits" and plan.ep > 1 else 0
+    own = _NUMBER_BYTES * (job.model.top_k * (job.model.experts + 1) + 1 + visits)
     return Talk((Message("counts", "all_gather", ranks, len(ranks) * own),))
 
 

@@ -121,15 +121,16 @@ class Step:
             return stream + self._gated(s.inner(index), stays)
         routed = self.routed[index]
         rows = sum(routed.slots)
-        if routed.travels:
+        if routed.by_rows:
             handed, named = (rows - routed.leaving) * model.hidden, 0
         else:  # What comes back is of all slices' tokens; which row is whose, and its weight.
-            handed = (s.expert_slices > 1) * s.sent * model.hidden + 2 * rows
+            arrived = routed.trips[-1].arriving if routed.visits else s.sent
+            handed = (s.expert_slices > 1 or routed.visits) * arrived * model.hidden + 2 * rows
             named = 2 * rows * INDEX_BYTES
         most = self.arena * s.wide + (handed + self.rows(routed)) * s.narrow + named
         if model.shared:  # Their gradients come when those of experts are done.
             gone = 2 * s.ffn * rows
-            gone += routed.travels * model.hidden * routed.leaving
+            gone += bool(routed.trips) * model.hidden * routed.leaving
             arena = stays * self.arena * s.wide
             most = max(most, arena + self._gated(s.shared, stays) - gone * s.narrow)
         return stream + most
@@ -219,18 +220,19 @@ class Step:
         model, rows = self.s.model, sum(routed.slots)
         shares, between = self._shares(routed.slots), 2 * self.s.ffn * stay
         whole, most, done = rows * model.hidden, 0, 0
-        early = routed.travels or len(shares) > 1
+        early = routed.by_rows or len(shares) > 1
         for num_slots, num_rows in shares:
             inner, copied = num_rows * self.s.ffn, num_rows * model.hidden
             before = done * between + early * whole
             done += num_rows
             weights = self.s.casts * num_slots * 2 * self.s.ffn * model.hidden
-            after = whole + done * between + (not stay) * 2 * inner + routed.travels * copied
+            after = whole + done * between + (not stay) * 2 * inner + routed.by_rows * copied
             # Beside them there may be the gradient of a slot's matrices, before it is widened.
             one = self.s.casts * 2 * self.s.ffn * model.hidden
             most = max(most, before + copied + max(5 * inner, 4 * inner + one), after + weights)
-        if not routed.travels:  # Sums by token, at last.
-            most = max(most, whole + done * between + self.s.sent * model.hidden)
+        if not routed.by_rows:  # Sums by token, at last.
+            sums = routed.trips[-1].arriving if routed.visits else self.s.sent
+            most = max(most, whole + done * between + sums * model.hidden)
         return most
 
     def _shares(self, slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from moesaic.facts.workload.loads import Routed
 from moesaic.facts.workload.ops import SLOTS, Op, Part, Product, both
 from moesaic.facts.workload.sizes import INDEX_BYTES, Sizes
 
@@ -41,17 +42,63 @@ def router(s: Sizes) -> Part:
     )  # fmt: skip
 
 
-def dispatch(s: Sizes, leaving: int, arriving: int, *, travels: bool) -> Part:
+def dispatch(s: Sizes, routed: Routed) -> Part:
     """Which rows stand where in the order of slots; tokens that travel copied once for each of
-    their experts."""
-    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
-    rows, arrived = leaving * hidden * s.narrow, int(travels) * arriving
-    back = Op("dispatch", (), rows + s.sent * hidden * s.narrow + s.cast(s.stream), 3 + s.casts)
+    their experts, or, trip by trip, for each rank that they visit."""
+    if routed.visits:
+        return _visits(s, routed)
+    hidden, chosen, travels = s.model.hidden, s.sent * s.model.top_k, routed.by_rows
+    rows, arrived = routed.leaving * hidden * s.narrow, travels * sum(routed.slots)
+    turned, more = _turned(s, routed)
+    passing = sum(trip.arriving for trip in routed.trips[:-1])
+    named = (13 * arrived + 17 * passing) * INDEX_BYTES
+    summed = rows + s.sent * hidden * s.narrow
     return (
-        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows
-           + 13 * arrived * INDEX_BYTES, 19 + s.casts + 18 * travels),
-        Op("dispatch") if s.begins else back,
+        Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows + turned
+           + named, 19 + s.casts + 18 * travels + 29 * more),
+        Op("dispatch") if s.begins else
+        Op("dispatch", (), summed + turned + s.cast(s.stream), 3 + s.casts + more),
     )  # fmt: skip
+
+
+def _turned(s: Sizes, routed: Routed) -> tuple[int, int]:
+    """Bytes of rows that are put into another order on their way, and how often that is."""
+    passing = routed.trips[:-1]
+    rows = sum(trip.arriving for trip in passing)
+    return 2 * rows * s.model.hidden * s.narrow, len(passing)
+
+
+def _visits(s: Sizes, routed: Routed) -> Part:
+    """Tokens copied once for each rank, with weights and slots; where those stand on arrival.
+
+    Backward gradients of the rows of a visit are added up there, and those of visits where they set
+    out.
+    """
+    trips, rows, top_k, w = routed.trips, sum(routed.slots), s.model.top_k, s.narrow
+    row, arriving, more = s.model.hidden * w, trips[-1].arriving, len(trips) - 1
+    ahead = s.cast(s.stream) + s.sent * top_k * (77 + 2 * s.wide) + s.cast(s.sent * top_k)
+    first, last = len(trips[0].group), len(trips[-1].group)
+    for stops in (first, first * last)[: 1 + more]:
+        ahead += s.sent * (3 * (stops + 1) + 3 * stops + 24 * top_k)
+    ahead += arriving * top_k * 41 + rows * (32 + 96 * more) + 41 * more * s.sent * top_k
+    behind = s.cast(s.stream) + _added_up(arriving, top_k, row, w) + rows * (8 + 2 * w)
+    behind += arriving * top_k * (w + 12)
+    for trip in trips:
+        pairs = trip.tokens * len(trip.group)
+        ahead += 45 * pairs + trip.leaving * (64 + (99 + 6 * w) * top_k + 2 * row)
+        ahead += trip.arriving * top_k * (2 * w + 12)
+        both = row + top_k * w
+        behind += 2 * trip.arriving * both + _added_up(trip.tokens, len(trip.group), both, w)
+    for trip in trips[1:]:
+        ahead += trip.tokens * (40 * top_k + 3 * (len(trip.group) + 1))
+        ahead += trip.arriving * (48 + 16 * top_k)
+    back = Op("dispatch", (), behind, 9 + 6 * more + s.casts)
+    return Op("dispatch", (), ahead, 51 + 54 * more + s.casts), Op("dispatch") if s.begins else back
+
+
+def _added_up(tokens: int, each: int, row: int, weight: int) -> int:
+    """Bytes of sums of `each` rows a token, some of which may be missing, and their masks."""
+    return tokens * (each * (1 + 2 * weight + row + INDEX_BYTES) + row + 2 * INDEX_BYTES)
 
 
 def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
@@ -124,15 +171,26 @@ def _adapted_experts(
     )  # fmt: skip
 
 
-def combine(s: Sizes, leaving: int, *, travels: bool) -> Part:
-    """Results added up by token, by weight."""
-    hidden, chosen = s.model.hidden, s.sent * s.model.top_k
-    rows = leaving * hidden * s.narrow
+def combine(s: Sizes, routed: Routed) -> Part:
+    """Results added up by token, by weight; of visits where they are, and where they set out."""
+    hidden, chosen, trips = s.model.hidden, s.sent * s.model.top_k, routed.trips
+    if routed.visits:
+        row, visits, more = hidden * s.narrow, trips[-1].arriving, len(trips) - 1
+        ahead = visits * (s.model.top_k * (row + INDEX_BYTES + s.narrow) + row + 2 * INDEX_BYTES)
+        ahead += sum(_added_up(one.tokens, len(one.group), row, s.narrow) for one in trips)
+        behind = sum(one.leaving * (2 * row + INDEX_BYTES) for one in trips)
+        return (
+            Op("combine", (), ahead, 8 + 2 * more), Op("combine", (), behind, 6 + more),
+        )  # fmt: skip
+    travels, (turned, more) = routed.by_rows, _turned(s, routed)
+    rows = routed.leaving * hidden * s.narrow
     weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
-    back = Op("combine", (), 8 * travels * rows + 2 * weights, 5 + 6 * travels + s.casts)
+    back = Op(
+        "combine", (), 8 * travels * rows + turned + 2 * weights, 5 + 6 * travels + s.casts + more
+    )
     idle = s.begins and not travels and not s.learning.routers
     return (
-        Op("combine", (), rows + s.sent * hidden * s.narrow + weights, 5 + s.casts),
+        Op("combine", (), rows + turned + s.sent * hidden * s.narrow + weights, 5 + s.casts + more),
         Op("combine") if idle else back,
     )
 

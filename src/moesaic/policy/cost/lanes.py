@@ -199,7 +199,7 @@ class Lanes:
         members = {rank for alike in some for rank in alike}
         chains = plan.chain_groups()
         for groups in (
-            [list(range(plan.ranks))], plan.expert_groups(), plan.replica_groups(),
+            [list(range(plan.ranks))], *plan.trip_groups(), plan.replica_groups(),
             plan.shard_groups(), plan.shard_replica_groups(), plan.part_groups(),
             plan.slice_groups(), plan.same_slice_groups(), plan.expert_slice_groups(),
             plan.same_expert_slice_groups(), chains,

@@ -1,0 +1,43 @@
+"""How tokens had best travel between the ranks that share out the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from moesaic.facts.plan import Plan
+
+
+def ways(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
+    """`plan` with every way that tokens can travel between ranks on these `hosts`, rank by rank.
+
+    The first is straight and once for each expert.
+    """
+    if plan.ep == 1:
+        return [plan]
+    found = [("rows", 1), ("visits", 1)]
+    several = _runs(plan, hosts)
+    if 1 < several < plan.ep:
+        found += [("rows", several), ("visits", several)]
+    return [plan.model_copy(update={"dispatch": by, "hosts": num}) for by, num in found]
+
+
+def usual(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:
+    """`plan` with the way that is as a rule the best, where nobody knows the links: between hosts
+    each token once, within a host straight to each expert."""
+    apart = any(len({hosts[rank] for rank in group}) > 1 for group in plan.expert_groups())
+    if top_k == 1 or not apart:
+        return plan
+    return next(one for one in reversed(ways(plan, hosts)) if one.dispatch == "visits")
+
+
+def _runs(plan: Plan, hosts: Sequence[str]) -> int:
+    """On how many hosts each group is, if it has as many ranks on each, host after host; else 1."""
+    found = set()
+    for group in plan.expert_groups():
+        runs = [(host, len(list(run))) for host, run in groupby(hosts[rank] for rank in group)]
+        equal = len({size for _, size in runs}) == 1 and len({host for host, _ in runs}) == len(
+            runs
+        )
+        found.add(len(runs) if equal else 1)
+    return found.pop() if len(found) == 1 else 1

@@ -1,0 +1,116 @@
+"""Two hosts on one machine: network namespaces that a link of some rate joins (Linux, root).
+
+Ranks of a pool of their own `enter` a host and meet there anew; what they then send each other goes
+over the link, or stays on their host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from moesaic.dist.world import World
+
+_LINK = "link0"
+_NEW_NETWORK = 0x40000000
+_ADDRESSES = ("10.213.77.1", "10.213.77.2")
+_PORT = 29517
+_BURST_BYTES = 1 << 20
+_QUEUE_MS = 200
+_HEADER_BYTES = 14 + 20 + 32
+"""Of a packet: Ethernet, IP, TCP with time stamps."""
+
+
+def impossible() -> str:
+    """What keeps this machine from being two; empty: nothing does."""
+    if os.geteuid() != 0:
+        return "network namespaces are for root"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"there is no `{missing[0]}`"
+    name = _name("try")
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made.stderr.strip()
+
+
+@contextmanager
+def two_hosts(megabits: float | None = None) -> Iterator[tuple[str, str]]:
+    """Names of two hosts, joined by a link that lets so many megabits through a second each way."""
+    names = _name("a"), _name("b")
+    try:
+        for name in names:
+            _do("ip", "netns", "add", name)
+        _do(
+            "ip", "link", "add", _LINK, "netns", names[0], "type", "veth",
+            "peer", "name", _LINK, "netns", names[1],
+        )  # fmt: skip
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", _LINK)
+            _do("ip", "-n", name, "link", "set", _LINK, "up")
+            _do("ip", "-n", name, "link", "set", "lo", "up")
+            if megabits is not None:
+                _do(
+                    "tc", "-n", name, "qdisc", "add", "dev", _LINK, "root", "tbf",
+                    "rate", f"{megabits:g}mbit", "burst", str(_BURST_BYTES),
+                    "latency", f"{_QUEUE_MS}ms",
+                )  # fmt: skip
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@contextmanager
+def met(world: World, hosts: tuple[str, str]) -> Iterator[World]:
+    """`world` anew, its first half on the first host and its second on the other; for good: the
+    process stays on its host, and is of no use for another world."""
+    rank, size = world.rank, world.size
+    world.barrier()  # Nobody leaves while another still connects.
+    world.leave()
+    _enter(hosts[rank * 2 // size])
+    os.environ["GLOO_SOCKET_IFNAME"] = _LINK
+    patience = timedelta(seconds=60)
+    store = TCPStore(_ADDRESSES[0], _PORT, is_master=rank == 0, timeout=patience)
+    again = World.join(rank, size, store, deadline=timedelta(minutes=10))
+    try:
+        yield again
+        again.barrier()
+    finally:
+        with suppress(RuntimeError):
+            again.leave()
+
+
+def sent_bytes() -> int:
+    """What this process's host has sent over the link so far, without the headers of packets."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == _LINK:
+            num_bytes, packets = map(int, figures.split()[8:10])
+            return num_bytes - packets * _HEADER_BYTES
+    raise LookupError(f"this host has no {_LINK}")
+
+
+def _enter(host: str) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/run/netns/{host}").open() as file:
+        if library.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _name(which: str) -> str:
+    return f"moesaic-{os.getpid()}-{which}"
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
