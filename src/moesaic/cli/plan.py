@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from moesaic.policy.cost.room import Held
     from moesaic.policy.cost.step import Costs
+    from moesaic.policy.cost.traffic import Traffic
     from moesaic.report.loads import Loads
     from moesaic.sim.timeline import Timeline
 
@@ -125,9 +126,10 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         if given is not None:
             loaded = obey(loaded, given, items)
         job_, chosen = loaded.job, _chosen(loaded, nproc, where)
+        traffic = _traffic(where, chosen.ranks)
         if loaded.plan is None and job_.layout.dispatch == "auto":
-            chosen = _cheapest(job_, chosen, where, loads)
-        facts, timeline = predict(job_, chosen, where, loads)
+            chosen = _cheapest(job_, chosen, where, loads, traffic)
+        facts, timeline = predict(job_, chosen, where, loads, traffic)
     after = []
     if trace is not None and not dry_run:
         flags.write_new("--trace", trace, _trace(timeline, chosen))
@@ -181,7 +183,14 @@ def _chosen(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:
     return chosen
 
 
-def _cheapest(job: Job, plan: Plan, cluster: Cluster, loads: Path | None) -> Plan:
+def _traffic(cluster: Cluster, ranks: int) -> Traffic:
+    """Between the places of so many ranks on `cluster`."""
+    from moesaic.policy.cost.traffic import Traffic
+
+    return Traffic(cluster, place(cluster, ranks))
+
+
+def _cheapest(job: Job, plan: Plan, cluster: Cluster, loads: Path | None, traffic: Traffic) -> Plan:
     """`plan`, in which tokens travel in the way that makes a step the shortest.
 
     All expert layers are alike, so that as few as there can be show which one it is.
@@ -201,7 +210,7 @@ def _cheapest(job: Job, plan: Plan, cluster: Cluster, loads: Path | None) -> Pla
 
     def step_s(one: Plan) -> float:
         low = one.model_copy(update={"stages": None})
-        return run(Costs.of(small, low, cluster, loaded).events(), one.ranks).step_s
+        return run(Costs.of(small, low, cluster, loaded, traffic).events(), one.ranks).step_s
 
     return min(found, key=step_s)
 
@@ -294,7 +303,7 @@ def unlike(loads: Loads, model: ModelConfig) -> str | None:
 
 
 def predict(
-    job: Job, layout: Plan, cluster: Cluster, loads: Path | None = None
+    job: Job, layout: Plan, cluster: Cluster, loads: Path | None, traffic: Traffic
 ) -> tuple[dict[str, Any], Timeline]:
     """What is to be expected, as plain data, and the step behind it; `loads` is a run."""
     from moesaic.policy.cost.room import tightest
@@ -304,7 +313,7 @@ def predict(
 
     places, learnt = place(cluster, layout.ranks), cluster.calibration
     recorded = None if loads is None else _recorded(loads, job)
-    costs = Costs.of(job, layout, cluster, recorded)
+    costs = Costs.of(job, layout, cluster, recorded, traffic)
     timeline = run(costs.events(), layout.ranks)
     price = price_per_hour(cluster, places)
     outlook.check(cluster.name, timeline.step_s, price)

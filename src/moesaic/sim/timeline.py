@@ -6,14 +6,13 @@ pipeline too: ranks of parts that an event does not concern pass it in no time.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from moesaic.policy.cost.event import Event, Handover, Seconds, Trip
+from moesaic.policy.cost.event import Event, Handover, Members, Seconds, Trip
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,11 @@ class _Clock:
         key = id(event.groups)
         if key not in self._tables:
             self._tables[key] = Members(event.groups)
-        table = self._tables[key]
-        begin = table.meet(ready, self.spoken, event.skew_s * np.sqrt(self.computed))
-        self.computed = table.start_again(self.computed)
-        return begin
+        members = self._tables[key]
+        # The last of a group has come, which may be late, and has said what it had to say before.
+        there = np.maximum(ready, self.spoken) + event.skew_s * np.sqrt(self.computed)
+        self.computed = members.spread(np.zeros(len(event.groups)), self.computed)
+        return members.spread(members.most(there), ready)
 
 
 def _taken_over(
@@ -156,29 +156,6 @@ def _taken_over(
     begin[handover.receivers] = met
     end[handover.receivers] = np.maximum(met, gone + travels) if handover.ahead else met + travels
     return begin, end
-
-
-class Members:
-    """Groups of ranks, laid out so that all of them meet at once."""
-
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._sizes = [len(group) for group in groups]
-        self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, sum(self._sizes))
-        self._first = np.cumsum([0, *self._sizes[:-1]])
-
-    def meet(self, now: Seconds, spoken: Seconds, late: Seconds) -> Seconds:
-        """When each rank goes on: in a group, when the last of it has come, which may be `late`,
-        and has `spoken` what it had to say before."""
-        begin = now.copy()
-        last = np.maximum.reduceat((np.maximum(now, spoken) + late)[self._ranks], self._first)
-        begin[self._ranks] = np.repeat(last, self._sizes)
-        return begin
-
-    def start_again(self, computed: Seconds) -> Seconds:
-        """What each rank has computed since it last met others: nothing, of these."""
-        rest = computed.copy()
-        rest[self._ranks] = 0.0
-        return rest
 
 
 def _sums(rows: Iterable[tuple[str, Span, int]]) -> dict[str, float]:

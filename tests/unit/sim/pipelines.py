@@ -12,6 +12,7 @@ from moesaic.facts.workload import STEP, Block, Op, Product, Work
 from moesaic.policy.cost.compute import PEAK_SHARE
 from moesaic.policy.cost.lanes import Lanes
 from moesaic.policy.cost.pipeline import Flow, pipelined
+from moesaic.policy.cost.traffic import Traffic
 from moesaic.sim.timeline import Timeline, run
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -76,6 +77,7 @@ def simulate(
     """The timeline of such a pipeline, over links of so much latency."""
     plan, flow, work = pipeline(schedule, parts, micro_batches, **how)
     where = cluster(count=plan.ranks, latency_s=latency_s)
-    lanes = Lanes(plan, where, place(where, plan.ranks))
+    places = place(where, plan.ranks)
+    lanes = Lanes(plan, where, places, Traffic(where, places))
     alike = {first: list(range(first, first + plan.span)) for first in work}
     return run(pipelined(lanes, flow, work, alike), plan.ranks)

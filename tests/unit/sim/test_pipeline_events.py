@@ -21,6 +21,7 @@ from moesaic.policy.cost.event import PIPELINE, Event
 from moesaic.policy.cost.lanes import Lanes
 from moesaic.policy.cost.pipeline import awaited, halves, in_turn, pipelined
 from moesaic.policy.cost.step import Costs
+from moesaic.policy.cost.traffic import Traffic
 from moesaic.sim.timeline import run
 from moesaic.testing.jobs import tiny_job
 
@@ -148,7 +149,8 @@ def updated() -> list[Event]:
         for first in (0, 2, 4)
     }  # fmt: skip
     where = cluster(count=6)
-    lanes = Lanes(plan, where, place(where, 6))
+    places = place(where, 6)
+    lanes = Lanes(plan, where, places, Traffic(where, places))
     return pipelined(lanes, flow, work, {first: [first, first + 1] for first in work})
 
 
@@ -194,7 +196,8 @@ def test_parameters_of_shards_come_together_before_a_stage_and_go_apart_after_it
         once = Work(tuple(Op(name, (UNIT,)) for name in names), said)
         work[first] = [block(one.name, update=once) for one in blocks[:-1]] + blocks[-1:]
     where = cluster(count=4)
-    lanes = Lanes(plan, where, place(where, 4))
+    places = place(where, 4)
+    lanes = Lanes(plan, where, places, Traffic(where, places))
     events = pipelined(lanes, flow, work, {first: [first, first + 1] for first in work})
     for stage in range(4):
         own = [event.name for event in events if event.block == f"layers.{stage}.ffn"]

@@ -253,6 +253,11 @@ class Plan(Section):
         """Stages that the model is cut into; stage i is on part i % pp."""
         return self.pp * (2 if self.pp > 1 and self.schedule == "interleaved" else 1)
 
+    @property
+    def trips(self) -> int:
+        """How often tokens travel on their way to experts."""
+        return 2 if 1 < self.hosts < self.ep else 1
+
     def part(self, rank: int) -> int:
         """The part of the pipeline that `rank` is in."""
         return rank // self.span
@@ -286,9 +291,9 @@ class Plan(Section):
         """Groups of ranks that tokens travel in, trip after trip: straight to the ranks of their
         experts, or to the ranks of the same place on each host, and then to those of the host."""
         groups = self.expert_groups()
-        each = self.ep // self.hosts
-        if each in (1, self.ep):
+        if self.trips == 1:
             return [groups]
+        each = self.ep // self.hosts
         across = [group[place::each] for group in groups for place in range(each)]
         within = [group[at : at + each] for group in groups for at in range(0, self.ep, each)]
         return [across, within]

@@ -149,8 +149,15 @@ class _Making:
         return replace(block, backward=block.forward)
 
     def _slices(self, name: str) -> Slices:
-        begins = name == self._first != "embed"
-        return Slices.of(replace(self.sizes, begins=begins), self.plan, self.rank)
+        return self._first_slices if name == self._first != "embed" else self._own_slices
+
+    @cached_property
+    def _own_slices(self) -> Slices:
+        return Slices.of(replace(self.sizes, begins=False), self.plan, self.rank)
+
+    @cached_property
+    def _first_slices(self) -> Slices:
+        return Slices.of(replace(self.sizes, begins=True), self.plan, self.rank)
 
 
 def _place(block: str) -> tuple[float, bool]:

@@ -23,9 +23,7 @@ def held(model: ModelConfig, plan: Plan, rank: int) -> list[Parameter]:
     here, homes = set(blocks_on(model, plan, rank)), set(plan.homes(rank))
     found: list[Parameter] = []
     copy: list[Parameter] = []
-    for parameter in parameters(model):
-        if parameter.expert is not None and parameter.expert not in homes:
-            continue
+    for parameter in parameters(model, homes):
         if model_block(parameter) in here:
             slices = plan.tp if parameter.expert is None else plan.etp
             found.append(parameter.on_slice(slices))

@@ -51,7 +51,7 @@ def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
 
 def stops(plan: Plan) -> list[int]:
     """Where tokens can stop on the way to experts: how many ranks of a group, how many hosts."""
-    return [plan.ep, plan.hosts] if len(plan.trip_groups()) > 1 else [plan.ep]
+    return [plan.ep, plan.hosts] if plan.trips > 1 else [plan.ep]
 
 
 def _known_visits(plan: Plan, load: ArrayLike | None) -> Counts | None:

@@ -7,7 +7,7 @@ Face files. They say nothing of layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,18 +50,20 @@ class Parameter:
         return replace(self, shape=tuple(shape))
 
 
-def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of `model`, in the order of the blocks."""
+def parameters(model: ModelConfig, experts: Collection[int] | None = None) -> Iterator[Parameter]:
+    """Every parameter of `model`, in the order of the blocks; of experts all, or only those of
+    `experts`."""
+    chosen = range(model.experts) if experts is None else sorted(experts)
     hidden = model.hidden
     yield Parameter("embed.weight", (model.vocab, hidden), "embedding", cut=0)
     for layer in range(model.layers):
-        yield from _layer(model, layer)
+        yield from _layer(model, layer, chosen)
     yield Parameter("head.norm.weight", (hidden,), "norm")
     if not model.tied:
         yield Parameter("head.weight", (model.vocab, hidden), "head", cut=0)
 
 
-def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+def _layer(model: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[Parameter]:
     at, hidden = f"layers.{layer}", model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield Parameter(f"{at}.attention_norm.weight", (hidden,), "norm", layer)
@@ -85,18 +87,18 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Parameter]:
             )  # fmt: skip
     yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
     if layer in model.expert_layers:
-        yield from _moe(model, layer)
+        yield from _moe(model, layer, experts)
         return
     for name, shape, cut in _gated(hidden, model.inner(layer)):
         yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer, cut=cut)
 
 
-def _moe(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+def _moe(model: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[Parameter]:
     at, hidden = f"layers.{layer}", model.hidden
     yield Parameter(f"{at}.moe.router.weight", (model.experts, hidden), "router", layer)
     if model.score == "sigmoid":
         yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
-    for expert in range(model.experts):
+    for expert in experts:
         for name, shape, cut in _gated(hidden, model.ffn):
             yield Parameter(
                 expert_name(layer, expert, name), shape, "expert", layer, expert, cut=cut

@@ -7,14 +7,17 @@ no time over it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Seconds = NDArray[np.float64]
 Ranks = NDArray[np.int64]
+Number = TypeVar("Number", np.int64, np.float64)
 
 PIPELINE = "pipeline"
 """The phase in which the parts of a pipeline compute forward and backward."""
@@ -33,6 +36,26 @@ class Handover:
 @dataclass(frozen=True, eq=False)
 class Trip:
     """A message under way beside what its ranks do, who are told from others by it alone."""
+
+
+class Members:
+    """Groups of ranks, laid out so that all of them are looked at together."""
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._sizes = [len(group) for group in groups]
+        self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, sum(self._sizes))
+        self._first = np.cumsum([0, *self._sizes[:-1]])
+
+    def most(self, values: NDArray[Number]) -> NDArray[Number]:
+        """Of values by rank, the largest of each group."""
+        found: NDArray[Number] = np.maximum.reduceat(values[self._ranks], self._first)
+        return found
+
+    def spread(self, each: ArrayLike, others: Seconds) -> Seconds:
+        """By rank, what is said of its group, or, as of `others`, if it is in none."""
+        values = others.copy()
+        values[self._ranks] = np.repeat(each, self._sizes)
+        return values
 
 
 @dataclass(frozen=True)

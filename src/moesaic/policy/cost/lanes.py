@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import zip_longest
 
 import numpy as np
@@ -17,7 +16,7 @@ from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Block, Message, Op, Work
 from moesaic.policy.cost.compute import apart_s, op_s
-from moesaic.policy.cost.event import Event, Seconds
+from moesaic.policy.cost.event import Event, Members, Seconds
 from moesaic.policy.cost.traffic import Pace, Traffic
 
 Together = tuple[tuple[int, ...], tuple[int, ...]]
@@ -39,19 +38,19 @@ class Lanes:
     plan: Plan
     cluster: Cluster
     places: Sequence[Place]
+    traffic: Traffic
+    """Between those places."""
     _seconds: dict[tuple[int, tuple[float, ...]], Seconds] = field(default_factory=dict)
     """What is worked out once: seconds by rank of ops, by part of the pipeline and seconds of its
     ranks that are alike."""
     _kinds: dict[Together, list[list[int]]] = field(default_factory=dict)
     """All groups that do the same at the same time."""
+    _members: dict[Together, Members] = field(default_factory=dict)
+    """Those groups, laid out."""
     _paces: dict[tuple[str, Together], list[Pace]] = field(default_factory=dict)
     """By operation and groups."""
-    _spoken: dict[tuple[str, Together, tuple[int, ...]], Seconds] = field(default_factory=dict)
+    _spoken: dict[tuple[str, Together, bytes], Seconds] = field(default_factory=dict)
     """Seconds by rank of messages, by operation, groups and bytes of each group."""
-
-    @cached_property
-    def _traffic(self) -> Traffic:
-        return Traffic(self.cluster, self.places)
 
     def device(self, rank: int) -> Device:
         """What `rank` computes with."""
@@ -129,6 +128,7 @@ class Lanes:
         together = messages[0].ranks, tuple(alike[0] for alike in some)
         if together not in self._kinds:
             self._kinds[together] = self._kind(messages[0], some)
+            self._members[together] = Members(self._kinds[together])
         groups = self._kinds[together]
         seconds = self._message_s(messages, ranks, together)
         skew_s = max(pace.skew_s for pace in self._paces[messages[0].operation, together])
@@ -167,7 +167,7 @@ class Lanes:
         """Seconds by rank of who receives, where the first of each pair sends to the second."""
         seconds = np.zeros(self.plan.ranks)
         for pair, pace, size in zip(
-            pairs, self._traffic.paces("send", pairs), num_bytes, strict=True
+            pairs, self.traffic.paces("send", pairs), num_bytes, strict=True
         ):
             seconds[pair[1]] = self._messages_by * pace.seconds(size)
         return seconds
@@ -214,17 +214,16 @@ class Lanes:
         self, messages: Sequence[Message], ranks: Sequence[list[int]], together: Together
     ) -> Seconds:
         """Seconds by rank; who of a group has the most to send or to receive sets its pace."""
-        carried, groups = np.zeros(self.plan.ranks, np.int64), self._kinds[together]
+        carried, members = np.zeros(self.plan.ranks, np.int64), self._members[together]
         for message, alike in zip(messages, ranks, strict=True):
             carried[alike] = max(message.num_bytes, sum(message.receive))
-        most = tuple(int(carried[group].max()) for group in groups)
+        most = members.most(carried)
         operation = messages[0].operation
-        key = (operation, together, most)
+        key = (operation, together, most.tobytes())
         if key not in self._spoken:
             if key[:2] not in self._paces:
-                self._paces[key[:2]] = self._traffic.paces(operation, groups)
-            seconds = np.zeros(self.plan.ranks)
-            for group, pace, num_bytes in zip(groups, self._paces[key[:2]], most, strict=True):
-                seconds[group] = self._messages_by * pace.seconds(num_bytes)
-            self._spoken[key] = seconds
+                self._paces[key[:2]] = self.traffic.paces(operation, self._kinds[together])
+            each = zip(self._paces[key[:2]], most.tolist(), strict=True)
+            own = [self._messages_by * pace.seconds(num_bytes) for pace, num_bytes in each]
+            self._spoken[key] = members.spread(own, np.zeros(self.plan.ranks))
         return self._spoken[key]

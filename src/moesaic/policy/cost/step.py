@@ -19,6 +19,7 @@ from moesaic.policy.cost import ahead
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.lanes import ORDER, Lanes
 from moesaic.policy.cost.pipeline import Flow, pipelined
+from moesaic.policy.cost.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,22 @@ class Costs(Lanes):
     job: Job = field(kw_only=True)
     loads: Sequence[ArrayLike] | None = field(default=None, kw_only=True)
     """By expert layer, as `workload` takes them; None: even routing."""
+    _work: dict[int, list[Block]] = field(default_factory=dict, kw_only=True)
+    """Blocks by rank."""
 
     @classmethod
     def of(
-        cls, job: Job, plan: Plan, cluster: Cluster, loads: Sequence[ArrayLike] | None = None
+        cls,
+        job: Job,
+        plan: Plan,
+        cluster: Cluster,
+        loads: Sequence[ArrayLike] | None = None,
+        traffic: Traffic | None = None,
     ) -> Costs:
-        """Ranks in the order of the cluster's places."""
-        return cls(plan, cluster, place(cluster, plan.ranks), job=job, loads=loads)
+        """Ranks in the order of the cluster's places; `traffic` is of as many of them, if known."""
+        places = place(cluster, plan.ranks)
+        traffic = traffic or Traffic(cluster, places)
+        return cls(plan, cluster, places, traffic, job=job, loads=loads)
 
     def events(self) -> list[Event]:
         """One whole step."""
@@ -50,8 +60,11 @@ class Costs(Lanes):
 
     def work(self, rank: int) -> list[Block]:
         """Its blocks."""
-        on_cpu = self.device(rank).kind == "cpu"
-        return workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
+        if rank not in self._work:
+            on_cpu = self.device(rank).kind == "cpu"
+            found = workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
+            self._work[rank] = found
+        return self._work[rank]
 
     def events_of(
         self, work: Mapping[int, Sequence[Block]], alike: Mapping[int, list[int]]
@@ -122,7 +135,8 @@ def sequential(
 def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Event]:
     """A step in which each of `ranks` ranks does all of `blocks` on samples of its own."""
     plan = Plan(ranks=ranks, ep=1, shard=1, experts=0)
-    lanes = Lanes(plan, cluster, place(cluster, ranks))
+    places = place(cluster, ranks)
+    lanes = Lanes(plan, cluster, places, Traffic(cluster, places))
     found: dict[int, list[int]] = {}
     for rank, kind in enumerate(lanes.device_kinds()):
         found.setdefault(kind, []).append(rank)

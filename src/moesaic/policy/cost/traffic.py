@@ -79,10 +79,18 @@ class Traffic:
     def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
         self._cluster, self._places = cluster, places
         self._routes: dict[tuple[str, str], list[Hop]] = {}
+        self._known: dict[tuple[str, tuple[tuple[int, ...], ...]], list[Pace]] = {}
         self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
+        self._numbers = {id(link): number for number, link in enumerate(cluster.links)}
 
     def paces(self, operation: str, groups: Sequence[Sequence[int]]) -> list[Pace]:
         """How long `operation` takes each of `groups`, all of which do it at the same time."""
+        key = operation, tuple(map(tuple, groups))
+        if key not in self._known:
+            self._known[key] = self._paces(operation, groups)
+        return self._known[key]
+
+    def _paces(self, operation: str, groups: Sequence[Sequence[int]]) -> list[Pace]:
         demands = [self.demands(operation, group) for group in groups]
         bursts_of_all = itertools.zip_longest(*demands, fillvalue=Demand())
         sums = [_sum(demand.shares for demand in together) for together in bursts_of_all]
@@ -168,7 +176,9 @@ class Traffic:
         """The narrowest link between the hosts of `group`, or inside one."""
         hosts = {self._places[rank].host for rank in group}
         used = {port.link for demand in own for port in demand.shares}
-        links = [link for link in self._cluster.links if id(link) in used]
+        links = [
+            self._cluster.links[number] for number in sorted(map(self._numbers.__getitem__, used))
+        ]
         if len(hosts) > 1:
             within = [[host, host] for host in hosts]
             links = [link for link in links if link.ends not in within] or links
