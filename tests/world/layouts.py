@@ -157,8 +157,11 @@ def worst_element(a: dict[str, Array], b: dict[str, Array]) -> float:
     assert a.keys() == b.keys()
     worst = 0.0
     for key, expected in b.items():
-        scale = max(float(np.sqrt(np.mean(expected**2))), 1e-300)
-        apart = abs(a[key] - expected) / np.maximum(abs(expected), scale)
+        found, wanted = a[key].astype(np.float64), expected.astype(np.float64)
+        for one in (found, wanted):
+            assert np.isfinite(one).all(), f"{key} is not finite"
+        scale = max(float(np.sqrt(np.mean(wanted**2))), 1e-300)
+        apart = abs(found - wanted) / np.maximum(abs(wanted), scale)
         worst = max(worst, float(apart.max()))
     return worst
 

@@ -234,9 +234,9 @@ def exchange_once(world: World, send: list[list[int]], receive: list[list[int]])
 @pytest.mark.parametrize(
     ("sent", "received", "said"),
     [
-        (2, 1, "32 bytes came from rank 0 of the group, where 16 are to arrive"),
-        (2, 0, "32 bytes came from rank 0 of the group, where 0 are to arrive"),
-        (0, 1, "0 bytes came from rank 0 of the group, where 16 are to arrive"),
+        (2, 1, "32 bytes came from rank 0, where 16 are to arrive"),
+        (2, 0, "32 bytes came from rank 0, where 0 are to arrive"),
+        (0, 1, "0 bytes came from rank 0, where 16 are to arrive"),
     ],
 )
 def test_what_was_not_agreed_on_is_refused(
@@ -247,7 +247,7 @@ def test_what_was_not_agreed_on_is_refused(
 
 
 def test_a_rank_agrees_with_itself(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match="2 rows are to stay on rank 0 of the group, where 1 are"):
+    with pytest.raises(RankFailed, match="2 rows are to stay on rank 0, where 1 are"):
         ranks.run(2, exchange_once, [[2, 1], [1, 1]], [[1, 1], [1, 1]])
 
 
@@ -269,7 +269,7 @@ def exchange_twice(carrier: Carrier) -> None:
 
 
 def test_a_rank_that_dies_is_noticed(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match="rank 1 of the group is gone: connection closed by peer"):
+    with pytest.raises(RankFailed, match="rank 1 is gone: connection closed by peer"):
         ranks.run(2, one_dies)
 
 

@@ -94,7 +94,8 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     facts = json.loads(out)
     assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
     first, *others = err.splitlines()
-    assert first == "plan: 2 ranks, experts over 2, dense parameters on every rank"
+    shared = "experts over 2, tokens once to each expert, dense parameters on every rank"
+    assert first == f"plan: 2 ranks, {shared}"
     assert all(line.startswith("step ") for line in others)
     assert (place / "run" / "report.html").is_file()
     for rank in (0, 1):

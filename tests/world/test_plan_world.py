@@ -126,8 +126,8 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
     assert written("run/plan.json") == planned
     layout = written("run/job.json")["layout"]
     assert layout == {
-        "ep": 2, "shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b", "dispatch": "auto",
-        "hosts": 1,
+        "ep": 2, "shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b", "dispatch": "rows",
+        "hosts": None,
     }  # fmt: skip
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
     events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]
@@ -321,6 +321,11 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
             ["--set", "layout.shard=2"],
             "layout.shard=2 beside --plan 'plan.json', which has shard = 1: leave",
         ),
+        (
+            {},
+            ["--set", "layout.dispatch=visits"],
+            "layout.dispatch=visits beside --plan 'plan.json', which has dispatch = \"rows\": leave",
+        ),
         ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
         ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),
     ):
@@ -331,6 +336,7 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
         assert words in said.err
         assert said.err.count("\n") == 1
         assert not Path("run").exists()
-    Path("plan.json").write_text(json.dumps({**planned, **again}))
-    assert main([*line, "--dry-run"]) == 0
-    assert "recompute = true" in capfd.readouterr().out
+    for change, words in ((again, "recompute = true"), ({"places": two, "ranks": 2}, "2 ranks")):
+        Path("plan.json").write_text(json.dumps({**planned, **change}))
+        assert main([*line, "--dry-run"]) == 0
+        assert words in capfd.readouterr().out

@@ -55,8 +55,8 @@ def run_job(
         "model": {"vocab": 260},
         "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache"),
                  "validation_share": 0.1},
-        "train": {"steps": 6, "batch": 8, "micro_batches": 2, "precision": "fp64"},
-        "checkpoint": {"every": 3}, "log": {"tensorboard": False}, "layout": layout,
+        "train": {"steps": 4, "batch": 8, "micro_batches": 2, "precision": "fp64"},
+        "checkpoint": {"every": 2}, "log": {"tensorboard": False}, "layout": layout,
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
@@ -85,11 +85,11 @@ def read_state(
 
 
 def middle(out: Path) -> str:
-    return str(out / "checkpoints" / "step-00000003")
+    return str(out / "checkpoints" / "step-00000002")
 
 
 def end(out: Path) -> Path:
-    return out / "checkpoints" / "step-00000006"
+    return out / "checkpoints" / "step-00000004"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_same_layout_is_bit_identical(
     whole = ranks.run(size, run_job, str(text), str(straight), layout, None, changes)
     rest = ranks.run(size, run_job, str(text), str(resumed), layout, middle(straight), changes)
     assert all(losses == whole[0] for losses in whole)
-    assert rest[0] == whole[0][3:]
+    assert rest[0] == whole[0][2:]
     a, b = (read_state(end(out), "float32") for out in (straight, resumed))
     assert all(np.array_equal(a[key], b[key]) for key in a)
     assert Checkpoint.open(end(straight)).counters == Checkpoint.open(end(resumed)).counters
@@ -121,7 +121,7 @@ def test_biases_of_routers_go_on_where_they_were(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     whole = ranks.run(size, run_job, str(text), str(straight), layout, None, changes)
     rest = ranks.run(size, run_job, str(text), str(resumed), layout, middle(straight), changes)
-    assert rest[0] == whole[0][3:]
+    assert rest[0] == whole[0][2:]
     wide = {"fp32": "float32", "fp64": "float64"}[precision]
     a, b = (read_state(end(out), wide, SIGMOID["model"]) for out in (straight, resumed))
     assert all(np.array_equal(a[key], b[key]) for key in a)
@@ -147,7 +147,7 @@ def check_pairs(ranks: Ranks, text: Path, place: Path, pairs: list[tuple[str, st
             ranks.run(size, run_job, str(text), str(first), layout, None, {})
         size, layout = LAYOUTS[after]
         rest = ranks.run(size, run_job, str(text), str(out), layout, middle(first), {})
-        assert rest[0] == pytest.approx(losses[3:], rel=1e-9), f"{before} to {after}"
+        assert rest[0] == pytest.approx(losses[2:], rel=1e-9), f"{before} to {after}"
         assert worst_element(read_state(end(out)), expected) < 1e-9, f"{before} to {after}"
 
 
@@ -179,18 +179,18 @@ def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
     for size, layout, start in ((2, parts, piped), (1, {}, piped)):
         out = tmp_path / f"{size} from {start.name}"
         rest = ranks.run(size, run_job, str(text), str(out), layout, middle(start), sizes)
-        assert rest[0] == pytest.approx(losses[3:], rel=1e-9)
+        assert rest[0] == pytest.approx(losses[2:], rel=1e-9)
         state = read_state(end(out), sizes=sizes["model"])
         assert worst_element(state, expected) < 1e-9
         if layout is parts:
-            assert rest[0] == whole[0][3:]
+            assert rest[0] == whole[0][2:]
             same = read_state(end(piped), sizes=sizes["model"])
             assert all(np.array_equal(state[key], same[key]) for key in state)
 
 
 def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:
     """Expert parallelism 1, then 2, then 4, each from the last one's checkpoint."""
-    every = {"checkpoint": {"every": 2}}
+    every = {"train": {"steps": 6}}
     (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "a"), {}, None, every)
     for size, here, before, step in ((2, "b", "a", 2), (4, "c", "b", 4)):
         start = str(tmp_path / before / "checkpoints" / f"step-0000000{step}")
@@ -203,7 +203,7 @@ def test_auto_takes_the_newest_and_says_what_changed(
     ranks: Ranks, text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    ranks.run(1, run_job, str(text), str(out), {}, None, {"train": {"steps": 4}})
+    ranks.run(1, run_job, str(text), str(out), {}, None, {})
     longer = {"train": {"steps": 7}}
     (rest,) = ranks.run(1, run_job, str(text), str(out), {}, "auto", longer)
     assert len(rest) == 3
@@ -213,7 +213,7 @@ def test_auto_takes_the_newest_and_says_what_changed(
     ("changes", "words"),
     [
         ({"data": {"sequence": 24}}, "other samples"),
-        ({"train": {"steps": 3}}, "has done 3 already"),
+        ({"train": {"steps": 2}}, "has done 2 already"),
         ({"model": {"ffn": 28}}, "model.ffn = 24, the job has 28: restore it, or start a new run"),
         ({"model": {"layers": 1}}, "model.layers = 2"),
         ({"model": {"tied": True}}, "model.tied = false, the job has true"),

@@ -66,6 +66,14 @@ JOBS: dict[str, dict[str, Any]] = {
     "adapters of the shared experts": {
         **SIGMOID, "finetune": {"method": "lora", "rank": 2, "targets": ["shared"]},
     },
+    "visits, adapters of experts, routers": {
+        "layout": VISITS,
+        "finetune": {"method": "lora", "rank": 2, "targets": ["experts"], "router": "train"},
+    },
+    "hosts, adapters of the shared experts, routers": {
+        **SIGMOID, "layout": {**VISITS, "hosts": 2},
+        "finetune": {"method": "lora", "rank": 2, "targets": ["shared"], "router": "train"},
+    },
     "routers that do not learn": {"finetune": {"method": "full"}},
 }  # fmt: skip
 CUT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -251,7 +259,7 @@ def cut_job(name: str, layout: dict[str, Any]) -> Job:
     given = CUT_JOBS[name]
     tables = {table: {**CUT.get(table, {}), **given.get(table, {})} for table in {**CUT, **given}}
     if CUT_JOBS[name].get("model", {}).get("experts") == 0:
-        layout = {**layout, "ep": 1, "etp": 1, "hosts": 1}
+        layout = {**layout, "ep": 1, "etp": 1, "hosts": None}
     return tiny_job(**tables, layout=layout)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import listed
-from moesaic.cli import flags, outlook, screen
+from moesaic.cli import flags, outlook, screen, travel
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
 from moesaic.facts.cluster import Cluster, device_at, place, price_per_hour
@@ -26,7 +26,6 @@ from moesaic.facts.plan import (
     misplaced,
     planned,
     short,
-    travel_words,
 )
 from moesaic.facts.workload import count
 from moesaic.train.jobfile import LoadedJob, load_job, obey
@@ -126,10 +125,12 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         if given is not None:
             loaded = obey(loaded, given, items)
         job_, chosen = loaded.job, _chosen(loaded, nproc, where)
-        traffic = _traffic(where, chosen.ranks)
+        paths, others = travel.traffic(where, chosen.ranks), list[dict[str, Any]]()
         if loaded.plan is None and job_.layout.dispatch == "auto":
-            chosen = _cheapest(job_, chosen, where, loads, traffic)
-        facts, timeline = predict(job_, chosen, where, loads, traffic)
+            recorded = None if loads is None else _recorded(loads, job_)
+            chosen, others = travel.cheapest(job_, chosen, where, recorded, paths)
+        facts, timeline = predict(job_, chosen, where, loads, paths)
+        facts["other_ways"] = others
     after = []
     if trace is not None and not dry_run:
         flags.write_new("--trace", trace, _trace(timeline, chosen))
@@ -139,6 +140,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         words = shlex.join(_train_words(path, out, sets or ()))
         after += [f"{'next':<18} {words}"] * facts["fits"]
     _warn(facts)
+    travel.warn_of_hosts(chosen)
     _tell(facts, after, as_json)
     return 0
 
@@ -181,38 +183,6 @@ def _chosen(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:
             "plan was made for, plan anew for this one, or remove places from the plan"
         )
     return chosen
-
-
-def _traffic(cluster: Cluster, ranks: int) -> Traffic:
-    """Between the places of so many ranks on `cluster`."""
-    from moesaic.policy.cost.traffic import Traffic
-
-    return Traffic(cluster, place(cluster, ranks))
-
-
-def _cheapest(job: Job, plan: Plan, cluster: Cluster, loads: Path | None, traffic: Traffic) -> Plan:
-    """`plan`, in which tokens travel in the way that makes a step the shortest.
-
-    All expert layers are alike, so that as few as there can be show which one it is.
-    """
-    from moesaic.policy.cost.step import Costs
-    from moesaic.policy.dispatch import ways
-    from moesaic.sim.timeline import run
-
-    found = ways(plan, [place.host for place in plan.places])
-    if len(found) == 1:
-        return plan
-    layers = min(job.model.layers, max(plan.num_stages, job.model.dense_layers + 1))
-    model = job.model.model_copy(update={"layers": layers})
-    small, loaded = job.model_copy(update={"model": model}), None
-    if loads is not None:
-        loaded = _recorded(loads, job)[: len(model.expert_layers)]
-
-    def step_s(one: Plan) -> float:
-        low = one.model_copy(update={"stages": None})
-        return run(Costs.of(small, low, cluster, loaded, traffic).events(), one.ranks).step_s
-
-    return min(found, key=step_s)
 
 
 def _check_places(out: Path | None, trace: Path | None) -> None:
@@ -446,13 +416,14 @@ def _print(facts: dict[str, Any]) -> None:
     run_s = facts["steps"] * facts["step_s"]
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     slices = f", matrices over {layout['tp']}" * (layout["tp"] > 1)
-    travel = travel_words(layout["dispatch"], layout["hosts"], layout["ep"]) * (layout["ep"] > 1)
+    shared = f"over {layout['shard']}" if layout["shard"] > 1 else "on every rank"
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
-        f"({facts['device']}), experts over {layout['ep']}{travel}{routing}, dense "
-        f"parameters over {layout['shard']}{slices}",
+        f"({facts['device']}), experts over {layout['ep']}{routing}, dense "
+        f"parameters {shared}{slices}",
         facts,
         {
+            **({"tokens travel": travel.in_a_line(facts)} if layout["ep"] > 1 else {}),
             **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",

@@ -79,7 +79,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     loaded = load_job(path, sets or ())
     if plan is not None:
         loaded = obey(loaded, plan, sets or ())
-    ranks = _count_ranks(loaded, nproc)
+    ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
     ruling = loaded.plan or planned(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
     chosen, resume = _find_place(path, out, resume)
@@ -97,8 +97,8 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     return _run(part, 1 if launched() else ranks)
 
 
-def _count_ranks(loaded: LoadedJob, nproc: int | None) -> int:
-    """How many ranks there will be, or are: as many as the plan has, if there is one."""
+def _count_ranks(loaded: LoadedJob, nproc: int | None, *, dry_run: bool) -> int:
+    """How many ranks there will be, are, or would be: as many as the plan has, if there is one."""
     asked, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
     if plan is None:
         return asked or 1
@@ -110,7 +110,7 @@ def _count_ranks(loaded: LoadedJob, nproc: int | None) -> int:
             f"for {asked} (moesaic plan --nproc {asked})"
         )
     hosts = len({place.host for place in plan.places})
-    if hosts > 1 and not launched():
+    if hosts > 1 and not launched() and not dry_run:
         raise ConfigError(
             f"{origin} has its ranks on {hosts} hosts: start them on all of them with torchrun, "
             "or plan anew for one host"

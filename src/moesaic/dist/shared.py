@@ -241,8 +241,7 @@ class _Neighbour:
         number, at, size = self._arrived.pop(exchange)
         if size != len(into):
             raise RuntimeError(
-                f"{size} bytes came from rank {self._rank} of the group, where {len(into)} are to "
-                "arrive"
+                f"{size} bytes came from rank {self._rank}, where {len(into)} are to arrive"
             )
         if size:
             into.copy_(self._boxes[number][at : at + size])
@@ -297,11 +296,11 @@ class _Neighbour:
             del self._boxes[box]
 
     def _lost(self) -> RuntimeError:
-        return RuntimeError(f"rank {self._rank} of the group is gone: connection closed by peer")
+        return RuntimeError(f"rank {self._rank} is gone: connection closed by peer")
 
     def _overdue(self) -> RuntimeError:
         return RuntimeError(
-            f"timed out after {self._deadline_s:g} s of waiting for rank {self._rank} of the group"
+            f"timed out after {self._deadline_s:g} s of waiting for rank {self._rank}"
         )
 
 
@@ -318,17 +317,20 @@ class ByMemory:
         self.group, self._rank, self._deadline_s = group, group.rank(), deadline_s
         self._boxes: dict[int, _Box] = {}
         self._made = self._exchanges = 0
+        names = dist.get_process_group_ranks(group)
+        self._name = names[self._rank]
         # From the next on, so that not all begin with the same.
         turn = sorted(lines, key=lambda other: (other < self._rank, other))
         self._neighbours = {
-            other: _Neighbour(other, lines[other], deadline_s, self._has_read) for other in turn
+            other: _Neighbour(names[other], lines[other], deadline_s, self._has_read)
+            for other in turn
         }
 
     def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
         """As `Carrier` says."""
         if send[self._rank] != receive[self._rank]:
             raise ValueError(
-                f"{send[self._rank]} rows are to stay on rank {self._rank} of the group, where "
+                f"{send[self._rank]} rows are to stay on rank {self._name}, where "
                 f"{receive[self._rank]} are to arrive"
             )
         result = rows.new_empty((sum(receive), *rows.shape[1:]))

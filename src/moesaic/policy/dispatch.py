@@ -16,7 +16,7 @@ def ways(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
     if plan.ep == 1:
         return [plan]
     found = [("rows", 1), ("visits", 1)]
-    several = _runs(plan, hosts)
+    several = hosts_of(plan, hosts)
     if 1 < several < plan.ep:
         found += [("rows", several), ("visits", several)]
     return [plan.model_copy(update={"dispatch": by, "hosts": num}) for by, num in found]
@@ -31,8 +31,9 @@ def usual(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:
     return next(one for one in reversed(ways(plan, hosts)) if one.dispatch == "visits")
 
 
-def _runs(plan: Plan, hosts: Sequence[str]) -> int:
-    """On how many hosts each group is, if it has as many ranks on each, host after host; else 1."""
+def hosts_of(plan: Plan, hosts: Sequence[str]) -> int:
+    """On how many hosts each group of those ranks is, if it has as many of them on each, host after
+    host; else 1."""
     found = set()
     for group in plan.expert_groups():
         runs = [(host, len(list(run))) for host, run in groupby(hosts[rank] for rank in group)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moesaic.facts.plan import travel_words
 from moesaic.report.charts import experts, learning, prediction, speed, timeline
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
@@ -219,11 +220,19 @@ def _described(run: RunFacts, facts: dict[str, Any]) -> str:
         if model.get("experts")
         else "dense"
     )
-    ep = run.plan.get("ep")
-    words.append(plural(facts["ranks"] or 1, "rank") + (f", ep {ep}" if ep and ep != 1 else ""))
+    words.append(plural(facts["ranks"] or 1, "rank") + _shared_out(run.plan))
     if facts["device"]:
         words.append(facts["device"])
     return " \N{MIDDLE DOT} ".join(words)
+
+
+def _shared_out(plan: Mapping[str, Any]) -> str:
+    """Over how many ranks experts are, and how tokens get there, if a plan says so."""
+    ep = plan.get("ep") or 1
+    if ep == 1:
+        return ""
+    dispatch, hosts = plan.get("dispatch", "rows"), plan.get("hosts", 1)
+    return f", ep {ep}, tokens {travel_words(dispatch, hosts, ep)}"
 
 
 def _tiles(facts: dict[str, Any]) -> str:

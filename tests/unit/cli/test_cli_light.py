@@ -152,7 +152,7 @@ def test_a_dry_run_of_a_pipeline_tells_of_its_fullest_rank(
 ) -> None:
     line = "train job.toml --dry-run --nproc 4 --set layout.pp=2 --set layout.schedule=gpipe"
     text = run(line, capfd)
-    assert "plan             4 ranks, layers over 2 parts, gpipe, experts over 2, dense" in text
+    assert "plan             4 ranks, layers over 2 parts, gpipe, experts over 2, tokens" in text
     assert "memory per rank  " in text
     facts = json.loads(run(f"{line} --json", capfd))
     memory = facts["memory_per_rank"]
@@ -171,7 +171,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     line = "train job.toml --dry-run --nproc 2 --set train.steps=7"
     text = run(line, capfd)
     assert "parameters       1,927,296 in all, 747,648 active (39%)" in text
-    assert "plan             2 ranks, experts over 2, dense parameters on every rank" in text
+    assert "plan             2 ranks, experts over 2, tokens once to each expert, dense" in text
     assert "memory per rank  " in text
     for kind in ("parameters", "gradients", "moments", "activations"):
         assert f"  {kind}" in text
@@ -195,7 +195,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert memory.pop("total_bytes") == sum(memory.values()) > peak
     assert [warning.split()[0] for warning in facts["warnings"]] == ["schedule.final"]
     text = run(f"{line} --set layout.tp=2", capfd)
-    assert "2 ranks, experts over 2, matrices in 2 slices, dense parameters on every rank" in text
+    assert "tokens once to each expert, matrices in 2 slices, dense parameters on" in text
     sliced = json.loads(run(f"{line} --set layout.tp=2 --json", capfd))["memory_per_rank"]
     assert sliced["parameters_bytes"] < memory["parameters_bytes"]
     assert set(place.rglob("*")) == before

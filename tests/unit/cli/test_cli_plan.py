@@ -121,8 +121,36 @@ def test_tokens_travel_in_the_way_that_is_shortest(
     if "ep=16" in layout:
         ways += [f"{way},hosts=2" for way in ways]
     free, pinned = told(), [told(way) for way in ways]
-    assert free["step_s"] == min(one["step_s"] for one in pinned)
-    assert len({one["step_s"] for one in pinned}) == len(pinned)
+    steps_s = sorted(one["step_s"] for one in pinned)
+    assert free["step_s"] == steps_s[0]
+    assert len(set(steps_s)) == len(pinned)
+    more_s = sorted(way["more_s"] for way in free["other_ways"])
+    assert more_s == pytest.approx([one - steps_s[0] for one in steps_s[1:]], rel=0.2)
+    assert not any(one["other_ways"] for one in pinned)
+
+
+def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    del place
+    line = [*LINE, "--nproc", "16", "--layout"]
+    assert main([*line, "ep=16,dispatch=visits,hosts=2"]) == 0
+    said = capfd.readouterr()
+    assert "tokens travel      once to each of 2 hosts\n" in said.out
+    assert "hosts =" not in said.err
+    assert main([*line, "ep=16,dispatch=visits,hosts=4"]) == 0
+    assert "hosts = 4, but the ranks that share out the experts are on 2 hosts" in (
+        capfd.readouterr().err
+    )
+    assert main([*line, "ep=8,dispatch=visits,hosts=2"]) == 0
+    assert "not on several hosts, as many on each" in capfd.readouterr().err
+    for layout, words in (
+        ("ep=16,hosts=1", 'layout.hosts = 1 with layout.dispatch = "auto", which finds the hosts'),
+        (
+            "ep=1,dispatch=rows,hosts=2",
+            "does not divide layout.ep = 1, and each host has as many of",
+        ),
+    ):
+        assert main([*line, layout]) == 2
+        assert words in capfd.readouterr().err
 
 
 def test_a_plan_that_was_edited_is_costed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +267,7 @@ def test_a_trace_of_a_pipeline_has_ranks_of_every_part(place: Path) -> None:
 
 def test_matrices_in_slices_are_said(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--layout", "tp=2"]) == 0
-    assert ", dense parameters over 1, matrices over 2; computed" in capfd.readouterr().out
+    assert ", dense parameters on every rank, matrices over 2; computed" in capfd.readouterr().out
 
 
 def test_json_has_every_figure(capfd: pytest.CaptureFixture[str]) -> None:

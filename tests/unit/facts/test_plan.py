@@ -140,7 +140,8 @@ def test_a_pipeline_that_a_job_cannot_have(
     if words is None:
         plan = planned(job, 4)
         check(plan, job, "plan")
-        assert ruled(tiny_job(train=train), plan).layout == job.layout
+        assert ruled(tiny_job(train=train), plan) == ruled(job, plan)
+        assert ruled(job, plan).layout == job.layout.model_copy(update={"dispatch": "rows"})
         return
     with pytest.raises(ConfigError) as caught:
         planned(job, 4)
@@ -383,11 +384,13 @@ def test_work_follows_the_homes() -> None:
 
 
 def test_it_overrules_the_job() -> None:
-    job = tiny_job()
+    job = tiny_job(layout={"dispatch": "rows"})
     assert ruled(job, planned(job, 4)) == job
     plan = Plan.model_validate({**RAW, "experts": 8, "recompute": True})
-    assert ruled(job, plan) == tiny_job(layout={"ep": 2}, train={"recompute": True})
-    every = tiny_job(layout={"shard": "all"})
+    layout = {"ep": 2, "dispatch": "rows"}
+    assert ruled(job, plan) == tiny_job(layout=layout, train={"recompute": True})
+    assert ruled(tiny_job(), plan) == ruled(job, plan)
+    every = tiny_job(layout={"shard": "all", "dispatch": "visits", "hosts": 1})
     assert ruled(every, planned(every, 4)) == every
 
 

@@ -58,9 +58,6 @@ def test_all_ways_are_tried() -> None:
 def test_a_person_reads_it() -> None:
     words = [in_words(one) for one in ways(plan_of(8, ep=8), on(4, 4))]
     assert words == [
-        f"8 ranks, experts over 8{travel}, dense parameters on every rank"
-        for travel in (
-            "", ", tokens once to each rank", ", tokens by way of hosts",
-            ", tokens once to each of 2 hosts",
-        )
+        f"8 ranks, experts over 8, tokens once to each {travel}, dense parameters on every rank"
+        for travel in ("expert", "rank", "expert by way of 2 hosts", "of 2 hosts")
     ]  # fmt: skip

@@ -168,7 +168,7 @@ class Wire(Section):
     """What joins the devices of one host, or two hosts."""
 
     kind: str
-    """What it is: nvlink, pcie, ethernet, infiniband, loopback, ..."""
+    """A word for what it is, such as nvlink, pcie, ethernet, infiniband or loopback."""
     latency_s: float = Field(ge=0)
     """Seconds that the smallest message takes."""
     bandwidth: float = Field(gt=0)

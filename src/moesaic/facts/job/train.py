@@ -38,9 +38,10 @@ class LayoutConfig(Section):
     """How tokens reach experts of other ranks. rows: once for each expert. visits: once for each
     rank that has some of a token's experts, and back as one sum of their results. auto: `moesaic
     plan` takes what costs least; without a plan, visits where those ranks are on several hosts."""
-    hosts: int = Field(default=1, ge=1)
-    """Hosts that the `ep` ranks are on, as many on each: tokens go to the rank of the same place on
-    another host, and from that one to the host's ranks; visits once to each host. 1: straight."""
+    hosts: int | None = Field(default=None, ge=1)
+    """Beside a `dispatch` that is not auto: hosts that the `ep` ranks are on, as many on each.
+    Tokens go to the rank of the same place on another host, and from that one to the host's ranks;
+    visits once to each host. 1, as if unset: straight, whatever hosts there are."""
 
 
 class TrainConfig(Section):

@@ -87,8 +87,8 @@ def ruled(job: Job, plan: Plan) -> Job:
     said = job.layout.model_dump()
     if said["shard"] == "all":
         said["shard"] = plan.replicas
-    if said["dispatch"] == "auto":
-        said |= {"dispatch": plan.dispatch, "hosts": plan.hosts}
+    if said["hosts"] is None:
+        said["hosts"] = 1
     decided = plan.model_dump(include=set(said))
     changes = {key: value for key, value in decided.items() if value != said[key]}
     layout = job.layout.model_copy(update=changes)

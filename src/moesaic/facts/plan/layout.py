@@ -38,20 +38,22 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}: "
             "choose a divisor of the number of experts"
         )
-    if layout.ep % layout.hosts:
+    hosts = layout.hosts or 1
+    if layout.hosts is not None and layout.dispatch == "auto":
         raise ConfigError(
-            f"layout.hosts = {layout.hosts} does not divide layout.ep = {layout.ep}, and each host "
-            "has as many of those ranks: choose a divisor"
-        )
-    if layout.hosts > 1 and layout.dispatch == "auto":
-        raise ConfigError(
-            f'layout.hosts = {layout.hosts} with layout.dispatch = "auto", which finds the hosts '
+            f'layout.hosts = {hosts} with layout.dispatch = "auto", which finds the hosts '
             'itself: set layout.dispatch to "rows" or "visits", or leave layout.hosts out'
+        )
+    if layout.ep % hosts:
+        ways = "choose a divisor" if layout.ep > 1 else "raise layout.ep, or leave it out"
+        raise ConfigError(
+            f"layout.hosts = {hosts} does not divide layout.ep = {layout.ep}, and each host "
+            f"has as many of those ranks: {ways}"
         )
     return Plan(
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
-        dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=layout.hosts,
+        dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=hosts,
     )  # fmt: skip
 
 
@@ -129,11 +131,11 @@ def block_names(model: ModelConfig) -> list[str]:
 
 
 def travel_words(dispatch: str, hosts: int, ep: int) -> str:
-    """How tokens travel between `ep` ranks on so many hosts, with a comma before it; straight and
-    once for each expert is not worth a word."""
+    """How tokens travel between `ep` ranks on so many hosts."""
+    several = 1 < hosts < ep
     if dispatch == "rows":
-        return ", tokens by way of hosts" if 1 < hosts < ep else ""
-    return f", tokens once to each {f'of {hosts} hosts' if 1 < hosts < ep else 'rank'}"
+        return "once to each expert" + f" by way of {hosts} hosts" * several
+    return f"once to each {f'of {hosts} hosts' if several else 'rank'}"
 
 
 def in_words(plan: Plan) -> str:
@@ -146,7 +148,7 @@ def in_words(plan: Plan) -> str:
     if plan.experts:
         parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
     if plan.ep > 1:
-        parts[-1] += travel_words(plan.dispatch, plan.hosts, plan.ep)
+        parts.append(f"tokens {travel_words(plan.dispatch, plan.hosts, plan.ep)}")
     if plan.tp > 1:
         parts.append(f"matrices in {plan.tp} slices")
     if plan.etp > 1:

@@ -64,7 +64,8 @@ class Plan(Section):
     schedule: Schedule = "1f1b"
     """The order in which parts compute forward and backward of micro-batches."""
     dispatch: Dispatch = "rows"
-    """How tokens reach experts of other ranks: once for each expert, or once for each rank."""
+    """How tokens reach experts of other ranks: once for each expert, or once for each rank, or for
+    each of several `hosts`."""
     hosts: int = Field(default=1, ge=1)
     """Equal runs of the `ep` ranks: tokens go to the rank of the same place in a run, and from that
     one to the run's ranks; 1: straight to each."""

@@ -255,13 +255,16 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, rows: Route
         ops.residual(s),
     ]
     tokens, results = _travelling(s, rows)
+    # The gradients of weights come back with visits, for routers, whatever else learns.
+    weighed = rows.visits and s.learning.routers
+    ends = s.begins and not weighed
     talk = slices.join_choices().then(
         messages.counts(job, plan, rank),
         slices.join_sent(),
-        *(talk.ahead(s.begins) for talk in tokens[:1]),
+        *(talk.ahead(ends) for talk in tokens[:1]),
         _beside(slices) if shared else Talk(),
-        *(talk.ahead(s.begins) for talk in tokens[1:]),
-        results.ahead(s.begins and not learns),
+        *(talk.ahead(ends) for talk in tokens[1:]),
+        results.ahead(ends and not learns),
         slices.sum_results(),
     )
     # Where gradients begin in the shared experts alone, what comes after them is not needed again.

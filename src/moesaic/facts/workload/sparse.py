@@ -93,7 +93,8 @@ def _visits(s: Sizes, routed: Routed) -> Part:
         ahead += trip.tokens * (40 * top_k + 3 * (len(trip.group) + 1))
         ahead += trip.arriving * (48 + 16 * top_k)
     back = Op("dispatch", (), behind, 9 + 6 * more + s.casts)
-    return Op("dispatch", (), ahead, 51 + 54 * more + s.casts), Op("dispatch") if s.begins else back
+    ends = s.begins and not s.learning.routers
+    return Op("dispatch", (), ahead, 51 + 54 * more + s.casts), Op("dispatch") if ends else back
 
 
 def _added_up(tokens: int, each: int, row: int, weight: int) -> int:

@@ -1,0 +1,88 @@
+"""How tokens travel to experts in a plan: the cheapest way, and what a person is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moesaic.cli import outlook, screen
+from moesaic.facts.cluster import Cluster, place
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan, travel_words
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moesaic.policy.cost.traffic import Traffic
+
+
+def traffic(cluster: Cluster, ranks: int) -> Traffic:
+    """Between the places of so many ranks on `cluster`."""
+    from moesaic.policy.cost.traffic import Traffic
+
+    return Traffic(cluster, place(cluster, ranks))
+
+
+def cheapest(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    loads: Sequence[NDArray[np.float64]] | None,
+    traffic: Traffic,
+) -> tuple[Plan, list[dict[str, Any]]]:
+    """`plan`, in which tokens travel in the way that makes a step the shortest; and other ways,
+    with about how much longer it would be.
+
+    Without `loads` all expert layers are alike, and as few as there can be show which one it is.
+    """
+    from moesaic.policy.cost.step import Costs
+    from moesaic.policy.dispatch import ways
+    from moesaic.sim.timeline import run
+
+    found = ways(plan, [place.host for place in plan.places])
+    if len(found) == 1:
+        return plan, []
+    model = job.model
+    if loads is None:
+        layers = min(model.layers, max(plan.num_stages, model.dense_layers + 1))
+        model = model.model_copy(update={"layers": layers})
+    small = job.model_copy(update={"model": model})
+
+    def step_s(one: Plan) -> float:
+        low = one if loads is not None else one.model_copy(update={"stages": None})
+        return run(Costs.of(small, low, cluster, loads, traffic).events(), one.ranks).step_s
+
+    known = [step_s(one) for one in found]
+    least = known.index(min(known))
+    times = len(job.model.expert_layers) / max(len(model.expert_layers), 1)
+    others = [
+        {"dispatch": one.dispatch, "hosts": one.hosts, "more_s": times * (taken - known[least])}
+        for one, taken in zip(found, known, strict=True)
+    ]
+    del others[least]
+    return found[least], others
+
+
+def warn_of_hosts(plan: Plan) -> None:
+    """Say so if tokens would travel by way of hosts that are not those of the cluster."""
+    from moesaic.policy.dispatch import hosts_of
+
+    there = hosts_of(plan, [place.host for place in plan.places])
+    if plan.hosts not in (1, there):
+        screen.warn(
+            f"hosts = {plan.hosts}, but the ranks that share out the experts are "
+            + (f"on {there} hosts" if there > 1 else "not on several hosts, as many on each")
+            + ": what it costs is foretold, what it would save is not there"
+        )
+
+
+def in_a_line(facts: dict[str, Any]) -> str:
+    """How tokens get to their experts, and what other ways would cost, in a line."""
+    layout, ep = facts["plan"], facts["plan"]["ep"]
+    chosen = travel_words(layout["dispatch"], layout["hosts"], ep)
+    others = [
+        f"{outlook.time(one['more_s'])} more {travel_words(one['dispatch'], one['hosts'], ep)}"
+        for one in facts["other_ways"]
+    ]
+    return f"{chosen}; about {', '.join(others)}" if others else chosen
