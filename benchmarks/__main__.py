@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 from benchmarks import generate, measure
+from moesaic.cli.start import sleep_soon
 
 THEMES = ("foundation", "facts", "families", "layer")
 
@@ -22,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="take rows of the simulator anew; those of a clock stay as they were",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    sleep_soon()  # As the program's own processes do, and before a theme imports torch.
     unknown = sorted(set(options.themes) - set(THEMES))
     if unknown:
         parser.error(f"there is no theme '{unknown[0]}': take one of {', '.join(THEMES)}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,24 @@ from typing import Any
 import torch
 
 from benchmarks.training import Ours, Theirs
+from moesaic.cli.start import TURNS
 from moesaic.facts.job import Job
 
 _PATIENCE_S = 30.0
+SPINS = "GOMP_SPINCOUNT"
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Without what we have told OpenMP."""
+    ours = os.environ.get(SPINS) == TURNS
+    if ours:
+        del os.environ[SPINS]
+    try:
+        yield
+    finally:
+        if ours:
+            os.environ[SPINS] = TURNS
 
 
 class Apart:
@@ -31,7 +49,8 @@ class Apart:
             del here
             given = (other, ours.run.job, experts, weights, torch.get_num_threads())
             self._process = context.Process(target=_serve, args=given, daemon=True)
-            self._process.start()
+            with _as_it_was():
+                self._process.start()
             other.close()
             self._ask("")
 

@@ -52,12 +52,14 @@ ENVIRONMENT = {
         "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
         "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
     },
+    "cli/start.py": {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"},
     "cli/rank.py": {"TORCHELASTIC_ERROR_FILE"},
     "cli/launch.py": {"WORLD_SIZE", "RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"},
     "testing/hosts.py": {"GLOO_SOCKET_IFNAME"},
     "testing/ranks.py": {"GLOO_SOCKET_IFNAME"},
 }  # fmt: skip
-"""The environment variables that are read or set, by file: torchrun's own, and its children's."""
+"""The environment variables that are read or set, by file: torchrun's own, its children's, and what
+OpenMP reads once."""
 
 DEVICE_FILE = "dist/device.py"
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "tools", "stuff"}

@@ -324,7 +324,7 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
         (
             {},
             ["--set", "layout.dispatch=visits"],
-            "layout.dispatch=visits beside --plan 'plan.json', which has dispatch = \"rows\": leave",
+            "layout.dispatch=visits beside --plan 'plan.json', which has dispatch = ",
         ),
         ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
         ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
+TURNS = "50000"
+"""Of waiting awake: about a quarter of a millisecond."""
 
 
 def begin(module: str, *, held: bool = False) -> int:
@@ -24,11 +26,23 @@ def begin(module: str, *, held: bool = False) -> int:
     Interrupts that are `held` back, as from a rank, come through from here on.
     """
     with at_once():
+        sleep_soon()
         if held:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         main = importlib.import_module(module).main
     status: int = main()
     return status
+
+
+def sleep_soon() -> None:
+    """Have torch's idle threads go to sleep soon, unless somebody has said how they are to wait.
+
+    GNU's OpenMP keeps them awake for milliseconds after every operation, on cores that the threads
+    of experts need by then. It must be said before torch is imported; processes that are started
+    from here hear of it too.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", TURNS)
 
 
 @contextmanager

@@ -311,7 +311,7 @@ def _expert_weights(given: Named) -> Shapes:
     rows, columns = given["left"].shape[1], given["right"].shape[1]
     for count, times in Counter(given["counts"].tolist()).items():
         if count:
-            yield Shape(rows, columns, count), times
+            yield Shape(count, rows, columns), times
 
 
 def _convolve(given: Named) -> Shapes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli import rank
 from moesaic.cli.launch import CutOff, RankFailed, _cause
 from moesaic.cli.main import main
+from moesaic.cli.start import TURNS, sleep_soon
 from moesaic.cli.train import _how_to_go_on
 
 JOB = """
@@ -26,6 +28,20 @@ sequence = 4
 steps = 1
 batch = 1
 """
+
+
+def test_idle_threads_are_told_to_sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    sleep_soon()
+    assert os.environ["GOMP_SPINCOUNT"] == TURNS
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    sleep_soon()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    sleep_soon()
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def end(logs: Path, *ranks: tuple[int, str | None, str]) -> MoesaicError:

@@ -49,7 +49,7 @@ def computed(name: str, flops: float, bandwidth: float) -> Figures:
             for rows, columns, inner in SIZES.products("fp32")
         ],
         f"{name} slots fp32": [
-            WAYS * SIZES.slots * rows * columns * inner / flops
+            WAYS * SIZES.slots_of("fp32", columns, inner) * rows * columns * inner / flops
             for rows, columns, inner in SIZES.products_of_slots("fp32")
         ],
     }

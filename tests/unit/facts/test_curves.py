@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -53,23 +52,46 @@ def test_a_curve_grows_with_the_size_beyond_its_end_and_stays_before_its_start(
     assert curve.at(curve.num_bytes[0] * share) == curve.seconds[0]
 
 
-def test_a_power_law_is_read_back_between_its_points() -> None:
-    law = [3e-6 * size**0.7 for size in (1e3, 1e5, 1e9)]
-    curve = Curve(num_bytes=[1e3, 1e5, 1e9], seconds=law)
+def test_a_beginning_and_so_much_for_each_byte_are_read_back_between_points() -> None:
+    line = [3e-6 + 2e-9 * size for size in (1e3, 1e5, 1e9)]
+    curve = Curve(num_bytes=[1e3, 1e5, 1e9], seconds=line)
     for size in (2e3, 7e4, 3e6, 8e8):
-        assert curve.at(size) == pytest.approx(3e-6 * size**0.7, rel=1e-12)
+        assert curve.at(size) == pytest.approx(3e-6 + 2e-9 * size, rel=1e-12)
+
+
+def test_a_beginning_operands_and_multiplications_are_read_back_between_points() -> None:
+    def law(rows: float, columns: float, inner: float) -> float:
+        operands = rows * columns + rows * inner + columns * inner
+        return 1e-5 + 1e-9 * operands + 1e-11 * rows * columns * inner
+
+    axes = [1.0, 16.0, 256.0], [64.0, 1024.0], [64.0, 256.0]
+    points = [law(*point) for point in itertools.product(*axes)]
+    grid = Grid(rows=axes[0], columns=axes[1], inner=axes[2], seconds=points)
+    for product in ((1, 64, 64), (7, 100, 200), (200, 1000, 70), (16, 512, 128)):
+        assert grid.at(*product) == pytest.approx(law(*product), rel=1e-12)
+
+
+def test_what_a_token_takes_of_attention_grows_with_the_tokens() -> None:
+    def law(length: float) -> float:
+        return 1e-7 * length + 2e-9 * length**2
+
+    lengths = [64.0, 256.0, 1024.0]
+    times = [law(length) for length in lengths]
+    heads = Heads(head_dim=64, lengths=lengths, forward=times, backward=times)
+    for length in (64, 100, 300, 1000):
+        assert heads.at(length, 64, backward=False) == pytest.approx(law(length), rel=1e-12)
+    assert heads.at(4096, 64, backward=False) == pytest.approx(4**2 * times[-1], rel=1e-12)
 
 
 def straight(points: list[float], seconds: list[float], size: float) -> float:
-    """The slow, obvious twin: look for the piece, draw the line on logarithmic paper."""
+    """The slow, obvious twin: look for the piece, draw the line."""
     if size <= points[0]:
         return seconds[0]
     if size >= points[-1]:
         return seconds[-1] * size / points[-1]
     for (x0, y0), (x1, y1) in itertools.pairwise(zip(points, seconds, strict=True)):
         if x0 <= size <= x1:
-            slope = (math.log(y1) - math.log(y0)) / (math.log(x1) - math.log(x0))
-            return math.exp(math.log(y0) + slope * (math.log(size) - math.log(x0)))
+            return y0 + (y1 - y0) / (x1 - x0) * (size - x0)
     raise AssertionError("the pieces leave no gap")
 
 
@@ -87,7 +109,7 @@ def nested(grid: Grid, rows: float, columns: float, inner: float) -> float:
 
 
 @given(curves(), sizes)
-def test_a_curve_is_a_line_on_logarithmic_paper(curve: Curve, size: float) -> None:
+def test_a_curve_is_a_line_from_point_to_point(curve: Curve, size: float) -> None:
     assert curve.at(size) == pytest.approx(straight(curve.num_bytes, curve.seconds, size), rel=1e-9)
 
 

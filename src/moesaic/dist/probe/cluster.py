@@ -206,7 +206,12 @@ def _matmul(dtype: str, figures: Figures, sizes: Sizes) -> Matmul:
     rows = [float(size) for size in sizes.rows(dtype)]
     grid = Grid(rows=rows, columns=columns, inner=columns, seconds=_shorts(times))
     flops = 2 * rows[-1] * columns[-1] ** 2 / times[-1]
-    each = [one / WAYS / sizes.slots for one in figures[f"slots {dtype}"]]
+    each = [
+        one / WAYS / sizes.slots_of(dtype, *size)
+        for one, (_, *size) in zip(
+            figures[f"slots {dtype}"], sizes.products_of_slots(dtype), strict=True
+        )
+    ]
     fewer = [float(size) for size in sizes.rows_of_slots(dtype)]
     slots = Grid(rows=fewer, columns=columns, inner=columns, seconds=_shorts(each))
     return Matmul.model_validate(

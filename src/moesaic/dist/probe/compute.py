@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,12 @@ _LENGTHS = (64, 1024)
 """Least and most tokens of it."""
 
 _LEAST_SLOTS = 8
+_MORE_SLOTS = 8
+"""As many times more of the smallest products are done together."""
 _SMALLEST_SIDE = 64
 _CUBES = 7
 """All products take about 2.3 times the largest one, and each is done three times."""
-_CUBES_OF_SLOTS = 14
+_CUBES_OF_SLOTS = 24
 """Likewise those of the least slots: more come with more threads, which are as much faster."""
 
 
@@ -54,7 +57,7 @@ class Sizes:
     copies: list[int]
     """Bytes that are copied."""
     slots: int
-    """Products that are done together: enough that no part of the device is idle."""
+    """Of the largest products that are done together: enough that no part of the device is idle."""
 
     @property
     def passed(self) -> list[int]:
@@ -84,6 +87,11 @@ class Sizes:
     def rows_of_slots(self, dtype: str) -> list[int]:
         """Rows of each of the products that are done together: experts do not have the most."""
         return self.rows(dtype)[:-1]
+
+    def slots_of(self, dtype: str, columns: int, inner: int) -> int:
+        """Products of such weights that are done together: small ones are of models that have many
+        experts, among which what it takes to begin is shared out."""
+        return self.slots * min(_MORE_SLOTS, self.columns(dtype)[-1] // isqrt(columns * inner))
 
     def products_of_slots(self, dtype: str) -> list[tuple[int, int, int]]:
         """The same of each of those."""
@@ -294,7 +302,8 @@ def _slots(
         weights = max(largest, sizes.copies[-1] // 2 // _TYPES[dtype].itemsize)
         arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
         for rows, columns, inner in products:
-            yield _of_slots(arena, sizes.slots, rows, columns, inner)
+            slots = sizes.slots_of(dtype, columns, inner)
+            yield _of_slots(arena, slots, rows, columns, inner)
 
 
 def _of_slots(arena: Tensor, slots: int, rows: int, columns: int, inner: int) -> _Work:

@@ -1,8 +1,8 @@
 """Measured curves: seconds over sizes, read between their points.
 
-Between two points the logarithm of the time is a straight line over the logarithm of the size,
-which is what a machine looks like that is slow at small sizes and even at large ones. Beyond the
-last point time grows with the size; before the first it stays.
+Between two points time is a straight line over the size, which is exact of a machine that takes so
+long to begin and so long for every byte, or number, or multiplication. Beyond the last point time
+grows with the size; before the first it stays.
 """
 
 from __future__ import annotations
@@ -97,26 +97,27 @@ class Heads(Section):
             return self.at(length, head_dim, backward=backward) / (0.5 + 0.5 / length)
         if masked and known is not None:
             seconds = known
-        beyond = max(length / self.lengths[-1], 1.0)  # It grows with the square; `_read` has one.
-        return _read([self.lengths], seconds, [length]) * beyond * head_dim / self.head_dim
+        each = [time / tokens for time, tokens in zip(seconds, self.lengths, strict=True)]
+        return _read([self.lengths], each, [length]) * length * head_dim / self.head_dim
 
 
 def _read(
     axes: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float]
 ) -> float:
-    """`values` between the points of `axes`, linear in logarithms; at a point, exactly its value.
+    """`values` between the points of `axes`, linear in each size; at a point, exactly its value.
 
     Beyond an axis the value grows with the size, before it the value of its first point holds.
     """
-    result = math.prod(max(size / axis[-1], 1.0) for axis, size in zip(axes, sizes, strict=True))
+    beyond = math.prod(max(size / axis[-1], 1.0) for axis, size in zip(axes, sizes, strict=True))
     places = [_place(axis, size) for axis, size in zip(axes, sizes, strict=True)]
+    result = 0.0
     for corner in itertools.product((0, 1), repeat=len(axes)):
         weight, flat = 1.0, 0
         for side, (first, share), axis in zip(corner, places, axes, strict=True):
             weight *= share if side else 1.0 - share
             flat = flat * len(axis) + min(first + side, len(axis) - 1)
-        result *= values[flat] ** weight
-    return result
+        result += values[flat] * weight
+    return beyond * result
 
 
 def _place(axis: Sequence[float], size: float) -> tuple[int, float]:
@@ -125,7 +126,7 @@ def _place(axis: Sequence[float], size: float) -> tuple[int, float]:
     first = bisect_right(axis, size) - 1
     if axis[first] == size:
         return first, 0.0
-    return first, math.log(size / axis[first]) / math.log(axis[first + 1] / axis[first])
+    return first, (size - axis[first]) / (axis[first + 1] - axis[first])
 
 
 def _check_axis(name: str, axis: Sequence[float]) -> None:

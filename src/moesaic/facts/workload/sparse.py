@@ -105,6 +105,8 @@ def _added_up(tokens: int, each: int, row: int, weight: int) -> int:
 def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
     """The products of each slot's rows with its expert, gate and up in one; rows are copied from
     tokens, or from where they arrived, as they are needed, and weighed if they have not travelled.
+
+    A product's rows are the slot's, though those of gradients of weights are summed over.
     """
     hidden, ffn = s.model.hidden, s.ffn
     rows = sum(slots)
@@ -119,7 +121,7 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
         forward += [Product(count, 2 * ffn, hidden, times), Product(count, hidden, ffn, times)]
         backward += [Product(count, ffn, hidden, times)]
         if learns:
-            backward += [Product(hidden, ffn, count, times), Product(2 * ffn, hidden, count, times)]
+            backward += [Product(count, hidden, ffn, times), Product(count, 2 * ffn, hidden, times)]
         if of_tokens:
             backward += [Product(count, hidden, 2 * ffn, times)]
     cast = s.cast(len(slots) * arena)
@@ -155,8 +157,8 @@ def _adapted_experts(
             thin, wide = Product(count, rank, inner, times), Product(count, columns, rank, times)
             ahead += [thin, wide]
             behind += [
-                thin, Product(count, rank, columns, times), Product(columns, rank, count, times),
-                Product(rank, inner, count, times), Product(count, inner, rank, times),
+                thin, Product(count, rank, columns, times), Product(count, columns, rank, times),
+                Product(count, rank, inner, times), Product(count, inner, rank, times),
             ]  # fmt: skip
     own = s.cast(3 * slots * rank * (hidden + ffn))
     scaled, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)

@@ -20,7 +20,7 @@ import numpy as np
 
 from moesaic.facts.job.train import Schedule
 from moesaic.facts.plan import Action, order
-from moesaic.facts.workload import STEP, Block, Message, Op, Product, Work
+from moesaic.facts.workload import SLOTS, STEP, Block, Message, Op, Product, Work
 from moesaic.policy.cost.event import PIPELINE, Event, Handover, Seconds
 from moesaic.policy.cost.lanes import ORDER, Lanes
 
@@ -196,7 +196,7 @@ def halves(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The operations of a block's backward: for gradients of its input, and for those of weights.
 
     Where forward multiplies [rows, inner] by a weight [inner, columns], the product over its rows
-    is the weight's gradient.
+    is the weight's gradient; of slots it has the slot's rows first, as forward has.
     """
     forward: dict[str, list[Product]] = defaultdict(list)
     for op in block.forward.ops:
@@ -205,8 +205,9 @@ def halves(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     for op in block.backward.ops:
         left, found = list(op.products), list[Product]()
         for one in () if op.kind.startswith("attention") else forward[op.name]:
-            for sides in ((one.columns, one.inner), (one.inner, one.columns)):
-                product = Product(*sides, one.rows, one.count)
+            over_rows = ((one.columns, one.inner), (one.inner, one.columns))
+            ways = [Product(*sides, one.rows, one.count) for sides in over_rows]
+            for product in [one] if op.kind == SLOTS else ways:
                 if product in left:
                     left.remove(product)
                     found.append(product)
