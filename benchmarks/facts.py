@@ -28,6 +28,7 @@ from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather, sum_
 from moesaic.dist.probe.links import COLLECTIVES, chore, collective
 from moesaic.dist.probe.timing import together
+from moesaic.dist.products import product
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.job import Job
@@ -318,7 +319,7 @@ def predicted_parts() -> Iterator[measure.Row]:
         pool.close()
     yield from products.rows(
         f"a product's predicted time, median of {PRODUCTS}", "<= 0.05",
-        f"torch.mm, fp32, {devices.num_cores()} threads, the mean of a layer's three ways",
+        f"the mean of a layer's three ways, fp32, {devices.num_cores()} threads",
     )  # fmt: skip
     yield from messages.rows(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
@@ -368,24 +369,23 @@ class Part:
 
 
 def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:
-    """Median seconds of products as layers ask for them, whose weights are in no cache."""
+    """Median seconds of products as layers ask for them, for results and gradients that are not
+    there yet; their weights are in no cache."""
     torch.set_num_threads(devices.num_cores())
     arena = torch.rand(16 << 20)
     return [_product_s(arena, *shape) for shape in shapes]
 
 
 def _product_s(arena: torch.Tensor, rows: int, columns: int, inner: int) -> float:
-    step = columns * max(rows, inner)
+    step = columns * inner
     starts = itertools.cycle(range(0, len(arena) - step + 1, step))
     x, tall, wide = (torch.rand(*size) for size in ((rows, inner), (inner, rows), (inner, columns)))
-    y = torch.empty(rows, columns)
 
     def multiply() -> None:
-        at = next(starts)
-        weight, grad = arena[at : at + columns * inner], arena[at : at + rows * columns]
-        torch.mm(x, weight.view(columns, inner).T, out=y)
-        torch.mm(x, weight.view(inner, columns), out=y)
-        torch.mm(tall.T, wide, out=grad.view(rows, columns))
+        weight = arena[(at := next(starts)) : at + step]
+        product(x, weight.view(columns, inner), transposed=True)
+        product(x, weight.view(inner, columns), transposed=False)
+        torch.mm(tall.T, wide)
 
     return statistics.median(_seconds(multiply, 3) for _ in range(15)) / 3
 

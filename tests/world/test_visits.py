@@ -11,7 +11,7 @@ from layouts import SIGMOID, Outcome, assert_same, outcome
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
 
-STEPS = 3
+STEPS = 2
 HOMES = [[5, 2], [7, 0], [1, 6], [4, 3]]
 DROPS = {
     "model": {"top_k": 2},
