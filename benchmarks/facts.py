@@ -369,23 +369,24 @@ class Part:
 
 
 def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:
-    """Median seconds of products as layers ask for them, for results and gradients that are not
-    there yet; their weights are in no cache."""
+    """Median seconds of products as layers ask for them, whose weights, and gradients of weights,
+    are in no cache."""
     torch.set_num_threads(devices.num_cores())
     arena = torch.rand(16 << 20)
     return [_product_s(arena, *shape) for shape in shapes]
 
 
 def _product_s(arena: torch.Tensor, rows: int, columns: int, inner: int) -> float:
-    step = columns * inner
+    step = columns * max(rows, inner)
     starts = itertools.cycle(range(0, len(arena) - step + 1, step))
     x, tall, wide = (torch.rand(*size) for size in ((rows, inner), (inner, rows), (inner, columns)))
 
     def multiply() -> None:
-        weight = arena[(at := next(starts)) : at + step]
+        at = next(starts)
+        weight, grad = arena[at : at + columns * inner], arena[at : at + rows * columns]
         product(x, weight.view(columns, inner), transposed=True)
         product(x, weight.view(inner, columns), transposed=False)
-        torch.mm(tall.T, wide)
+        torch.mm(tall.T, wide, out=grad.view(rows, columns))
 
     return statistics.median(_seconds(multiply, 3) for _ in range(15)) / 3
 
