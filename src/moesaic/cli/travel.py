@@ -69,10 +69,10 @@ def warn_of_hosts(plan: Plan) -> None:
     from moesaic.policy.dispatch import hosts_of
 
     there = hosts_of(plan, [place.host for place in plan.places])
-    if plan.hosts not in (1, there):
+    if plan.trips > 1 and plan.hosts != there:
         screen.warn(
             f"hosts = {plan.hosts}, but the ranks that share out the experts are "
-            + (f"on {there} hosts" if there > 1 else "not on several hosts, as many on each")
+            + (f"on {there} hosts" if there > 1 else "on one host, or unevenly on several")
             + ": what it costs is foretold, what it would save is not there"
         )
 

@@ -82,7 +82,7 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     decided = [("layout", name) for name in LayoutConfig.model_fields]
     for table, name in (*decided, ("train", "recompute")):
         before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
-        if before != now and name in said.get(table, {}):
+        if before not in (now, "auto") and name in said.get(table, {}):
             said_so = [item for item in sets if covers(item, f"{table}.{name}")]
             raise ConfigError(
                 f"--set {said_so[-1]} beside {origin}, which has {name} = {keys.show(now)}: "

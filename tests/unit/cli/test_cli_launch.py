@@ -32,7 +32,8 @@ batch = 1
 
 def test_idle_threads_are_told_to_sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # So that it is put back, or taken away again.
+        monkeypatch.delenv(name)
     sleep_soon()
     assert os.environ["GOMP_SPINCOUNT"] == TURNS
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")

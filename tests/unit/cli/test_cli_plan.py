@@ -141,7 +141,9 @@ def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFix
         capfd.readouterr().err
     )
     assert main([*line, "ep=8,dispatch=visits,hosts=2"]) == 0
-    assert "not on several hosts, as many on each" in capfd.readouterr().err
+    assert "on one host, or unevenly on several" in capfd.readouterr().err
+    assert main([*line, "ep=8,dispatch=visits,hosts=8"]) == 0
+    assert "hosts =" not in capfd.readouterr().err
     for layout, words in (
         ("ep=16,hosts=1", 'layout.hosts = 1 with layout.dispatch = "auto", which finds the hosts'),
         (

@@ -81,6 +81,7 @@ def test_what_a_token_takes_of_attention_grows_with_the_tokens() -> None:
     for length in (64, 100, 300, 1000):
         assert heads.at(length, 64, backward=False) == pytest.approx(law(length), rel=1e-12)
     assert heads.at(4096, 64, backward=False) == pytest.approx(4**2 * times[-1], rel=1e-12)
+    assert heads.at(16, 64, backward=False) == pytest.approx(times[0] / 4, rel=1e-12)
 
 
 def straight(points: list[float], seconds: list[float], size: float) -> float:

@@ -110,6 +110,16 @@ def test_halves_of_a_backward_are_the_products_for_inputs_and_for_weights() -> N
         assert not halves(workload(job, planned(job, 1))[-2])[1], "forward has the head's done"
 
 
+def test_experts_that_do_not_learn_have_no_half_for_weights_but_that_of_their_adapters() -> None:
+    """Whatever their shape: here gradients of rows are as large as the products for results."""
+    finetune = {"method": "lora", "rank": 3, "targets": ["experts"]}
+    job = tiny_job(model={"hidden": 32, "ffn": 16, "head_dim": 8}, finetune=finetune)
+    (block,) = [one for one in workload(job, planned(job, 1)) if one.name == "layers.1.moe"]
+    inputs, weights = halves(block)
+    assert {3} == {min(one.columns, one.inner) for op in weights for one in op.products}
+    assert sum(op.flops for op in (*inputs, *weights)) == block.backward.flops
+
+
 def test_the_first_stage_has_all_of_its_backward_in_the_second_half() -> None:
     found = simulate("zero-bubble", 3, 6)
     spent: Counter[tuple[int, str]] = Counter()

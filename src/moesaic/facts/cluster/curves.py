@@ -2,7 +2,7 @@
 
 Between two points time is a straight line over the size, which is exact of a machine that takes so
 long to begin and so long for every byte, or number, or multiplication. Beyond the last point time
-grows with the size; before the first it stays.
+grows with the size; before the first it stays. Of attention all that is said of what a token takes.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class Product:
     columns: int
     inner: int
     count: int = 1
+    of_weights: bool = False
+    """Of slots: whether they are gradients of weights, which sum over what is called rows here."""
 
     @property
     def flops(self) -> int:

@@ -106,7 +106,8 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
     """The products of each slot's rows with its expert, gate and up in one; rows are copied from
     tokens, or from where they arrived, as they are needed, and weighed if they have not travelled.
 
-    A product's rows are the slot's, though those of gradients of weights are summed over.
+    A product's rows are the slot's, though those of gradients of weights are summed over: the grid
+    of what slots take has few rows, and many columns.
     """
     hidden, ffn = s.model.hidden, s.ffn
     rows = sum(slots)
@@ -121,7 +122,10 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
         forward += [Product(count, 2 * ffn, hidden, times), Product(count, hidden, ffn, times)]
         backward += [Product(count, ffn, hidden, times)]
         if learns:
-            backward += [Product(count, hidden, ffn, times), Product(count, 2 * ffn, hidden, times)]
+            backward += [
+                Product(count, hidden, ffn, times, of_weights=True),
+                Product(count, 2 * ffn, hidden, times, of_weights=True),
+            ]
         if of_tokens:
             backward += [Product(count, hidden, 2 * ffn, times)]
     cast = s.cast(len(slots) * arena)
@@ -157,8 +161,10 @@ def _adapted_experts(
             thin, wide = Product(count, rank, inner, times), Product(count, columns, rank, times)
             ahead += [thin, wide]
             behind += [
-                thin, Product(count, rank, columns, times), Product(count, columns, rank, times),
-                Product(count, rank, inner, times), Product(count, inner, rank, times),
+                thin, Product(count, rank, columns, times),
+                Product(count, columns, rank, times, of_weights=True),
+                Product(count, rank, inner, times, of_weights=True),
+                Product(count, inner, rank, times),
             ]  # fmt: skip
     own = s.cast(3 * slots * rank * (hidden + ffn))
     scaled, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)

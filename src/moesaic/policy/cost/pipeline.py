@@ -196,18 +196,19 @@ def halves(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The operations of a block's backward: for gradients of its input, and for those of weights.
 
     Where forward multiplies [rows, inner] by a weight [inner, columns], the product over its rows
-    is the weight's gradient; of slots it has the slot's rows first, as forward has.
+    is the weight's gradient; those of slots say so themselves.
     """
     forward: dict[str, list[Product]] = defaultdict(list)
     for op in block.forward.ops:
         forward[op.name] += op.products
     inputs, weights = list[Op](), list[Op]()
     for op in block.backward.ops:
-        left, found = list(op.products), list[Product]()
-        for one in () if op.kind.startswith("attention") else forward[op.name]:
-            over_rows = ((one.columns, one.inner), (one.inner, one.columns))
-            ways = [Product(*sides, one.rows, one.count) for sides in over_rows]
-            for product in [one] if op.kind == SLOTS else ways:
+        found = [one for one in op.products if one.of_weights]
+        left = [one for one in op.products if not one.of_weights]
+        known = op.kind == SLOTS or op.kind.startswith("attention")
+        for one in () if known else forward[op.name]:
+            for sides in ((one.columns, one.inner), (one.inner, one.columns)):
+                product = Product(*sides, one.rows, one.count)
                 if product in left:
                     left.remove(product)
                     found.append(product)
