@@ -381,12 +381,14 @@ def _product_s(arena: torch.Tensor, rows: int, columns: int, inner: int) -> floa
     starts = itertools.cycle(range(0, len(arena) - step + 1, step))
     x, tall, wide = (torch.rand(*size) for size in ((rows, inner), (inner, rows), (inner, columns)))
 
-    def multiply() -> None:
+    def place(size: int) -> torch.Tensor:
         at = next(starts)
-        weight, grad = arena[at : at + columns * inner], arena[at : at + rows * columns]
-        product(x, weight.view(columns, inner), transposed=True)
-        product(x, weight.view(inner, columns), transposed=False)
-        torch.mm(tall.T, wide, out=grad.view(rows, columns))
+        return arena[at : at + size]
+
+    def multiply() -> None:
+        product(x, place(columns * inner).view(columns, inner), transposed=True)
+        product(x, place(columns * inner).view(inner, columns), transposed=False)
+        torch.mm(tall.T, wide, out=place(rows * columns).view(rows, columns))
 
     return statistics.median(_seconds(multiply, 3) for _ in range(15)) / 3
 
