@@ -1,14 +1,14 @@
 """`python -m moesaic` is `moesaic`."""
 
-import sys
+from typing import NoReturn
 
-from moesaic.cli.start import begin
+from moesaic.cli.start import begin, leave
 
 
-def main() -> int:
+def main() -> NoReturn:
     """The command line."""
-    return begin("moesaic.cli.main")
+    leave(begin("moesaic.cli.main"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,7 +27,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, str_min_length=1,
-        use_attribute_docstrings=True, populate_by_name=True,
+        populate_by_name=True, defer_build=True,
     )  # fmt: skip
 
     file_keys: ClassVar[type[BaseModel] | None] = None

@@ -6,13 +6,18 @@ miss; `walk` and `explain` describe them for people; `expects` says what a value
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, time
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +41,38 @@ class Key(NamedTuple):
 
 def fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a section by the names that a file uses; `file_keys` come first."""
+    _describe(section)
     also = getattr(section, "file_keys", None)
     hidden: frozenset[str] = getattr(section, "resolved_keys", frozenset())
     own = {field.alias or name: field for name, field in section.model_fields.items()}
     first = fields(also) if also is not None else {}
     return {**first, **{name: field for name, field in own.items() if name not in hidden}}
+
+
+def _describe(section: type[BaseModel]) -> None:
+    """Give the fields of a section the words that stand below each in the code.
+
+    Pydantic would do so as classes are made, for every command; reading the code takes longer than
+    most of them, and only those that explain a key have to.
+    """
+    for owner in itertools.takewhile(lambda one: one is not BaseModel, section.__mro__):
+        words = _words_of(owner.__module__)
+        for name, field in section.model_fields.items():
+            field.description = field.description or words.get((owner.__name__, name))
+
+
+@cache
+def _words_of(module: str) -> dict[tuple[str, str], str]:
+    """The text below each annotated name of a module's classes, by class and name."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.ClassDef):
+            for one, below in itertools.pairwise(node.body):
+                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                    match below:
+                        case ast.Expr(ast.Constant(str(text))):
+                            found[node.name, one.target.id] = inspect.cleandoc(text)
+    return found
 
 
 def locate(root: type[BaseModel], key: str) -> FieldInfo:

@@ -16,19 +16,14 @@ import typer
 
 from moesaic import __version__
 from moesaic.base.errors import UserError, as_user_error
-from moesaic.cli import screen
-from moesaic.cli.calibrate import calibrate
-from moesaic.cli.convert import convert
-from moesaic.cli.generate import generate
-from moesaic.cli.inspect import inspect
+from moesaic.cli import screen, start
 from moesaic.cli.launch import INTERRUPTED, CutOff, speaker
-from moesaic.cli.plan import plan
-from moesaic.cli.probe import probe
 from moesaic.cli.rank import LESS_MEMORY
-from moesaic.cli.report import report
-from moesaic.cli.trace import trace
-from moesaic.cli.train import train
 
+VERBS = (
+    "train", "generate", "convert", "inspect", "report", "probe", "plan", "calibrate", "trace",
+)  # fmt: skip
+"""Each is a function of the module of its name."""
 USER_ERROR = 2
 MORE_MEMORY = {"train": LESS_MEMORY, "generate": "give fewer prompts, or lower max_tokens"}
 
@@ -38,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     screen.write_anything()
     try:
-        status = application()(args=spell_out(given), prog_name="moesaic", standalone_mode=False)
+        status = application(given[0])(
+            args=spell_out(given), prog_name="moesaic", standalone_mode=False
+        )
         screen.flush()
     except UserError as error:
         screen.fail(f"{speaker()}{error}")
@@ -66,16 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(status or 0)
 
 
-def application() -> typer.Typer:
-    """The verbs."""
+def application(verb: str = "") -> typer.Typer:
+    """The verbs; if `verb` is one, it alone, as the others' imports take time."""
     app = typer.Typer(
         help="Train and serve mixture-of-experts models, exactly, on whatever machines you have.",
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
     app.callback()(_opening)
-    for verb in (train, generate, convert, inspect, report, probe, plan, calibrate, trace):
-        app.command(help=_flowing(verb.__doc__ or ""))(verb)
+    for name in (verb,) if verb in VERBS else VERBS:
+        command = getattr(start.importing(f"moesaic.cli.{name}"), name)
+        app.command(help=_flowing(command.__doc__ or ""))(command)
     return app
 
 

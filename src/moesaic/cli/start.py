@@ -6,6 +6,7 @@ So it ends the process there and then, without a word: nothing has been done yet
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 TURNS = "50000"
@@ -30,9 +31,19 @@ def begin(module: str, *, held: bool = False) -> int:
         sleep_soon()
         if held:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        main = importlib.import_module(module).main
+        main = importing(module).main
     status: int = main()
     return status
+
+
+def importing(module: str) -> Any:
+    """The module of that name; what imports make stays, so that nobody looks for what has gone."""
+    with at_once():
+        gc.disable()
+        try:
+            return importlib.import_module(module)
+        finally:
+            gc.enable()
 
 
 def sleep_soon() -> None:
@@ -89,8 +100,8 @@ def end_with_parent() -> None:
 def leave(status: int) -> NoReturn:
     """End this process, in which all is closed by now, but do not take its interpreter down.
 
-    A thread of gloo that asks for the interpreter meanwhile, to let go of a tensor, would abort
-    the process with a message of its own.
+    That takes a tenth of a second, and a thread of gloo that asks for the interpreter meanwhile, to
+    let go of a tensor, would abort the process with a message of its own.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # Whoever read it may have gone.

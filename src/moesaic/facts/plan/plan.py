@@ -336,6 +336,11 @@ class Plan(Section):
         replica, replicas = self.replica(rank), self.replicas
         return range(replica * batch // replicas, (replica + 1) * batch // replicas)
 
+    def bounds(self, batch: int) -> list[int]:
+        """Where the rows of each replica begin, and where the last ones end."""
+        replicas = self.replicas
+        return [replica * batch // replicas for replica in range(replicas + 1)]
+
 
 def _runs(ranks: int, size: int) -> list[list[int]]:
     return [list(range(i, i + size)) for i in range(0, ranks, size)]

@@ -87,19 +87,29 @@ def workload(
     """
     sizes, model = Sizes.of(job, plan, rank, on_cpu=on_cpu), job.model
     making = _Making(job, plan, rank, sizes, loads)
-    blocks = [block for name in blocks_on(model, plan, rank) for block in making.blocks(name)]
+    kinds = {name: making.kind(name) for name in blocks_on(model, plan, rank)}
+    firsts = {kind: name for name, kind in reversed(kinds.items())}
+    chosen = [name for name, kind in kinds.items() if firsts[kind] == name]
+    blocks = [block for name in chosen for block in making.blocks(name)]
     blocks = [making.as_far_as_needed(block) for block in blocks]
     share = Share.of(job, plan, rank)
     by_block: dict[str, list[Parameter]] = {}
     for parameter in (*share.dense, *share.experts):
         by_block.setdefault(_block_of(parameter, model), []).append(parameter)
     chunk = sizes.moment_chunk
-    learnt = {name: [p for p in own if p.name in share.learning] for name, own in by_block.items()}
-    update = {name: _update(job, plan, rank, learnt[name], chunk) for name in by_block}
-    blocks = [replace(block, update=Work(update[block.name])) for block in blocks]
+    for number, block in enumerate(blocks):
+        learnt = [p for p in by_block[block.name] if p.name in share.learning]
+        update = Work(_update(job, plan, rank, learnt, chunk))
+        blocks[number] = replace(block, update=update)
     if plan.shard > 1:
         blocks = _sharded(blocks, by_block, share)
-    return [*blocks, Block(STEP, Work(), Work(), _step(share))]
+    whole = [
+        replace(block, name=block.name.replace(firsts[kind], name, 1))
+        for name, kind in kinds.items()
+        for block in blocks
+        if f"{block.name}.".startswith(f"{firsts[kind]}.")
+    ]
+    return [*whole, Block(STEP, Work(), Work(), _step(share))]
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,17 @@ class _Making:
     @cached_property
     def _routed(self) -> list[Routed]:
         return routed(self.job, self.plan, self.rank, self.loads)
+
+    def kind(self, name: str) -> object:
+        """What the model's block `name` has in common with all that have the same work."""
+        model = self.job.model
+        if not name.startswith("layers."):
+            return name
+        layer, first = int(name.removeprefix("layers.")), _place(self._first)[0]
+        sparse_one = layer in model.expert_layers
+        routed_alone = layer if sparse_one and self.loads is not None else None
+        from_first = max(-2.0, min(layer - first, 1.0))  # What is right before it is of its own.
+        return sparse_one or model.inner(layer), routed_alone, from_first
 
     def blocks(self, name: str) -> Iterator[Block]:
         """What the model's block `name` is in two, or one."""

@@ -108,12 +108,12 @@ def _up(size: int, multiple: int) -> int:
 def _ends(job: Job, plan: Plan) -> Counts:
     """Where the tokens of each place end among those of a global micro-batch, one after another."""
     batch, sequence = job.train.batch // job.train.micro_batches, job.data.sequence
-
-    def end(rank: int) -> int:
-        rows = plan.rows(rank, batch)
-        return sequence * rows.start + (rank % plan.tp + 1) * len(rows) * sequence // plan.tp
-
-    return np.array([end(rank) for rank in range(plan.etp - 1, plan.span, plan.etp)], np.int64)
+    bounds = np.array(plan.bounds(batch), np.int64)
+    ranks = np.arange(plan.etp - 1, plan.span, plan.etp)
+    replica, run = np.divmod(ranks, plan.tp)
+    rows = np.diff(bounds)[replica]
+    ends: Counts = sequence * bounds[replica] + (run + 1) * rows * sequence // plan.tp
+    return ends
 
 
 def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Counts:
@@ -138,7 +138,22 @@ def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Coun
 
 def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> list[int]:
     """Rows of each of the slots of `rank`, from all of `group`."""
-    arriving = counts[_places(plan, group)].sum(axis=0)
+    return _slots(plan, rank, _arriving(counts, plan, group))
+
+
+def slots_by_rank(counts: Counts, plan: Plan) -> dict[int, list[int]]:
+    """The same of all ranks."""
+    groups = [(group, _arriving(counts, plan, group)) for group in plan.expert_groups()]
+    return {rank: _slots(plan, rank, arriving) for group, arriving in groups for rank in group}
+
+
+def _arriving(counts: Counts, plan: Plan, group: Sequence[int]) -> Counts:
+    """Rows of each expert, from all of `group`."""
+    arriving: Counts = counts[_places(plan, group)].sum(axis=0)
+    return arriving
+
+
+def _slots(plan: Plan, rank: int, arriving: Counts) -> list[int]:
     rows: list[int] = arriving[list(plan.homes(rank))].tolist()
     return rows
 

@@ -177,8 +177,8 @@ class Counts:
 def count(model: ModelConfig) -> Counts:
     """Total and active parameters of `model`."""
     total = active = 0
-    for parameter in parameters(model):
-        total += parameter.size
-        if parameter.kind != "expert" or (parameter.expert or 0) < model.top_k:
-            active += parameter.size
+    for parameter in parameters(model, [0] if model.experts else None):  # One stands for all.
+        expert = parameter.kind == "expert"
+        total += parameter.size * (model.experts if expert else 1)
+        active += parameter.size * (model.top_k if expert else 1)
     return Counts(total, active)

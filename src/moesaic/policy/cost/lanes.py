@@ -7,7 +7,8 @@ worked out once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 
 import numpy as np
@@ -49,6 +50,11 @@ class Lanes:
     """Those groups, laid out."""
     _paces: dict[tuple[str, Together], list[Pace]] = field(default_factory=dict)
     """By operation and groups."""
+    _blocks: dict[tuple[str, tuple[int, ...]], tuple[Sequence[Work], list[Event]]] = field(
+        default_factory=dict
+    )
+    """What a block does one way, by phase and identities of what it does, which live as long:
+    layers share what is equal."""
     _spoken: dict[tuple[str, Together, bytes], Seconds] = field(default_factory=dict)
     """Seconds by rank of messages, by operation, groups and bytes of each group."""
 
@@ -88,7 +94,15 @@ class Lanes:
             works: what it does there.
             ranks: those of each kind.
         """
-        name = row[0].name
+        name, key = row[0].name, (phase, tuple(map(id, works)))
+        if key not in self._blocks:
+            self._blocks[key] = works, list(self._block_events(phase, name, works, ranks))
+        for event in self._blocks[key][1]:
+            yield event if event.block == name else replace(event, block=name)
+
+    def _block_events(
+        self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]
+    ) -> Iterator[Event]:
         messages = self._block_messages(phase, name, works, ranks)
         yield from (event for first, event in messages if first)
         for ops in zip(*(work.ops for work in works), strict=True):
@@ -195,20 +209,26 @@ class Lanes:
 
         Those are ranks of the same parts of a pipeline; if there are `some` kinds, of those.
         """
-        plan, parts = self.plan, self._parts(message.ranks)
+        parts = self._parts(message.ranks)
         members = {rank for alike in some for rank in alike}
+        for groups in self._groups:
+            if list(message.ranks) in groups:
+                alike = [group for group in groups if self._parts(group) == parts]
+                return [group for group in alike if not some or members.issuperset(group)]
+        raise AssertionError(f"{message.name} is among ranks {message.ranks}, no group of the plan")
+
+    @cached_property
+    def _groups(self) -> list[list[list[int]]]:
+        """All that ranks of the plan speak in."""
+        plan = self.plan
         chains = plan.chain_groups()
-        for groups in (
+        return [
             [list(range(plan.ranks))], *plan.trip_groups(), plan.replica_groups(),
             plan.shard_groups(), plan.shard_replica_groups(), plan.part_groups(),
             plan.slice_groups(), plan.same_slice_groups(), plan.expert_slice_groups(),
             plan.same_expert_slice_groups(), chains,
             [[chain[0], chain[-1]] for chain in chains],
-        ):  # fmt: skip
-            if list(message.ranks) in groups:
-                alike = [group for group in groups if self._parts(group) == parts]
-                return [group for group in alike if not some or members.issuperset(group)]
-        raise AssertionError(f"{message.name} is among ranks {message.ranks}, no group of the plan")
+        ]  # fmt: skip
 
     def _message_s(
         self, messages: Sequence[Message], ranks: Sequence[list[int]], together: Together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from moesaic.facts.cluster import Cluster, Device, Place, device_at
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import Memory, memory
-from moesaic.facts.workload.loads import Counts, expert_counts, slots_of
+from moesaic.facts.workload.loads import Counts as Assigned
+from moesaic.facts.workload.loads import expert_counts, slots_by_rank
 from moesaic.facts.workload.parameters import rank_size
 from moesaic.facts.workload.share import Share
 
@@ -60,20 +62,20 @@ def fullest(
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
-    counts: list[Counts] = []
+    counts: list[Assigned] = []
     if job.model.experts:
         by_layer: Sequence[ArrayLike | None] = [None] if loads is None else loads
         counts = [expert_counts(job, plan, load) for load in by_layer]
-    groups = {rank: group for group in plan.expert_groups() for rank in group}
+    slots = [slots_by_rank(layer, plan) for layer in counts]
     owned = _owned(job, plan)
     kinds: dict[tuple[object, ...], int] = {}
     for rank in ranks if ranks is not None else range(plan.ranks):
-        arriving = [slots_of(layer, plan, rank, groups[rank]) for layer in counts]
-        slots = [sum(rows) for rows in arriving] if loads is None else map(tuple, arriving)
+        arriving = [layer[rank] for layer in slots]
+        rows = [sum(rows) for rows in arriving] if loads is None else map(tuple, arriving)
         # A checkpoint is shared out piece by piece, so that no two ranks stage alike.
         staging = rank if on_cpu and job.checkpoint.asynchronous else -1
         part, shard = plan.part(rank), plan.replica(rank) % plan.shard
-        kind = (part, len(plan.rows(rank, size)), tuple(slots), owned[part][shard], staging)
+        kind = (part, len(plan.rows(rank, size)), tuple(rows), owned[part][shard], staging)
         kinds.setdefault(kind, rank)
     given = counts if loads is not None else None
     found = [(rank, memory(job, plan, rank, given, on_cpu=on_cpu)) for rank in kinds.values()]
@@ -87,10 +89,11 @@ def _owned(job: Job, plan: Plan) -> list[list[int]]:
         return [[0]] * plan.pp
     found = []
     for part in range(plan.pp):
-        share = Share.of(job, plan, part * plan.span)
+        dense = Share.of(job, plan, part * plan.span).dense
+        times, one_of = Counter(p.shape for p in dense), {p.shape: p for p in dense}
         found.append(
             [
-                sum(rank_size(p, plan.shard, shard) for p in share.dense)
+                sum(times[at] * rank_size(p, plan.shard, shard) for at, p in one_of.items())
                 for shard in range(plan.shard)
             ]
         )

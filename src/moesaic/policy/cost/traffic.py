@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moesaic.facts.cluster import Cluster, Curve, Hop, Link, Place, inside, route
+from moesaic.facts.cluster import Cluster, Curve, Link, Place, inside, route
 from moesaic.policy.cost.communication import bursts
 
 
@@ -63,14 +63,26 @@ class Demand:
         """A way with this latency is used too."""
         self.turn_s = max(self.turn_s, turn_s)
 
-    def over(self, link: Link, here: Place | str, there: Place | str, share: float) -> None:
-        """Bytes pass a link, from its port `here` to its port `there`."""
-        if link.shared:
-            self.shares[Port(id(link), "", "")] += share
-        else:
-            out, into = ("out", "in") if link.duplex else ("", "")
-            self.shares[Port(id(link), here, out)] += share
-            self.shares[Port(id(link), there, into)] += share
+    def over(self, ports: Iterable[Port], share: float) -> None:
+        """Bytes pass those ports."""
+        for port in ports:
+            self.shares[port] += share
+
+
+def ports(link: Link, here: Place | str, there: Place | str) -> tuple[Port, ...]:
+    """Those of a link from `here` to `there`."""
+    if link.shared:
+        return (Port(id(link), "", ""),)
+    out, into = ("out", "in") if link.duplex else ("", "")
+    return Port(id(link), here, out), Port(id(link), there, into)
+
+
+class Way(NamedTuple):
+    """From host to host."""
+
+    latency_s: float
+    ports: list[Port]
+    """Of all links on the way."""
 
 
 class Traffic:
@@ -78,7 +90,7 @@ class Traffic:
 
     def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
         self._cluster, self._places = cluster, places
-        self._routes: dict[tuple[str, str], list[Hop]] = {}
+        self._ways: dict[tuple[str, str], Way] = {}
         self._known: dict[tuple[str, tuple[tuple[int, ...], ...]], list[Pace]] = {}
         self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
         self._numbers = {id(link): number for number, link in enumerate(cluster.links)}
@@ -144,14 +156,13 @@ class Traffic:
         else:
             link = inside(self._cluster, here.host)
             demand.slower(link.latency_s)
-            demand.over(link, here, there, share)
+            demand.over(ports(link, here, there), share)
 
     def _travel(self, demand: Demand, here: str, there: str, share: float) -> None:
         """Bytes from host to host, over all links on their way."""
-        way = self._route(here, there)
-        demand.slower(sum(hop.link.latency_s for hop in way))
-        for hop in way:
-            demand.over(hop.link, hop.here, hop.there, share)
+        way = self._way(here, there)
+        demand.slower(way.latency_s)
+        demand.over(way.ports, share)
 
     def _exchange(self, demand: Demand, places: Sequence[Place], share: float) -> None:
         """From each to each other: a host's ranks share its end of the links to other hosts."""
@@ -163,14 +174,16 @@ class Traffic:
                 link = inside(self._cluster, host)
                 demand.slower(link.latency_s)
                 for place in own:
-                    demand.over(link, place, place, share * (len(own) - 1))
+                    demand.over(ports(link, place, place), share * (len(own) - 1))
         for (here, own), (there, others) in itertools.permutations(by_host.items(), 2):
             self._travel(demand, here, there, share * len(own) * len(others))
 
-    def _route(self, here: str, there: str) -> list[Hop]:
-        if (here, there) not in self._routes:
-            self._routes[here, there] = route(self._cluster, here, there)
-        return self._routes[here, there]
+    def _way(self, here: str, there: str) -> Way:
+        if (here, there) not in self._ways:
+            hops = route(self._cluster, here, there)
+            along = [port for hop in hops for port in ports(hop.link, hop.here, hop.there)]
+            self._ways[here, there] = Way(sum(hop.link.latency_s for hop in hops), along)
+        return self._ways[here, there]
 
     def _narrowest(self, group: Sequence[int], own: Sequence[Demand]) -> Link:
         """The narrowest link between the hosts of `group`, or inside one."""
