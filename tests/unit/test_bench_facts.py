@@ -64,10 +64,12 @@ def test_errors_of_steps(observed: list[Observed]) -> None:
 def test_errors_of_single_operations() -> None:
     part = facts.Part()
     part.add([1.0, 2.0], [1.0, 2.0], [1.0, 6.0])
-    part.add([1.2], [0.9], [1.1])
-    error, moved = part.rows("a product", "<= 0.05", "torch")
-    assert part.errors == pytest.approx([0.0, 0.5, 0.2])
-    assert part.moved == pytest.approx([0.0, 2.0, 0.2 / 0.9])
-    assert (error.value, error.bar, error.holds) == (pytest.approx(0.2), "<= 0.05", False)
-    assert (moved.value, moved.bar) == (pytest.approx(0.2 / 0.9), "")
-    assert error.repeats == moved.repeats == 2
+    part.add([1.2, 6.0], [0.9, 4.0], [1.1, 4.0])
+    lasting, error, moved = part.rows("a product", "<= 0.05", "torch")
+    assert part.errors == pytest.approx([0.0, 0.5, 0.2, 0.5])
+    assert part.lasting == pytest.approx([0.1, 0.0])
+    assert part.moved == pytest.approx([0.0, 2.0, 0.2 / 0.9, 0.0])
+    assert (error.value, error.bar, error.holds) == (pytest.approx(0.35), "<= 0.05", False)
+    assert (lasting.value, lasting.bar) == (pytest.approx(0.05), "<= 0.05")
+    assert (moved.value, moved.bar) == (pytest.approx(0.1 / 0.9), "")
+    assert lasting.repeats == error.repeats == moved.repeats == 2
