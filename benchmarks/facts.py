@@ -68,6 +68,8 @@ PRODUCTS = 32
 MESSAGES = 24
 MESSAGE_S = 0.6
 SEED = 7
+Takes = tuple[list[float], list[float]]
+"""Seconds of single products, and of messages."""
 MEMORY_STEPS = 6
 """Whose peaks are counted, on each rank."""
 STEP_BARS = {"median": "<= 0.10", "worst": "<= 0.20"}
@@ -303,11 +305,11 @@ def predicted_parts() -> Iterator[measure.Row]:
         for i in range(MESSAGES)
     ]
 
-    def take() -> tuple[list[float], list[float]]:
+    def take() -> Takes:
         measure.wait_for_quiet()
         return products_s(shapes), pool.run(RANKS, take_messages, asked, timeout_s=600.0)[0]
 
-    rounds: list[tuple[float, Cluster, tuple[list[float], list[float]], ...]] = []
+    rounds: list[tuple[float, Cluster, Takes, Takes]] = []
     try:
         while len(rounds) < PART_TRIES and sum(one[0] <= STEADY for one in rounds) < PART_ROUNDS:
             references = [reference_s()]

@@ -12,6 +12,12 @@ from moesaic.testing.jobs import tiny_job
 
 RANKS = (1, 2, 4, 8)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+WAYS: dict[str, dict[str, Any]] = {
+    "rows": {"dispatch": "rows"},
+    "visits": {"dispatch": "visits"},
+    "visits by hosts": {"dispatch": "visits", "hosts": 2},
+}
+"""How tokens travel to experts."""
 LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
 SMALL: dict[str, Any] = {
     "vocab": 60, "hidden": 32, "layers": 4, "heads": 4, "head_dim": 8, "ffn": 24, "init_std": 0.2,
@@ -48,6 +54,7 @@ class Row(NamedTuple):
     ep: int
     etp: int
     shard: int
+    way: str | None
     schedule: str | None
     recompute: bool
 
@@ -56,6 +63,8 @@ class Row(NamedTuple):
         """Micro-batches of two samples, of which half of the ranks have none if there are eight."""
         given = FAMILIES[self.family]
         layout = {axis: getattr(self, axis) for axis in AXES}
+        if self.way is not None:
+            layout |= WAYS[self.way]
         if self.schedule is not None:
             layout |= {"schedule": self.schedule}
         return tiny_job(
@@ -67,7 +76,7 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         axes = (f"{name} {value}" for name, value in self._asdict().items() if name in AXES)
-        words = [self.family, f"{self.ranks} ranks", *axes, self.schedule or ""]
+        words = [self.family, f"{self.ranks} ranks", *axes, self.way or "", self.schedule or ""]
         return ", ".join([*filter(None, words), *["recompute"] * self.recompute])
 
 
@@ -76,7 +85,7 @@ AXES = ("pp", "tp", "ep", "etp", "shard")
 
 def reference(family: str) -> Row:
     """The row that all others of a family are held against."""
-    return Row(family, 1, 1, 1, 1, 1, 1, None, False)
+    return Row(family, 1, 1, 1, 1, 1, 1, None, None, False)
 
 
 def rows() -> list[Row]:
@@ -86,8 +95,9 @@ def rows() -> list[Row]:
         if ranks % (pp * tp) or (ranks // pp) % (ep * etp) or (ranks // pp // tp) % shard:
             continue
         schedules: Sequence[str | None] = SCHEDULES if pp > 1 else (None,)
-        for family, schedule, recompute in product(FAMILIES, schedules, (False, True)):
-            row = Row(family, ranks, pp, tp, ep, etp, shard, schedule, recompute)
+        ways: Sequence[str | None] = tuple(WAYS) if ep > 1 else (None,)
+        for family, way, schedule, recompute in product(FAMILIES, ways, schedules, (False, True)):
+            row = Row(family, ranks, pp, tp, ep, etp, shard, way, schedule, recompute)
             if _possible(row):
                 found.append(row)
     return found

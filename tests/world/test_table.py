@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from layouts import Outcome, assert_same, outcome
-from table import FAMILIES, RANKS, Row, covering, reference, rows
+from table import Row, covering, reference, rows
 
 from moesaic.testing.ranks import Ranks
 
@@ -30,9 +30,10 @@ def test_any_two_values_together(ranks: Ranks, row: Row) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_of_it(ranks: Ranks, family: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "size", "way"), dict.fromkeys((row.family, row.ranks, row.way) for row in ROWS)
+)
+def test_all_of_it(ranks: Ranks, family: str, size: int, way: str | None) -> None:
     for row in ROWS:
-        if (row.family, row.ranks) == (family, size):
+        if (row.family, row.ranks, row.way) == (family, size, way):
             hold(ranks, row, steps=2)
