@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 
 from benchmarks import generate, measure
@@ -22,6 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--simulated", action="store_true",
         help="take rows of the simulator anew; those of a clock stay as they were",
     )  # fmt: skip
+    parser.add_argument(
+        "--parts", action="store_true",
+        help="take rows of single operations anew (of facts); all others stay as they were",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.
     unknown = sorted(set(options.themes) - set(THEMES))
@@ -31,10 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
         print("The tree differs from its commit: the records will say so, and no page is made.")
     for theme in options.themes or THEMES:
         module = importlib.import_module(f"benchmarks.{theme}")
-        if not options.simulated:
+        if options.simulated or options.parts:
+            for asked, name in (
+                (options.simulated, "simulated_rows"),
+                (options.parts, "part_rows"),
+            ):
+                if asked and hasattr(module, name):
+                    run_some(getattr(module, name)(), theme)
+        else:
             run(module, theme, options.rounds)
-        elif hasattr(module, "simulated_rows"):
-            run_simulated(module, theme)
     complaints = generate.generate()
     print("\n".join(complaints) or "The result pages and the README's table are current.")
     return 0
@@ -50,10 +60,11 @@ def run(module: ModuleType, theme: str, rounds: int) -> None:
     print(f"written to {measure.write(theme, rows)}")
 
 
-def run_simulated(module: ModuleType, theme: str) -> None:
-    """Print a theme's rows that no clock was looked at for, and put them into its record."""
-    fresh = {row.name: row for row in module.simulated_rows() if row.simulated}
-    for row in fresh.values():
+def run_some(coming: Iterable[measure.Row], theme: str) -> None:
+    """Print some of a theme's rows as they come, and put them into its record."""
+    fresh = {}
+    for row in coming:
+        fresh[row.name] = row
         print(line(row), flush=True)
     path = measure.RECORDS / f"{theme}.json"
     rows = [fresh.pop(row.name, row) for row in measure.read(path)]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ PRODUCTS = 32
 MESSAGES = 24
 MESSAGE_S = 0.6
 SEED = 7
+DRAWS = 2000
+"""Of rounds, for an interval."""
 Takes = tuple[list[float], list[float]]
 """Seconds of single products, and of messages."""
 MEMORY_STEPS = 6
@@ -132,7 +134,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
     steps = min(rounds, STEPS)
     yield from predicted_steps(cases(), steps)
-    yield from predicted_parts()
+    yield from part_rows()
     yield from predicted_memory(cases())
     yield from simulated_rows()
 
@@ -296,7 +298,7 @@ def take_steps(
     return taken, references
 
 
-def predicted_parts() -> Iterator[measure.Row]:
+def part_rows() -> Iterator[measure.Row]:
     """Median errors of single products and collectives, at sizes between those of the probe."""
     draw, pool = random.Random(SEED), Ranks()
     shapes = [(draw.randrange(16, 1025), *_widths(draw)) for _ in range(PRODUCTS)]
@@ -318,22 +320,26 @@ def predicted_parts() -> Iterator[measure.Row]:
             rounds.append((max(references) / min(references), cluster, before, after))
     finally:
         pool.close()
-    rounds.sort(key=lambda one: one[0])
+    steadiest = sorted(rounds, key=lambda one: one[0])[:PART_ROUNDS]
     products, messages = Part(), Part()
-    for _, cluster, before, after in rounds[:PART_ROUNDS]:
+    for _, cluster, before, after in steadiest:
         (host,), (link,) = cluster.hosts, cluster.links
         grid = next(d for d in host.devices if d.count == 1).speed("fp32").products
         curves = {str(one.name): one.times for one in link.collectives}
         assert grid is not None
         products.add([grid.at(*shape) for shape in shapes], before[0], after[0])
         messages.add([curves[name].at(size) for name, size in asked], before[1], after[1])
+    taken = (
+        f"{len(steadiest)} probes, each between two takes, the steadiest of {len(rounds)}, in "
+        f"which the same work moved by up to {steadiest[-1][0] - 1:.0%}"
+    )
     yield from products.rows(
         f"a product's predicted time, median of {PRODUCTS}", "<= 0.05",
-        f"the mean of a layer's three ways, fp32, {devices.num_cores()} threads",
+        f"the mean of a layer's three ways, fp32, {devices.num_cores()} threads; {taken}",
     )  # fmt: skip
     yield from messages.rows(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
-        f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes",
+        f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes; {taken}",
     )  # fmt: skip
 
 
@@ -348,19 +354,8 @@ class Part:
 
     ratios: list[list[float]] = field(default_factory=list)
     """Of each probe: predicted over measured, operation by operation."""
-    moved: list[float] = field(default_factory=list)
-    """How far the later take is from the one before the probe."""
-
-    @property
-    def errors(self) -> list[float]:
-        """How far predicted over measured is from one; every probe counts by itself."""
-        return [abs(ratio - 1.0) for ratios in self.ratios for ratio in ratios]
-
-    @property
-    def lasting(self) -> list[float]:
-        """The same of each operation's median: what is left when the machine's moods even out."""
-        each = zip(*self.ratios, strict=True)
-        return [abs(statistics.median(ratios) - 1.0) for ratios in each]
+    moved: list[list[float]] = field(default_factory=list)
+    """The later take over the one before the probe, likewise."""
 
     def add(
         self, foretold: Sequence[float], before: Sequence[float], after: Sequence[float]
@@ -368,22 +363,53 @@ class Part:
         """What one probe says of operations that took so long before it, and so long after."""
         pairs = list(zip(before, after, strict=True))
         self.ratios.append([2 * one / (b + a) for one, (b, a) in zip(foretold, pairs, strict=True)])
-        self.moved.extend(abs(a / b - 1.0) for b, a in pairs)
+        self.moved.append([a / b for b, a in pairs])
 
     def rows(self, of: str, bar: str, against: str) -> Iterator[measure.Row]:
-        """The median error, by operation and by probe, and what it would be if a take were foretold
-        by another one."""
+        """The median error: of single probes, of each operation's median ratio, where what probes
+        miss to either side cancels; and what it would be if a take were foretold by another one.
+
+        Operations of one probe are off together, so that rounds are what is drawn for intervals.
+        """
         repeats = len(self.ratios)
-        said = f"{against}; {repeats} probes, each between two takes"
-        for name, values, its_bar in (
-            (f"error of {of}, each by {repeats} probes", self.lasting, bar),
-            (f"error of {of}, each by one probe", self.errors, bar),
-            (f"where the take before foretells the one after: error of {of}", self.moved, ""),
-        ):
+        for name, rounds, error, its_bar in (
+            (f"error of {of}, each by one probe", self.ratios, single_error, bar),
+            (f"error of {of}, each the median ratio of {repeats} probes", self.ratios,
+             median_error, bar),
+            (f"where the take before foretells the one after: error of {of}", self.moved,
+             single_error, ""),
+        ):  # fmt: skip
             yield measure.row(
-                name, statistics.median(values), "share", bar=its_bar, against=said,
-                interval=measure.bootstrap(values), repeats=repeats,
+                name, error(rounds), "share", bar=its_bar, against=against,
+                interval=_by_round(rounds, error), repeats=repeats,
             )  # fmt: skip
+        each = [statistics.median(ratios) for ratios in self.ratios]
+        yield measure.row(
+            f"predicted over measured: {of}, probe by probe", statistics.median(each), "ratio",
+            bar="", against=f"{against}; the interval is from the least to the most of them",
+            interval=(min(each), max(each)), repeats=repeats,
+        )  # fmt: skip
+
+
+def single_error(rounds: Sequence[Sequence[float]]) -> float:
+    """How far ratios are from one in the median, every probe by itself."""
+    return statistics.median(abs(ratio - 1.0) for ratios in rounds for ratio in ratios)
+
+
+def median_error(rounds: Sequence[Sequence[float]]) -> float:
+    """How far each operation's median ratio is from one, in the median."""
+    each = zip(*rounds, strict=True)
+    return statistics.median(abs(statistics.median(ratios) - 1.0) for ratios in each)
+
+
+def _by_round(
+    rounds: Sequence[Sequence[float]], error: Callable[[Sequence[Sequence[float]]], float]
+) -> tuple[float, float]:
+    """95% of `error` where whole rounds are drawn."""
+    draw = random.Random(SEED)
+    values = sorted(error(draw.choices(rounds, k=len(rounds))) for _ in range(DRAWS))
+    tail = DRAWS // 40
+    return values[tail], values[-tail - 1]
 
 
 def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:

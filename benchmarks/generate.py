@@ -67,7 +67,7 @@ def page(theme: str, rows: Sequence[Row]) -> str:
     for title, kind in (("Measured", False), ("Simulated", True)):
         chosen = [row for row in rows if row.simulated == kind]
         if chosen:
-            parts += [f"## {title}", _full_table(chosen)]
+            parts += [f"## {title}", _full_table(chosen, _machines(rows))]
     notes = RESULTS.parent / f"{theme}.md"
     if notes.exists():
         parts += ["## What bounds them", notes.read_text().strip()]
@@ -78,20 +78,36 @@ def page(theme: str, rows: Sequence[Row]) -> str:
 
 def _facts(rows: Sequence[Row]) -> list[str]:
     """Machines, commits and commands, each said once."""
-    kinds = (("machine: ", "hardware"), ("commit: `", "commit"), ("command: `", "command"))
+    machines = _machines(rows)
+    kinds = [("machine: ", "hardware"), ("commit: `", "commit"), ("command: `", "command")]
+    if len(machines) > 1:
+        kinds.pop(0)
+    numbered = [f"machine {at}: {name}" for at, name in enumerate(machines, 1)]
     return [
-        f"{words}{value}{'`' if words.endswith('`') else ''}"
-        for words, key in kinds
-        for value in sorted({str(getattr(row, key)) for row in rows})
+        *(numbered if len(machines) > 1 else []),
+        *(
+            f"{words}{value}{'`' if words.endswith('`') else ''}"
+            for words, key in kinds
+            for value in sorted({str(getattr(row, key)) for row in rows})
+        ),
     ]
 
 
-def _full_table(rows: Sequence[Row]) -> str:
+def _machines(rows: Sequence[Row]) -> list[str]:
+    """Machines that rows were measured on."""
+    return sorted({row.hardware for row in rows if not row.simulated})
+
+
+def _full_table(rows: Sequence[Row], machines: Sequence[str]) -> str:
+    """Rows, and where several machines measured a page's rows, which."""
     lines = [HEAD, "| --- | ---: | --- | --- | --- | --- | ---: |"]
+    several = len(machines) > 1 and not rows[0].simulated
+    if several:
+        lines = [f"{HEAD} machine |", f"{lines[1]} ---: |"]
     for row in rows:
         cells = (
             row.name, _value(row), _interval(row), row.bar or "-", verdict(row), row.against,
-            str(row.repeats),
+            str(row.repeats), *([str(machines.index(row.hardware) + 1)] if several else []),
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

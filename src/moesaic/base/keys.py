@@ -63,9 +63,14 @@ def _describe(section: type[BaseModel]) -> None:
 
 @cache
 def _words_of(module: str) -> dict[tuple[str, str], str]:
-    """The text below each annotated name of a module's classes, by class and name."""
-    found = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+    """The text below each annotated name of a module's classes, by class and name; none, if its
+    code is not at hand."""
+    found: dict[tuple[str, str], str] = {}
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:  # There is bytecode alone.
+        return found
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
             for one, below in itertools.pairwise(node.body):
                 if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):

@@ -22,6 +22,7 @@ from moesaic.cli.rank import LESS_MEMORY
 
 VERBS = (
     "train", "generate", "convert", "inspect", "report", "probe", "plan", "calibrate", "trace",
+    "bench",
 )  # fmt: skip
 """Each is a function of the module of its name."""
 USER_ERROR = 2

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moesaic import __version__
 from moesaic.base.config import parse
 from moesaic.cli import flags, screen
+from moesaic.cli.progress import watched
 from moesaic.cli.rank import bounded
 from moesaic.cli.start import at_once
 from moesaic.dist.probe.settings import ProbeConfig
 
 if TYPE_CHECKING:
-    from moesaic.dist.probe.probe import Found, Watch
+    from moesaic.dist.probe.probe import Found
 
 _HALF_WITHIN, _MOST_WITHIN = 0.2, 0.5
 """Repeats that lie farther apart, of half of the points and of nine tenths, are worth a warning."""
-_SILENCE_S = 10.0
-"""Where there is no terminal for a bar, a part is named if the last one is as long ago."""
 LESS_MEMORY = "start fewer ranks with --nproc, or lower largest"
 
 
@@ -56,7 +52,7 @@ def take_part(part: Part) -> None:
     with at_once():
         world = World.from_launcher(config.device, deadline(config), key="device")
     try:
-        with _watched(world.leads, num_parts(config)) as watch:
+        with watched(world.leads, num_parts(config)) as watch:
             found = probe(world, config, watch)
     finally:
         world.leave()
@@ -68,31 +64,14 @@ def take_part(part: Part) -> None:
         _tell(part, found)
 
 
-@contextmanager
-def _watched(shown: bool, total: int) -> Iterator[Watch]:
-    console = screen.err()
-    with Progress(
-        TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not (shown and console.is_terminal),
-    ) as bar:  # fmt: skip
-        task = bar.add_task("", total=total)
-        begun, told_s = 0, time.monotonic()
-
-        def watch(name: str) -> None:
-            nonlocal begun, told_s
-            bar.update(task, completed=begun, description=name)
-            begun += 1
-            if shown and not console.is_terminal and time.monotonic() - told_s > _SILENCE_S:
-                told_s = time.monotonic()
-                console.print(f"measuring {name}, part {begun} of {total}")
-
-        yield watch
-
-
 def _write(path: Path, found: Found) -> None:
     opening = (
         f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
-        f"{len(found.repeats)} times over.\n# {_agreement(found)}.\n\n"
+        f"{len(found.repeats)} times over.\n# {_agreement(found)}.\n"
+        "# In bytes, seconds, bytes a second and operations a second. What each key means is in\n"
+        "# docs/facts.md; `moesaic plan --explain cluster.hosts` says it too.\n"
+        + "".join(f"# {note}.\n" for note in found.notes)
+        + "\n"
     )
     flags.write_new("--out", path, opening + found.cluster.to_toml())
 
@@ -153,17 +132,10 @@ def _tell(part: Part, found: Found) -> None:
         if line.thing != thing:
             thing = line.thing
             table.add_row(thing, style="bold")
-        table.add_row(f"  {line.what}", _quantity(line.value, line.unit), f"{apart:.0%}")
+        table.add_row(f"  {line.what}", screen.quantity(line.value, line.unit), f"{apart:.0%}")
     screen.show(table)
     screen.say(f"\n{_agreement(found)}.")
     screen.say(f"wrote {part.out}")
-
-
-def _quantity(value: float, unit: str) -> str:
-    """A figure for people: 12.3 GB/s."""
-    scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-    prefix = next((name for name, scale in scales.items() if value >= scale), "n")
-    return f"{value / scales[prefix]:.3g} {prefix}{unit}"
 
 
 def encode(part: Part) -> str:

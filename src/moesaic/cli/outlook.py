@@ -15,7 +15,7 @@ BLOCKS = 16
 """Lines of blocks, at most."""
 _WIDTH = 18
 """Of the names of lines, but for longer ones of blocks."""
-_LONG_S = 2 * 3600.0
+_MINUTES_S, _LONG_S = 180.0, 2 * 3600.0
 
 
 def tell(
@@ -44,6 +44,8 @@ def tell(
     if "binds" in facts:
         rows.append(("binds", facts["binds"]))
     blocks = _by_block({name: s for name, s in facts["blocks_s"].items() if name != STEP})
+    if facts["blocks_s"].get(STEP):
+        blocks.append(("  in none of them", time(facts["blocks_s"][STEP])))
     learnt = facts["calibration"]
     basis = f", calibrated by {learnt['runs']} run{'s'[: learnt['runs'] > 1]}" if learnt else ""
     basis += " of other devices" * bool(learnt and facts["device"] not in learnt["devices"])
@@ -64,7 +66,7 @@ def _by_block(blocks_s: Mapping[str, float]) -> list[tuple[str, str]]:
     for name, seconds in blocks_s.items():
         alike.setdefault((_kind(name), time(seconds)), []).append(name)
     slowest = sorted(alike, key=lambda one: -blocks_s[alike[one][0]])[:BLOCKS]
-    rows = [("blocks", "forward and backward")]
+    rows = [("blocks", "of the step: forward, backward and update, waiting in them included")]
     for kind, shown in alike:
         names = alike[kind, shown]
         if (kind, shown) not in slowest:
@@ -95,4 +97,6 @@ def time(seconds: float) -> str:
     """Seconds for people: 12.30 ms, 3.5 hours."""
     if seconds >= _LONG_S:
         return f"{seconds / 3600:,.1f} hours"
+    if seconds >= _MINUTES_S:
+        return f"{seconds / 60:.1f} minutes"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
-from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.base.keys import listed
 from moesaic.cli import flags, outlook, screen, travel
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.trace import Workload, tell
-from moesaic.facts.cluster import Cluster, device_at, place, price_per_hour
+from moesaic.facts.cluster import Cluster, device_at, doubtful, place, price_per_hour
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import (
     Plan,
@@ -25,6 +26,7 @@ from moesaic.facts.plan import (
     completed,
     misplaced,
     planned,
+    ruled,
     short,
 )
 from moesaic.facts.workload import count
@@ -140,6 +142,8 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         words = shlex.join(_train_words(path, out, sets or ()))
         after += [f"{'next':<18} {words}"] * facts["fits"]
     _warn(facts)
+    for doubt in doubtful(where):
+        screen.warn(doubt)
     travel.warn_of_hosts(chosen)
     _tell(facts, after, as_json)
     return 0
@@ -300,6 +304,7 @@ def predict(
         "cluster": cluster.name, "loads": None if loads is None else str(loads),
         "calibration": learnt and learnt.model_dump(),
         "plan": layout.decisions(), "device": device.model,
+        "devices": dict(Counter(device_at(cluster, one).model for one in places)),
         "pipeline": _pipeline(timeline, layout, job),
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
@@ -314,18 +319,21 @@ def predict(
         / (timeline.step_s * device.speed(job.train.precision).flops),
         "save": save(job, layout, cluster, places)._asdict(),
         "price_per_billion_tokens": price / _HOUR_S * timeline.step_s / tokens * 1e9,
-        "binds": _binds(held, spent, job, layout),
+        "price_per_hour": price,
+        "price": price / _HOUR_S * timeline.step_s * job.train.steps,
+        "binds": _binds(held, spent, _relief(job, layout, cluster, held)),
     }, timeline  # fmt: skip
 
 
 def _spent(costs: Costs, timeline: Timeline) -> dict[str, float]:
     """What the rank that others wait for spends a step on."""
     products_s, passes_s = costs.apart_s(timeline.slowest, costs.ops(timeline.slowest))
+    queueing_s = timeline.queueing_s(timeline.slowest)
     return {
         "products": products_s,
         "passes over memory": passes_s,
-        "messages": timeline.speaking_s(timeline.slowest),
-        "waiting": timeline.waiting_s(timeline.slowest),
+        "messages": timeline.speaking_s(timeline.slowest) + queueing_s,
+        "waiting": timeline.waiting_s(timeline.slowest) - queueing_s,
     }
 
 
@@ -370,12 +378,11 @@ def promise(
     return plan.model_copy(update={"predictions": predictions})
 
 
-def _binds(held: Held, spent: dict[str, float], job: Job, layout: Plan) -> str:
+def _binds(held: Held, spent: dict[str, float], relief: str) -> str:
     if held.share > 1:
         return (
             f"memory: rank {held.rank} needs {screen.size(held.needs.peak_bytes)} and its device, "
-            f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; "
-            f"{_relief(job, layout, held)}"
+            f"{held.device.model}, has {screen.size(held.device.memory_bytes)}; {relief}"
         )
     whole_s = sum(spent.values())
     most, *rest = sorted(spent, key=lambda kind: -spent[kind])
@@ -383,23 +390,19 @@ def _binds(held: Held, spent: dict[str, float], job: Job, layout: Plan) -> str:
     return f"{most}: {spent[most] / whole_s:.0%} of a step ({listed(others)})"
 
 
-def _relief(job: Job, layout: Plan, held: Held) -> str:
-    """What would take memory off a rank, of what has not been done to the utmost.
+def _relief(job: Job, layout: Plan, cluster: Cluster, held: Held) -> str:
+    """What would make it fit, or bring it nearer to that, in words; of a job that fits, nothing."""
+    from moesaic.policy.relief import relief
 
-    Smaller micro-batches and recomputing are no remedy where what lasts is too much already.
-    """
-    at_once, needs = job.train.batch // job.train.micro_batches, held.needs
-    lasting = needs.parameters_bytes + needs.gradients_bytes + needs.moments_bytes
-    passing = lasting < held.device.memory_bytes
-    more = {
-        "layout.ep": layout.experts and layout.ep < gcd(layout.span, layout.experts),
-        "layout.shard": layout.shard < layout.replicas,
-        "train.micro_batches": passing and at_once > layout.replicas,
-    }
-    raised = [key for key, some in more.items() if some]
-    ways = [f"raise {listed(raised)}"] if raised else []
-    ways += ["set train.recompute"] if passing and not layout.recompute else []
-    return ", or ".join(ways) or "take more ranks, or devices with more memory"
+    if held.share <= 1:
+        return ""
+    found = relief(ruled(job, layout), layout.ranks, cluster, place(cluster, layout.ranks), held)
+    changes = " and ".join(f"{key} = {keys.toml(value)}" for key, value in found.changes.items())
+    size = screen.size(found.held.needs.peak_bytes)
+    if found.held.share <= 1:
+        return f"it fits with {changes} ({size})"
+    remedy = "take devices with more memory, or more ranks for layout.pp to cut the layers into"
+    return f"with {changes} it needs {size}; {remedy}" if changes else remedy
 
 
 def _trace(timeline: Timeline, layout: Plan) -> str:
@@ -417,9 +420,10 @@ def _print(facts: dict[str, Any]) -> None:
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     slices = f", matrices over {layout['tp']}" * (layout["tp"] > 1)
     shared = f"over {layout['shard']}" if layout["shard"] > 1 else "on every rank"
+    its_device = "its device" if len(facts["devices"]) == 1 else f"the slowest, {facts['device']},"
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "
-        f"({facts['device']}), experts over {layout['ep']}{routing}, dense "
+        f"({_devices(facts)}), experts over {layout['ep']}{routing}, dense "
         f"parameters {shared}{slices}",
         facts,
         {
@@ -428,11 +432,26 @@ def _print(facts: dict[str, Any]) -> None:
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
-            "utilisation": f"{facts['utilisation']:.1%} of what its device multiplies at best",
+            "utilisation": f"{facts['utilisation']:.1%} of what {its_device} multiplies at best",
             **_beside(**facts["beside_s"]),
             "save": _saved(**facts["save"]),
-            **({"price": f"{price:,.2f} for a billion tokens"} if price else {}),
+            **({"price": _priced(facts)} if price else {}),
         },
+    )
+
+
+def _devices(facts: dict[str, Any]) -> str:
+    """What ranks compute with, in a line; of several devices, how many have each."""
+    several = facts["devices"]
+    if len(several) == 1:
+        return str(facts["device"])
+    return listed([f"{count} x {model}" for model, count in several.items()])
+
+
+def _priced(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['price_per_billion_tokens']:,.2f} for a billion tokens, {facts['price']:,.2f} for "
+        f"the whole run, {facts['price_per_hour']:,.2f} an hour"
     )
 
 

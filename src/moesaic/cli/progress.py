@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from moesaic.cli import screen
 
 if TYPE_CHECKING:
     from moesaic.train.trainer import Progress as Watcher
@@ -119,3 +129,25 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextmanager
+def watched(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
+    """Who is told of each part of so many that is about to be measured; it is `shown`, or not."""
+    console = screen.err()
+    with Progress(
+        TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not (shown and console.is_terminal),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=total)
+        begun, told_s = 0, time.monotonic()
+
+        def watch(name: str) -> None:
+            nonlocal begun, told_s
+            bar.update(task, completed=begun, description=name)
+            begun += 1
+            if shown and not console.is_terminal and time.monotonic() - told_s > LINE_EVERY_S:
+                told_s = time.monotonic()
+                console.print(f"measuring {name}, part {begun} of {total}")
+
+        yield watch

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from contextlib import suppress
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -39,6 +40,8 @@ def write_anything() -> None:
 
 def flush() -> None:
     """Write what is left for stdout; what it refuses is dropped, or the end would fail again."""
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -79,12 +82,17 @@ def dumps(value: object) -> str:
 
 def warn(text: str) -> None:
     """A warning on stderr."""
-    err().print(Text.assemble(("warning: ", "yellow"), text))
+    _on_stderr(Text.assemble(("warning: ", "yellow"), text))
 
 
 def fail(text: str) -> None:
     """An error on stderr."""
-    err().print(Text.assemble(("error: ", "bold red"), text))
+    _on_stderr(Text.assemble(("error: ", "bold red"), text))
+
+
+def _on_stderr(text: Text) -> None:
+    with suppress(OSError):  # Where it takes nothing, the exit status still says what happened.
+        err().print(text)
 
 
 def size(num_bytes: float) -> str:
@@ -95,3 +103,10 @@ def size(num_bytes: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A figure for people: 12.3 GB/s."""
+    scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+    prefix = next((name for name, scale in scales.items() if value >= scale), "n")
+    return f"{value / scales[prefix]:.3g} {prefix}{unit}"

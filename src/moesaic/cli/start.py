@@ -59,7 +59,13 @@ def sleep_soon() -> None:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """An interrupt ends this process: imports, and waiting for other ranks, would not let it."""
+    """An interrupt ends this process: imports, and waiting for other ranks, would not let it.
+
+    Only a process's first thread hears of interrupts; others go on as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -104,8 +110,9 @@ def leave(status: int) -> NoReturn:
     let go of a tensor, would abort the process with a message of its own.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # Whoever read it may have gone.
-            stream.flush()
+        if stream is not None:
+            with suppress(OSError, ValueError):  # Whoever read it may have gone.
+                stream.flush()
     os._exit(status)
 
 

@@ -251,7 +251,10 @@ def _close(out: Path, as_json: bool) -> None:
     prompt = f'moesaic generate {shlex.quote(str(out))} --prompt "..."'
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
-        screen.say(f"  a step took {ratio:.2f} times what the plan predicted")
+        screen.say(
+            f"  a step took {ratio:.2f} times what the plan predicted, in the median without the "
+            "first three"
+        )
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.say(f"  {name:<11} {value}")
@@ -264,7 +267,7 @@ def _headline(facts: dict[str, Any]) -> str:
     if facts["validation_loss"] is not None:
         text += f", validation loss {facts['validation_loss']:.3f}"
     if facts["tokens_per_s"] is not None:
-        text += f", {facts['tokens_per_s']:,.0f} tokens/s"
+        text += f", {facts['tokens_per_s']:,.0f} tokens/s in the median"
     return text
 
 

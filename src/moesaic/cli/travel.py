@@ -82,7 +82,7 @@ def in_a_line(facts: dict[str, Any]) -> str:
     layout, ep = facts["plan"], facts["plan"]["ep"]
     chosen = travel_words(layout["dispatch"], layout["hosts"], ep)
     others = [
-        f"{outlook.time(one['more_s'])} more {travel_words(one['dispatch'], one['hosts'], ep)}"
+        f"{outlook.time(one['more_s'])} if {travel_words(one['dispatch'], one['hosts'], ep)}"
         for one in facts["other_ways"]
     ]
-    return f"{chosen}; about {', '.join(others)}" if others else chosen
+    return f"{chosen}; longer by about {', '.join(others)}" if others else chosen

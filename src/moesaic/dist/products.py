@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moesaic.dist import threads
 from moesaic.dist.device import prefers_onednn
 
 _OPS = torch.library.Library("moesaic", "DEF")
@@ -146,6 +147,15 @@ def grouped_mm(
 def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
     """left[s].T @ right[s] for every slot s, into out[s]; zero for a slot without rows."""
     torch.ops.moesaic.grouped_outer.default(left, right, counts, out)
+
+
+def engine(weight: Tensor) -> str:
+    """What multiplies rows of experts by such a `weight`, for a person."""
+    if weight.device.type != "cpu":
+        return "torch's grouped product in bf16, else torch.mm, one after another"
+    crew = threads.crew()
+    alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
+    return f"torch.mm, one after another{alone}"
 
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:

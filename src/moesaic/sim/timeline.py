@@ -28,6 +28,8 @@ class Span:
     """When it was over; of what travels beside all three are the same."""
     away: tuple[Seconds, Seconds] | None = None
     """When what travels beside began, and was over."""
+    own_s: Seconds | None = None
+    """Until when each rank's own messages that are under way keep it from beginning."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,17 @@ class Timeline:
         """Seconds that one rank waits for others, or for what travels beside."""
         return float(sum(span.begin_s[rank] - span.start_s[rank] for span in self.spans))
 
+    def queueing_s(self, rank: int) -> float:
+        """Of that, what it waits until messages of its own are over."""
+        held = ((span, span.own_s) for span in self.spans)
+        return float(
+            sum(
+                max(min(own_s[rank], span.begin_s[rank]) - span.start_s[rank], 0.0)
+                for span, own_s in held
+                if own_s is not None
+            )
+        )
+
     def speaking_s(self, rank: int) -> float:
         """Seconds of its messages, but for those beside."""
         said = (span for span in self.spans if span.event.is_message)
@@ -111,16 +124,17 @@ class _Clock:
 
     def pass_by(self, event: Event) -> Span:
         """What `event` is on each rank."""
-        start = self.now
+        start, own = self.now, None
         if event.takes is not None:
             left = self.left.pop(event.takes)
             begin, end = _taken_over(event.takes, start, left, event.seconds)
         else:
             begin = start
             if event.awaits is not None:
-                begin = np.maximum(start, self.trips[event.awaits])
+                own = begin = np.maximum(start, self.trips[event.awaits])
             if event.groups:
-                begin = self._meet(event, begin)
+                own = np.maximum(begin, self.spoken)
+                begin = self._meet(event, begin, own)
             else:
                 self.computed = self.computed + event.seconds
             end = begin + event.seconds
@@ -131,17 +145,18 @@ class _Clock:
         if event.leaves is not None:
             self.left[event.leaves] = end
         self.now = end
-        return Span(event, start, begin, end)
+        return Span(event, start, begin, end, own_s=own)
 
-    def _meet(self, event: Event, ready: Seconds) -> Seconds:
-        """When ranks that were `ready` begin to speak."""
+    def _meet(self, event: Event, ready: Seconds, free: Seconds) -> Seconds:
+        """When ranks that were `ready` begin to speak, and have said what they had to say before
+        when they are `free`."""
         # Spans keep their events, so that groups live as long as their identity is used.
         key = id(event.groups)
         if key not in self._tables:
             self._tables[key] = Members(event.groups)
         members = self._tables[key]
-        # The last of a group has come, which may be late, and has said what it had to say before.
-        there = np.maximum(ready, self.spoken) + event.skew_s * np.sqrt(self.computed)
+        # The last of a group has come, which may be late.
+        there = free + event.skew_s * np.sqrt(self.computed)
         self.computed = members.spread(np.zeros(len(event.groups)), self.computed)
         return members.spread(members.most(there), ready)
 

@@ -180,8 +180,8 @@ def test_the_file_says_the_same() -> None:
 def test_headlines_name_every_device_link_and_disk() -> None:
     found = list(headlines(whole()))
     assert {one.thing for one in found} == {
-        "a: a gpu, 2 x 1", "a: a cpu, 1 x 1 of 8 threads", "a: disk /data", "a: nvlink",
-        "b: a gpu, 2 x 1", "b: a cpu, 1 x 1 of 8 threads", "b: disk /data", "b: pcie",
+        "a: a gpu, 2 of them", "a: a cpu, 1 rank, 8 threads each", "a: disk /data", "a: nvlink",
+        "b: a gpu, 2 of them", "b: a cpu, 1 rank, 8 threads each", "b: disk /data", "b: pcie",
         "a to b: infiniband",
     }  # fmt: skip
     assert all(one.value > 0 for one in found)

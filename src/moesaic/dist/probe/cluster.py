@@ -254,9 +254,11 @@ def headlines(cluster: Cluster) -> Iterator[Headline]:
     """The figures that matter most."""
     for host in cluster.hosts:
         for device in host.devices:
-            threads = f"{device.threads} thread{'s'[: device.threads > 1]}"
-            ways = f" of {threads}" if device.kind == "cpu" else ""
-            thing = f"{host.name}: {device.model}, {device.count} x 1{ways}"
+            what = f"{device.count} of them"
+            if device.kind == "cpu":  # A way to share its cores.
+                threads = f"{device.threads} thread{'s'[: device.threads > 1]}"
+                what = f"{device.count} rank{'s'[: device.count > 1]}, {threads} each"
+            thing = f"{host.name}: {device.model}, {what}"
             for matmul in device.matmul:
                 yield Headline(thing, f"{matmul.dtype} products", matmul.flops, "flop/s")
             yield Headline(thing, "memory", device.memory_bandwidth, "B/s")

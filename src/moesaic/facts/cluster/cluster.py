@@ -114,8 +114,8 @@ class Device(Section):
         known = ", ".join(one.dtype for one in self.matmul)
         raise ClusterError(
             f"{dtype} products are asked of device '{self.model}', which has speeds for {known} "
-            f'alone: add a [[hosts.devices.matmul]] with dtype = "{dtype}", or plan for another '
-            "device"
+            f'alone: add a [[hosts.devices.matmul]] with dtype = "{dtype}" to those, for a list '
+            "of your own goes in the place of a preset's, or plan for another device"
         )
 
 

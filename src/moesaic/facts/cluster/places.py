@@ -11,6 +11,9 @@ from moesaic.base import keys
 from moesaic.base.errors import ClusterError
 from moesaic.facts.cluster.cluster import Cluster, Device, Host, Link
 
+_SMALL = 1e5
+"""Of bytes, bytes a second and operations a second: no machine of today has so few."""
+
 
 class Place(NamedTuple):
     """Where a rank runs."""
@@ -152,3 +155,24 @@ def price_per_hour(cluster: Cluster, places: Iterable[Place]) -> float:
     hosts = [cluster.by_name[name] for name in sorted({one.host for one in taken})]
     devices = [device_at(cluster, one) for one in taken]
     return sum(host.price_per_hour for host in hosts) + sum(one.price_per_hour for one in devices)
+
+
+def doubtful(cluster: Cluster) -> list[str]:
+    """A sentence for each kind of figure that is so small that it may be in another unit."""
+    found: dict[str, str] = {}
+
+    def look(key: str, of: str, value: float, unit: str) -> None:
+        if value < _SMALL:
+            found.setdefault(
+                key, f"{key} = {value:g} of {of} is read as {value:g} {unit}: is it meant so?"
+            )
+
+    for host in cluster.hosts:
+        for device in host.devices:
+            look("memory_bytes", f"device '{device.model}'", device.memory_bytes, "bytes")
+            look("memory_bandwidth", f"device '{device.model}'", device.memory_bandwidth, "bytes/s")
+            for one in device.matmul:
+                look("flops", f"{one.dtype} on '{device.model}'", one.flops, "operations a second")
+    for link in cluster.links:
+        look("bandwidth", f"the link of {link.ends}", link.bandwidth, "bytes/s")
+    return list(found.values())

@@ -137,9 +137,10 @@ class _Making:
             return name
         layer, first = int(name.removeprefix("layers.")), _place(self._first)[0]
         sparse_one = layer in model.expert_layers
+        width = 0 if sparse_one else model.inner(layer)
         routed_alone = layer if sparse_one and self.loads is not None else None
         from_first = max(-2.0, min(layer - first, 1.0))  # What is right before it is of its own.
-        return sparse_one or model.inner(layer), routed_alone, from_first
+        return sparse_one, width, routed_alone, from_first
 
     def blocks(self, name: str) -> Iterator[Block]:
         """What the model's block `name` is in two, or one."""

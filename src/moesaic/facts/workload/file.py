@@ -267,10 +267,16 @@ def traced_memory(traced: Traced) -> Memory:
         gathered_bytes=0,
         activations_bytes=activations,
         head_bytes=0,
-        working_bytes=0,
+        working_bytes=max(_handed_on(traced.blocks)),
         forward_bytes=activations,
         backward_bytes=_backward(traced.blocks),
     )
+
+
+def _handed_on(blocks: Sequence[TracedBlock]) -> list[int]:
+    """Gradients of each block's output and of its input."""
+    outputs = [block.output_bytes for block in blocks]
+    return [own + before for before, own in zip([0, *outputs], outputs, strict=False)]
 
 
 def _backward(blocks: Sequence[TracedBlock]) -> int:
@@ -278,9 +284,8 @@ def _backward(blocks: Sequence[TracedBlock]) -> int:
     gradients of the parameters from it on, and of its output and its input."""
     kept = sum(block.saved_bytes for block in blocks)
     made = most = 0
-    for before, block in zip([*blocks[-2::-1], None], reversed(blocks), strict=True):
+    for handed_on, block in zip(_handed_on(blocks)[::-1], reversed(blocks), strict=True):
         made += sum(block.gradients)
-        handed_on = block.output_bytes + (before.output_bytes if before is not None else 0)
         most = max(most, kept + made + handed_on)
         kept -= block.saved_bytes
     return most

@@ -103,7 +103,7 @@ class Lanes:
     def _block_events(
         self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]
     ) -> Iterator[Event]:
-        messages = self._block_messages(phase, name, works, ranks)
+        messages = self.block_messages(phase, name, works, ranks)
         yield from (event for first, event in messages if first)
         for ops in zip(*(work.ops for work in works), strict=True):
             each = self.computing([(op,) for op in ops], ranks)
@@ -112,7 +112,7 @@ class Lanes:
                 yield Event(ops[0].name, said, name, self.spread(each, ranks))
         yield from (event for first, event in messages if not first)
 
-    def _block_messages(
+    def block_messages(
         self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]
     ) -> list[tuple[bool, Event]]:
         """What a block says, and whether it does so first."""

@@ -166,10 +166,8 @@ class Part:
             if adds:
                 more = lanes.computing([_only(one.update, _ADDING).ops for one in row], ranks)
                 each = tuple(a + b / times for a, b in zip(each, more, strict=True))
-            said = tuple(
-                lanes.message(PIPELINE, row[0].name, messages, ranks)
-                for messages in zip(*(work.messages for work in works), strict=True)
-            )
+            messages = lanes.block_messages(PIPELINE, row[0].name, works, ranks)
+            said = tuple(event for _, event in messages)
             yield Piece(row[0].name, lanes.spread(each, ranks), said)
 
 
