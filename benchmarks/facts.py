@@ -408,8 +408,8 @@ def _by_round(
     """95% of `error` where whole rounds are drawn."""
     draw = random.Random(SEED)
     values = sorted(error(draw.choices(rounds, k=len(rounds))) for _ in range(DRAWS))
-    tail = DRAWS // 40
-    return values[tail], values[-tail - 1]
+    tail, value = DRAWS // 40, error(rounds)
+    return min(values[tail], value), max(values[-tail - 1], value)
 
 
 def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:

@@ -61,6 +61,8 @@ ENVIRONMENT = {
 """The environment variables that are read or set, by file: torchrun's own, its children's, and what
 OpenMP reads once."""
 
+IMPORTERS = {"import_module", "__import__", "importing"}
+"""Functions that import what they are given the name of."""
 DEVICE_FILE = "dist/device.py"
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "tools", "stuff"}
 REFUSED = ("Manager", "Registry")
@@ -115,7 +117,7 @@ class Module:
                 above = package[: len(package) - node.level + 1] if node.level else []
                 start = ".".join([*above, *([node.module] if node.module else [])])
                 yield from ((node, f"{start}.{alias.name}") for alias in node.names)
-            elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
+            elif isinstance(node, ast.Call) and _called(node) in IMPORTERS:
                 for argument in node.args[:1]:
                     if isinstance(argument, ast.Constant):
                         yield node, str(argument.value)

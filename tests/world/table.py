@@ -15,9 +15,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 WAYS: dict[str, dict[str, Any]] = {
     "rows": {"dispatch": "rows"},
     "visits": {"dispatch": "visits"},
+    "rows by hosts": {"dispatch": "rows", "hosts": 2},
     "visits by hosts": {"dispatch": "visits", "hosts": 2},
 }
-"""How tokens travel to experts."""
+"""How tokens travel to experts; by way of hosts where each has several of the ranks."""
 LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
 SMALL: dict[str, Any] = {
     "vocab": 60, "hidden": 32, "layers": 4, "heads": 4, "head_dim": 8, "ffn": 24, "init_std": 0.2,
@@ -113,6 +114,7 @@ def _possible(row: Row) -> bool:
         and row.tp % row.etp == 0
         and (row.ep == row.etp == 1 or bool(model["experts"]))
         and not (row.schedule == "zero-bubble" and row.recompute)
+        and not (row.way is not None and "hosts" in WAYS[row.way] and row.ep < 4)
     )
 
 

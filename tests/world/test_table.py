@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from layouts import Outcome, assert_same, outcome
 from table import Row, covering, reference, rows
@@ -37,3 +39,9 @@ def test_all_of_it(ranks: Ranks, family: str, size: int, way: str | None) -> Non
     for row in ROWS:
         if (row.family, row.ranks, row.way) == (family, size, way):
             hold(ranks, row, steps=2)
+
+
+def test_pages_say_how_many_rows_there_are() -> None:
+    number = len(covering(FEW))
+    for page, words in (("README.md", "layouts and families"), ("docs/exactness.md", "rows of 1")):
+        assert f" {number} {words}" in (Path(__file__).parents[2] / page).read_text()

@@ -58,26 +58,28 @@ def _describe(section: type[BaseModel]) -> None:
     for owner in itertools.takewhile(lambda one: one is not BaseModel, section.__mro__):
         words = _words_of(owner.__module__)
         for name, field in section.model_fields.items():
-            field.description = field.description or words.get((owner.__name__, name))
+            field.description = field.description or words.get(f"{owner.__qualname__}.{name}")
 
 
 @cache
-def _words_of(module: str) -> dict[tuple[str, str], str]:
-    """The text below each annotated name of a module's classes, by class and name; none, if its
+def _words_of(module: str) -> dict[str, str]:
+    """The text below each annotated name of a module's classes, by where it stands; none, if the
     code is not at hand."""
-    found: dict[tuple[str, str], str] = {}
     try:
         source = inspect.getsource(sys.modules[module])
-    except OSError:  # There is bytecode alone.
-        return found
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef):
-            for one, below in itertools.pairwise(node.body):
-                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-                    match below:
-                        case ast.Expr(ast.Constant(str(text))):
-                            found[node.name, one.target.id] = inspect.cleandoc(text)
-    return found
+    except (OSError, TypeError):  # There is bytecode alone.
+        return {}
+    return dict(_words_in(ast.parse(source).body, ""))
+
+
+def _words_in(body: Sequence[ast.stmt], at: str) -> Iterator[tuple[str, str]]:
+    for one, below in itertools.pairwise([*body, ast.Pass()]):
+        if isinstance(one, ast.ClassDef):
+            yield from _words_in(one.body, f"{at}{one.name}.")
+        elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            match below:
+                case ast.Expr(ast.Constant(str(text))):
+                    yield f"{at}{one.target.id}", inspect.cleandoc(text)
 
 
 def locate(root: type[BaseModel], key: str) -> FieldInfo:

@@ -79,8 +79,9 @@ def look(path: Path, verify: bool) -> dict[str, Any]:
     if (path / "job.json").is_file() or (path / "checkpoints").is_dir():
         return _look_at_run(path, verify)
     what = "is not there" if not path.exists() else "is none of these"
+    other = "; plans, workloads and clusters are for `moesaic plan`" if path.is_file() else ""
     raise ConfigError(
-        f"'{path}' {what}: give a run, a checkpoint or a Hugging Face model directory"
+        f"'{path}' {what}: give a run, a checkpoint or a Hugging Face model directory{other}"
     )
 
 

@@ -37,13 +37,16 @@ def begin(module: str, *, held: bool = False) -> int:
 
 
 def importing(module: str) -> Any:
-    """The module of that name; what imports make stays, so that nobody looks for what has gone."""
+    """The module of that name. Meanwhile an interrupt ends this process, and nobody looks for
+    garbage, as what imports make stays."""
+    collects = gc.isenabled()
     with at_once():
         gc.disable()
         try:
             return importlib.import_module(module)
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
 
 
 def sleep_soon() -> None:

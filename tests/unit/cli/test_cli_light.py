@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from moesaic import __version__
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.cli.flags import JobAndPlan, JobPlanAndCluster
-from moesaic.cli.main import main, spell_out
+from moesaic.cli.main import VERBS, main, spell_out
 from moesaic.facts.job import Job
 from moesaic.serve.config import GenerateConfig
 
@@ -80,13 +82,62 @@ for line in {LIGHT!r}:
     )
 
 
+def test_a_verb_brings_no_other(place: Path) -> None:
+    program = (
+        "import sys; from moesaic.cli.main import main; main(['plan', '--explain', 'plan.ep']); "
+        "print([name for name in sys.modules if name.startswith('moesaic.cli.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    brought = done.stdout.decode().splitlines()[-1]
+    assert "moesaic.cli.plan" in brought
+    for verb in set(VERBS) - {"plan", "trace"}:  # A plan may be of what was traced.
+        assert f"'moesaic.cli.{verb}'" not in brought
+
+
+def test_verbs_run_on_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, ["--version"]).result() == 0
+    assert capfd.readouterr().out == f"moesaic {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "closed", "status"),
+    [
+        ("--version", "2>&-", 0), ("--version", ">&-", 0), ("nope", "2>&-", 2),
+        pytest.param(
+            "nope", "2>/dev/full", 2,
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full"),
+        ),
+    ],
+)  # fmt: skip
+def test_streams_that_take_nothing_change_no_status(line: str, closed: str, status: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m moesaic {line} {closed}"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == status
+
+
+def test_without_its_code_it_lacks_words_alone(place: Path) -> None:
+    """As where only bytecode is installed."""
+    program = (
+        "import inspect\n"
+        "def gone(thing): raise OSError('could not get source code')\n"
+        "inspect.getsource = gone\n"
+        "from moesaic.cli.main import main\n"
+        "assert main(['train', '--explain', 'train.steps']) == 0\n"
+        "assert main(['train', 'job.toml', '--set', 'train.stepz=3']) == 2\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.decode().startswith("train.steps: an integer from 1")
+    assert "did you mean 'train.steps'?" in done.stderr.decode()
+
+
 def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
     text = run("--help", capfd)
-    for verb in ("train", "generate", "convert", "inspect", "report", "probe"):
+    for verb in VERBS:
         assert verb in text
         flags = run(f"{verb} --help", capfd)
-        for flag in ("--set", "--out", "--dry-run", "--json", "--explain"):
-            assert flag in flags
+        if verb not in ("calibrate", "trace"):
+            for flag in ("--set", "--out", "--dry-run", "--json", "--explain"):
+                assert flag in flags
     assert "one a GPU, else one a core" in run("probe --help", capfd)
     assert run("", capfd) == text
     assert run("--version", capfd) == f"moesaic {__version__}\n"

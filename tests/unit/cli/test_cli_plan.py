@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -294,20 +295,40 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
     facts = json.loads(told.out)
     assert facts["fits"] is False
     assert facts["binds"].startswith("memory: rank 0 needs ")
-    assert facts["binds"].endswith("; raise layout.ep or layout.shard")
+    assert "; it fits with layout." in facts["binds"]
     assert told.err == f"warning: it does not fit: {facts['binds']}\n"
     assert main([*LINE, "--json", "--set", "train.batch=1024", "--layout", "ep=4"]) == 0
-    assert json.loads(capfd.readouterr().out)["binds"].endswith(
-        "raise layout.ep, layout.shard or train.micro_batches, or set train.recompute"
-    )
+    found = json.loads(capfd.readouterr().out)["binds"]
+    remedies = re.search(r"; it fits with (.*) \(([0-9.]+) GiB\)$", found)
+    assert remedies is not None
+    said = {"train.batch": "1024", "layout.ep": "4"}
+    said |= dict(change.replace('"', "").split(" = ") for change in remedies[1].split(" and "))
+    assert main([*LINE, "--json", *(f"--set={key}={value}" for key, value in said.items())]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["fits"]
+    needed = facts["memory_per_rank"]["peak_bytes"] / 2**30
+    assert needed == pytest.approx(float(remedies[2]), abs=0.05)
     done = ["--layout", "ep=16,shard=all", "--set", "train.recompute=true"]
-    long = [f"--set={key}=1000000" for key in ("data.sequence", "model.max_positions")]
+    long = [f"--set={key}=100000000" for key in ("data.sequence", "model.max_positions")]
     assert main([*LINE, *done, *long, "--out", "plan.json"]) == 0
     said = capfd.readouterr().out
-    assert "; raise train.micro_batches\n" in said
+    assert "; take devices with more memory, or more ranks for layout.pp to cut" in said
     assert "\nnext" not in said
-    assert main([*LINE, *done, *long, "--set", "train.micro_batches=4"]) == 0
-    assert "; take more ranks, or devices with more memory\n" in capfd.readouterr().out
+
+
+def test_a_pipeline_whose_slices_have_no_samples(capfd: pytest.CaptureFixture[str]) -> None:
+    line = [*LINE, "--json", "--layout", "pp=2,tp=2,schedule=gpipe", "--set", "train.batch=1"]
+    assert main(line) == 0
+    assert "have no sample in a micro-batch" in capfd.readouterr().err
+
+
+def test_figures_in_other_units_are_doubted(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    slow = re.sub(r"bandwidth = [0-9.e]+", "bandwidth = 12.5", CLUSTER)
+    (place / "cluster.toml").write_text(slow)
+    assert main([*LINE, "--json"]) == 0
+    said = capfd.readouterr().err
+    assert "warning: bandwidth = 12.5 of the link of ['" in said
+    assert "is read as 12.5 bytes/s: is it meant so?" in said
 
 
 def test_ranks_without_tokens_are_told(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,16 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan, lay_out
-from moesaic.facts.workload import Block, Work, count, memory, ops, parameters, workload
+from moesaic.facts.workload import (
+    Block,
+    Work,
+    blocks,
+    count,
+    memory,
+    ops,
+    parameters,
+    workload,
+)
 from moesaic.facts.workload.kept import activations
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.models.initial import InitialSource
@@ -599,3 +609,35 @@ def test_attention_that_ends_at_documents_skips_nothing() -> None:
             ranks=1, ep=1, shard=1, experts=0))  # fmt: skip
         shares = {op.causal_share for op in blocks[1].forward.ops if op.name == "attend"}
         assert shares == {share}
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("finetune", [{}, {"method": "lora"}, {"router": "frozen"}])
+@pytest.mark.parametrize("targets", [["experts"], ["ffn", "shared"]])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_layers_that_are_alike_are_what_each_of_them_is(
+    shard: int, finetune: dict[str, Any], targets: list[str], loaded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where a dense layer is as wide as a number that means yes."""
+    if finetune.get("method") == "lora":
+        finetune = {**finetune, "targets": targets}
+    for dense_ffn, recompute in itertools.product((1, 100), (False, True)):
+        raw = {f"finetune__{key}": value for key, value in finetune.items()}
+        job = make_job(
+            "tiny-deepseek", layers=6, dense_layers=3, **raw, dense_ffn=dense_ffn,
+            train__recompute=recompute,
+        )  # fmt: skip
+        plan = Plan(ranks=2, ep=2, shard=shard, experts=job.model.experts)
+        draw = np.random.default_rng(0)
+        loads = [draw.integers(1, 9, job.model.experts) for _ in range(3)] if loaded else None
+        found = workload(job, plan, 1, loads)
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks._Making, "kind", lambda making, name: name)
+            assert found == workload(job, plan, 1, loads)
+        names = [block.name for block in found]
+        assert names[1:13:2] == [f"layers.{layer}.attention" for layer in range(6)]
+        assert names[2:13:2] == [
+            *(f"layers.{n}.ffn" for n in range(3)),
+            *(f"layers.{n}.moe" for n in range(3, 6)),
+        ]

@@ -147,6 +147,7 @@ def test_the_slowest_holds_up_the_others() -> None:
     found = straggling()
     assert found.end_s.tolist() == [3.5, 3.5]
     assert (found.waiting_s(0), found.waiting_s(1)) == (2.0, 0.0)
+    assert (found.queueing_s(0), found.queueing_s(1)) == (0.0, 0.0)
     assert found.by_phase(0) == {"forward": 1.0, "reduce": 2.5}
     assert found.by_block(1) == {"block": 3.5}
     assert found.longest_by_block() == {"block": 3.5}
@@ -182,6 +183,8 @@ def test_what_travels_beside_is_waited_for_where_it_is_needed_alone() -> None:
     # The exchange begins when the gather is over; the sum is over a second after the rest began.
     assert found.end_s.tolist() == [2.0 + 1.0 + 4.0 + 1.0] * 2
     assert [found.waiting_s(rank) for rank in pair] == [1.0 + 0.75, 1.5 + 0.75]
+    # All of it is for their own messages: the one that is first has nobody to wait for.
+    assert [found.queueing_s(rank) for rank in pair] == [1.0 + 0.75, 1.5 + 0.75]
     assert sum(found.by_phase(0).values()) == 8.0
     rows = [
         (e["name"], e["ts"] / 1e6, e["dur"] / 1e6)

@@ -22,9 +22,9 @@ class Curve(Section):
     """Seconds by number of bytes."""
 
     num_bytes: list[float] = Field(alias="bytes", min_length=1)
-    """Sizes, rising."""
+    """Sizes in bytes, rising; of a copy or a pass, what is read and what is written together."""
     seconds: list[float] = Field(min_length=1)
-    """The time that each of them takes."""
+    """Seconds that each of them takes."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Curve:
@@ -47,7 +47,8 @@ class Grid(Section):
     inner: list[float] = Field(min_length=1)
     """Sizes of the dimension that is summed over, rising."""
     seconds: list[float] = Field(min_length=1)
-    """The times, the inner dimension counting fastest and the rows slowest."""
+    """Seconds of one product, the inner dimension counting fastest and the rows slowest; measured
+    ones are the mean of the three ways in which a layer multiplies by such a weight."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Grid:
@@ -71,14 +72,14 @@ class Heads(Section):
     lengths: list[float] = Field(min_length=1)
     """Tokens of a sequence, rising."""
     forward: list[float] = Field(min_length=1)
-    """The times that their forward passes take, where attention is causal."""
+    """Seconds of one head's forward pass over one such sequence, where attention is causal."""
     backward: list[float] = Field(min_length=1)
-    """The times of their backward passes."""
+    """Seconds of its backward pass."""
     masked_forward: list[float] | None = None
-    """The same with a mask, as documents in one sample need; unset: as much longer as there is more
-    to multiply."""
+    """Seconds of its forward pass with a mask, as documents in one sample need; unset: as much
+    longer as there is more to multiply."""
     masked_backward: list[float] | None = None
-    """The same of backward passes."""
+    """Seconds of its backward pass with a mask."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Heads:

@@ -62,7 +62,13 @@ class ClusterFile(Section):
 
 def load_cluster(path: Path) -> Cluster:
     """The cluster that the file at `path` describes."""
-    return resolve(read_toml(path), str(path))
+    raw = read_toml(path)
+    if "hosts" not in raw and {"model", "train"} & raw.keys():
+        raise ConfigError(
+            f"{path} is a job, and no cluster: give the file that `moesaic probe` or you wrote, "
+            "with [[hosts]]"
+        )
+    return resolve(raw, str(path))
 
 
 def cluster_of(text: str, origin: str) -> Cluster:

@@ -50,11 +50,9 @@ class Lanes:
     """Those groups, laid out."""
     _paces: dict[tuple[str, Together], list[Pace]] = field(default_factory=dict)
     """By operation and groups."""
-    _blocks: dict[tuple[str, tuple[int, ...]], tuple[Sequence[Work], list[Event]]] = field(
-        default_factory=dict
-    )
-    """What a block does one way, by phase and identities of what it does, which live as long:
-    layers share what is equal."""
+    _blocks: dict[object, tuple[Sequence[Work], list[Event]]] = field(default_factory=dict)
+    """What a block does one way, by phase, identities of what it does, which live as long, and
+    ranks: layers that are the same thing to `workload` share it."""
     _spoken: dict[tuple[str, Together, bytes], Seconds] = field(default_factory=dict)
     """Seconds by rank of messages, by operation, groups and bytes of each group."""
 
@@ -94,7 +92,8 @@ class Lanes:
             works: what it does there.
             ranks: those of each kind.
         """
-        name, key = row[0].name, (phase, tuple(map(id, works)))
+        who = tuple((alike[0], len(alike)) for alike in ranks)
+        name, key = row[0].name, (phase, tuple(map(id, works)), who)
         if key not in self._blocks:
             self._blocks[key] = works, list(self._block_events(phase, name, works, ranks))
         for event in self._blocks[key][1]:

@@ -1,0 +1,83 @@
+"""`moesaic bench layer`: a layer measured against its limit, with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+
+LINE = ["bench", "layer", "--model", "tiny-mixtral", "--set", "seconds=0.2"]
+FEW = ["--set", "tokens=[1, 40]", "--set", 'dtypes=["fp32"]']
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_layer_is_held_against_its_limit(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, *FEW, "--json", "--out", "layer.json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert json.loads((place / "layer.json").read_text()) == found
+    assert [one["least"]["tokens"] for one in found["speeds"]] == [1, 40]
+    assert found["experts"].endswith(", 2 a token")
+    assert found["left_out"] == []
+    (limit,) = found["limits"]
+    for one in found["speeds"]:
+        assert 0 < one["forward_s"] < one["step_s"] * 1.5
+        assert one["least"]["dtype"] == limit["dtype"] == "fp32"
+        assert one["least"]["forward_s"] < one["least"]["step_s"]
+
+
+def test_it_is_shown_as_a_table(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, *FEW]) == 0
+    opening, engine, best, _, head, *rows = capfd.readouterr().out.splitlines()
+    assert opening.startswith("8 experts of 32 x ")
+    assert engine.startswith("experts by torch.mm")
+    assert best.startswith("at best: products fp32 ")
+    assert head.split()[:2] == ["tokens", "an"]
+    assert [row.split()[:2] for row in rows] == [["fp32", "1"], ["fp32", "40"]]
+    assert rows[0].split()[-1] in ("memory", "products")
+
+
+def test_batches_that_there_is_no_time_for_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINE, "--set", "seconds=1e-6", "--set", 'dtypes=["fp32"]']) == 0
+    said = capfd.readouterr().out
+    assert "\nleft out: 1 tokens in fp32, 16 tokens in fp32" in said
+    assert said.endswith("give it more time (--set seconds=N)\n")
+
+
+def test_what_it_would_measure(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "layer", "--model", "olmoe", "--dry-run"]) == 0
+    said = capfd.readouterr().out
+    assert "tokens = [1, 16, 128, 512, 2048]" in said
+    assert "experts = 64" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("bench", "what to measure is missing: moesaic bench layer"),
+        ("bench disk", "'disk' is nothing to measure: moesaic bench layer"),
+        ("bench layer", "--model is missing: give a preset (tiny-dense, "),
+        ("bench layer --model tiny", "did you mean "),
+        ("bench layer --model tiny-dense", "model.experts = 0: a dense model has no expert layer"),
+        ("bench layer --model olmoe --set tokens=[0]", "tokens[0] = 0 is out of range"),
+        ("bench layer --model olmoe --set token=[1]", "did you mean 'tokens'?"),
+        (
+            "bench layer --model deepseek --set model.ffn=1000000",
+            "256 experts of model.hidden = 7168 and model.ffn = 1000000, with their gradients, ",
+        ),
+        ("bench layer --model olmoe --set device=abacus", "device = 'abacus' is no device"),
+    ],
+)
+def test_mistakes(line: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.count("\n") == 1
