@@ -97,6 +97,7 @@ def test_commands_are_taken(page: Path) -> None:
         "inspect",
         "report",
         "plan",
+        "bench",
         "calibrate",
         "probe",
         "trace",

@@ -116,7 +116,8 @@ def _measured(
     layer: ExpertLayer, config: BenchConfig
 ) -> tuple[list[Limit], list[Speed], list[Least]]:
     """What the device does at best, each batch's speed, and batches that there is no time for."""
-    speeds, left_out = list[Speed](), list[Least]()
+    speeds: list[Speed] = []
+    left_out: list[Least] = []
     with watched(shown=True, total=1 + len(config.dtypes) * len(config.tokens)) as watch:
         watch("what the device does at best")
         for_limits_s, each_s = shares(config)
@@ -140,11 +141,14 @@ def shares(config: BenchConfig) -> tuple[float, float]:
 
 def _missing(left_out: Sequence[Least]) -> str:
     """What was not measured, and what would help."""
-    said = keys.listed([f"{one.tokens:,} tokens in {one.dtype}" for one in left_out])
+    sizes: dict[str, list[str]] = {}
+    for one in left_out:
+        sizes.setdefault(one.dtype, []).append(f"{one.tokens:,}")
+    said = "; ".join(f"{dtype} with {', '.join(some)} tokens" for dtype, some in sizes.items())
     longest = max(one.forward_s + one.step_s for one in left_out)
     return (
-        f"\nleft out: {said}, which take up to {outlook.time(longest)} at best; to have them, give "
-        "it more time (--set seconds=N)"
+        f"\nleft out: {said}: up to {outlook.time(longest)} at best; to have them, give it more "
+        "time (--set seconds=N)"
     )
 
 

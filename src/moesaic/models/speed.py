@@ -159,7 +159,7 @@ class ExpertLayer:
         rows = torch.randn(_MOST_ROWS, hidden, device=self._device).to(kind)
         weight = torch.randn(hidden, inner, device=self._device).to(kind)
         best, number, until = 0.0, _FEWEST_ROWS, devices.now(self._device) + budget_s
-        while number <= _MOST_ROWS and devices.now(self._device) < until:
+        while not best or (number <= _MOST_ROWS and devices.now(self._device) < until):
             some = rows[:number]
             product_s = self._seconds(lambda some=some: torch.mm(some, weight), 0.0)  # type: ignore[misc]
             best = max(best, 2 * number * hidden * inner / product_s)

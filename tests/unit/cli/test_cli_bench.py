@@ -36,7 +36,7 @@ def test_a_layer_is_held_against_its_limit(place: Path, capfd: pytest.CaptureFix
 def test_it_is_shown_as_a_table(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, *FEW]) == 0
     opening, engine, best, _, head, *rows = capfd.readouterr().out.splitlines()
-    assert opening.startswith("8 experts of 32 x ")
+    assert opening.startswith("8 experts of 128 x 256, 2 a token; ")
     assert engine.startswith("experts by torch.mm")
     assert best.startswith("at best: products fp32 ")
     assert head.split()[:2] == ["tokens", "an"]
@@ -47,7 +47,7 @@ def test_it_is_shown_as_a_table(capfd: pytest.CaptureFixture[str]) -> None:
 def test_batches_that_there_is_no_time_for_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*LINE, "--set", "seconds=1e-6", "--set", 'dtypes=["fp32"]']) == 0
     said = capfd.readouterr().out
-    assert "\nleft out: 1 tokens in fp32, 16 tokens in fp32" in said
+    assert "\nleft out: fp32 with 1, 16, 128, 512, 2,048 tokens: up to " in said
     assert said.endswith("give it more time (--set seconds=N)\n")
 
 
@@ -64,7 +64,7 @@ def test_what_it_would_measure(capfd: pytest.CaptureFixture[str]) -> None:
         ("bench", "what to measure is missing: moesaic bench layer"),
         ("bench disk", "'disk' is nothing to measure: moesaic bench layer"),
         ("bench layer", "--model is missing: give a preset (tiny-dense, "),
-        ("bench layer --model tiny", "did you mean "),
+        ("bench layer --model tiny", 'model.preset = "tiny" is not known: give "tiny-dense"'),
         ("bench layer --model tiny-dense", "model.experts = 0: a dense model has no expert layer"),
         ("bench layer --model olmoe --set tokens=[0]", "tokens[0] = 0 is out of range"),
         ("bench layer --model olmoe --set token=[1]", "did you mean 'tokens'?"),

@@ -106,7 +106,7 @@ def test_verbs_run_on_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
         ("--version", "2>&-", 0), ("--version", ">&-", 0), ("nope", "2>&-", 2),
         pytest.param(
             "nope", "2>/dev/full", 2,
-            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full"),
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full"),
         ),
     ],
 )  # fmt: skip

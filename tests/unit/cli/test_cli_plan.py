@@ -317,7 +317,8 @@ def test_a_job_that_does_not_fit_is_told_so(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_pipeline_whose_slices_have_no_samples(capfd: pytest.CaptureFixture[str]) -> None:
-    line = [*LINE, "--json", "--layout", "pp=2,tp=2,schedule=gpipe", "--set", "train.batch=1"]
+    line = [*LINE, "--json", "--layout", "ep=1,pp=2,tp=2,schedule=gpipe"]
+    line += ["--set", "train.batch=1", "--set", "train.micro_batches=1"]
     assert main(line) == 0
     assert "have no sample in a micro-batch" in capfd.readouterr().err
 
