@@ -169,8 +169,8 @@ def test_what_one_may_ask_and_not_get_is_one_sentence() -> None:
          '["*", "*"] for a network of all'),
         (lambda: device_at(made, b).speed("bf16"),
          "bf16 products are asked of device 'G', which has speeds for fp32 alone: add a "
-         '[[hosts.devices.matmul]] with dtype = "bf16" to those, for a list of your own goes in the '
-         "place of a preset's, or plan for another device"),
+         '[[hosts.devices.matmul]] with dtype = "bf16" to those, for a list of your own goes '
+         "in the place of a preset's, or plan for another device"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             ask()
