@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--parts", action="store_true",
-        help="take rows of single operations anew (of facts); all others stay as they were",
+        help="take a part anew: of facts single operations, of families training",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.
@@ -37,12 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     for theme in options.themes or THEMES:
         module = importlib.import_module(f"benchmarks.{theme}")
         if options.simulated or options.parts:
-            for asked, name in (
-                (options.simulated, "simulated_rows"),
-                (options.parts, "part_rows"),
-            ):
-                if asked and hasattr(module, name):
-                    run_some(getattr(module, name)(), theme)
+            if options.simulated and hasattr(module, "simulated_rows"):
+                run_some((row for row in module.simulated_rows() if row.simulated), theme)
+            if options.parts and hasattr(module, "part_rows"):
+                run_some(module.part_rows(options.rounds), theme)
         else:
             run(module, theme, options.rounds)
     complaints = generate.generate()

@@ -134,7 +134,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
     steps = min(rounds, STEPS)
     yield from predicted_steps(cases(), steps)
-    yield from part_rows()
+    yield from part_rows(rounds)
     yield from predicted_memory(cases())
     yield from simulated_rows()
 
@@ -298,7 +298,7 @@ def take_steps(
     return taken, references
 
 
-def part_rows() -> Iterator[measure.Row]:
+def part_rows(rounds: int) -> Iterator[measure.Row]:
     """Median errors of single products and collectives, at sizes between those of the probe."""
     draw, pool = random.Random(SEED), Ranks()
     shapes = [(draw.randrange(16, 1025), *_widths(draw)) for _ in range(PRODUCTS)]
@@ -311,16 +311,17 @@ def part_rows() -> Iterator[measure.Row]:
         measure.wait_for_quiet()
         return products_s(shapes), pool.run(RANKS, take_messages, asked, timeout_s=600.0)[0]
 
-    rounds: list[tuple[float, Cluster, Takes, Takes]] = []
+    wanted = min(rounds, PART_ROUNDS)
+    taken: list[tuple[float, Cluster, Takes, Takes]] = []
     try:
-        while len(rounds) < PART_TRIES and sum(one[0] <= STEADY for one in rounds) < PART_ROUNDS:
+        while len(taken) < PART_TRIES and sum(one[0] <= STEADY for one in taken) < wanted:
             references = [reference_s()]
             before, cluster, after = take(), probed(PART_PROBE_S), take()
             references.append(reference_s())
-            rounds.append((max(references) / min(references), cluster, before, after))
+            taken.append((max(references) / min(references), cluster, before, after))
     finally:
         pool.close()
-    steadiest = sorted(rounds, key=lambda one: one[0])[:PART_ROUNDS]
+    steadiest = sorted(taken, key=lambda one: one[0])[:wanted]
     products, messages = Part(), Part()
     for _, cluster, before, after in steadiest:
         (host,), (link,) = cluster.hosts, cluster.links
@@ -329,17 +330,17 @@ def part_rows() -> Iterator[measure.Row]:
         assert grid is not None
         products.add([grid.at(*shape) for shape in shapes], before[0], after[0])
         messages.add([curves[name].at(size) for name, size in asked], before[1], after[1])
-    taken = (
-        f"{len(steadiest)} probes, each between two takes, the steadiest of {len(rounds)}, in "
+    words = (
+        f"{len(steadiest)} probes, each between two takes, the steadiest of {len(taken)}, in "
         f"which the same work moved by up to {steadiest[-1][0] - 1:.0%}"
     )
     yield from products.rows(
         f"a product's predicted time, median of {PRODUCTS}", "<= 0.05",
-        f"the mean of a layer's three ways, fp32, {devices.num_cores()} threads; {taken}",
+        f"the mean of a layer's three ways, fp32, {devices.num_cores()} threads; {words}",
     )  # fmt: skip
     yield from messages.rows(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
-        f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes; {taken}",
+        f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes; {words}",
     )  # fmt: skip
 
 

@@ -73,10 +73,15 @@ class Unlike(Exception):
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
-    for family in SHAPES:
-        yield from training(family, rounds)
+    yield from part_rows(rounds)
     yield from bubble.rows(rounds)
     yield from conversion.rows(min(rounds, CONVERSIONS))
+
+
+def part_rows(rounds: int) -> Iterator[measure.Row]:
+    """Training alone."""
+    for family in SHAPES:
+        yield from training(family, rounds)
 
 
 def job_of(family: str, batch: int = BATCH, sequence: int = SEQUENCE, **sizes: Any) -> Job:
