@@ -120,7 +120,7 @@ def _measured(
     left_out: list[Least] = []
     with watched(shown=True, total=1 + len(config.dtypes) * len(config.tokens)) as watch:
         watch("what the device does at best")
-        for_limits_s, each_s = shares(config)
+        for_limits_s, each_s = _shares(config)
         limits = layer.limits(config.dtypes, for_limits_s)
         for limit, tokens in product(limits, config.tokens):
             watch(f"{limit.dtype}, {tokens:,} tokens")
@@ -132,7 +132,7 @@ def _measured(
     return limits, speeds, left_out
 
 
-def shares(config: BenchConfig) -> tuple[float, float]:
+def _shares(config: BenchConfig) -> tuple[float, float]:
     """Seconds for each limit, and for each batch."""
     whole_s, num_limits = config.seconds, len(config.dtypes) + 1
     batches = len(config.dtypes) * len(config.tokens)

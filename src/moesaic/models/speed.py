@@ -16,13 +16,12 @@ from moesaic.dist.products import engine
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import block_names
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.context import NARROW, Context, Rotary, computing_in
 from moesaic.nn.moe import MoE
 
 _FEWEST_ROWS, _MOST_ROWS = 64, 4096
 """Of products, the fastest of which is the limit; as many as there is time for."""
 _STD = 0.02
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -129,13 +128,11 @@ class ExpertLayer:
         context.training = True
         context.samples = torch.zeros(1, dtype=torch.int64, device=self._device)
         context.positions = torch.arange(tokens, device=self._device)
-        narrow, parameters = _NARROW.get(dtype), list(self._moe.parameters())
+        parameters = list(self._moe.parameters())
 
         def forward() -> Tensor:
             context.layers.clear()
-            with torch.autocast(
-                self._device.type, narrow, enabled=narrow is not None, cache_enabled=False
-            ):
+            with computing_in(dtype, self._device):
                 result: Tensor = self._moe(x, context)
             return result
 
@@ -155,7 +152,7 @@ class ExpertLayer:
 
     def _flops(self, dtype: str, budget_s: float) -> float:
         hidden, inner = self._model.hidden, 3 * self._model.ffn
-        kind = _NARROW.get(dtype, torch.float32)
+        kind = NARROW.get(dtype, torch.float32)
         rows = torch.randn(_MOST_ROWS, hidden, device=self._device).to(kind)
         weight = torch.randn(hidden, inner, device=self._device).to(kind)
         best, number, until = 0.0, _FEWEST_ROWS, devices.now(self._device) + budget_s

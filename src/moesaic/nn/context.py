@@ -7,6 +7,7 @@ is computed twice, as under activation checkpointing, says it once.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +70,18 @@ class LayerFacts:
     once; on the host."""
     flips: int
     """This rank's assignments in which a replayed choice differs from the router's own."""
+
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What matrix products take in each precision that is not as wide as the parameters."""
+
+
+def computing_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """A stretch in which matrix products take `precision`; parameters keep what they are in."""
+    if precision not in NARROW:
+        return nullcontext()
+    # Every weight is cast once a pass; the cache would only keep what layers have let go.
+    return torch.autocast(device.type, NARROW[precision], cache_enabled=False)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

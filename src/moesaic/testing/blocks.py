@@ -58,7 +58,7 @@ def watch(job: Job, plan: Plan, world: World) -> Watched:
     for name, block in run.model.blocks():
         found: dict[int, int] = {}
         x = x.detach().requires_grad_(x.requires_grad)
-        with _keeping(found, known), run._precision():
+        with _keeping(found, known), run.precision():
             watched.forward[name], out = observe(partial(block, x, context))
         index = int(name.partition(".")[2]) if name.startswith("layers") else -1
         facts = [context.layers[index]] if index in context.layers else []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +25,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
-from moesaic.nn.context import Context
+from moesaic.nn.context import Context, computing_in
 from moesaic.train import scale
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from moesaic.train.pipeline import Flow, Pipeline
-
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What autocast computes in, by `train.precision`."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,7 @@ class Run:
             lm.aim(context, batch, targets, self.world.device, factor)
             return context
 
-        return Flow(micro, aimed, self._precision, factor)
+        return Flow(micro, aimed, self.precision, factor)
 
     def _in_turn(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
         """Forward and backward of one micro-batch after the other."""
@@ -207,7 +204,7 @@ class Run:
                 # Every micro-batch leaves a shard of the gradient; copies add up at the last one.
                 sharded = cast("FSDPModule", self.model)
                 sharded.set_requires_all_reduce(index == len(micro) - 1)
-            with phases("forward"), self._precision():
+            with phases("forward"), self.precision():
                 factor = scale.scale_of(self.counters)
                 context = self._context(batch)
                 total, result = lm.compute(self.model, batch, context, self.job, targets, factor)
@@ -224,13 +221,9 @@ class Run:
         if self.plan.counts(self.world.rank):
             recorder.record(self.counters["step"], batch.samples, choices)
 
-    def _precision(self) -> AbstractContextManager[object]:
-        narrow = NARROW.get(self.job.train.precision)
-        if narrow is None:
-            return nullcontext()
-        # Every weight is cast once a pass; the cache would only keep what layers have let go.
-        kind = self.world.device.type
-        return torch.autocast(kind, dtype=narrow, cache_enabled=False)
+    def precision(self) -> AbstractContextManager[object]:
+        """A stretch in which products take the job's precision."""
+        return computing_in(self.job.train.precision, self.world.device)
 
     def _reduce(self) -> None:
         """Sum gradients over all ranks of a part that learn the same: experts' over copies, slices'
@@ -341,7 +334,7 @@ class Run:
 
         if self.pipeline is not None:
             return self.pipeline.evaluate(self._flow([batch], begin, 1))
-        with self._precision():
+        with self.precision():
             return lm.compute(self.model, batch, begin(batch), self.job, 1)[1]
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from moesaic.facts.workload import count
 from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
+from moesaic.nn.context import NARROW
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
@@ -34,7 +35,7 @@ from moesaic.train.jobfile import LoadedJob
 from moesaic.train.machines import check_machines, settled
 from moesaic.train.record import RunRecord
 from moesaic.train.routes import RouteReplay, recording
-from moesaic.train.run import NARROW, Run
+from moesaic.train.run import Run
 
 
 class Progress(Protocol):
