@@ -17,8 +17,8 @@ class DataConfig(Section):
     """A file, a directory or a glob: text (.txt, one document a file), .jsonl, .parquet, or a
     directory that Hugging Face `datasets` reads."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat"] = "auto"
-    """What `path` holds; auto goes by the file names. chat: JSON lines, a conversation each, of
-    which a model learns what the assistant says."""
+    """What `path` holds; auto goes by the file names. chat: JSON lines or Parquet, a conversation a
+    line or row, of which a model learns what the assistant says."""
     split: str = "train"
     """Split of `path` to train on, where a dataset directory has several."""
     text_key: str = "text"

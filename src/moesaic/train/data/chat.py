@@ -1,6 +1,6 @@
-"""Conversations: from JSON lines to tokens, and to which of them a model learns to say.
+"""Conversations: from JSON lines or Parquet to tokens, and to which of them a model learns to say.
 
-A line holds one conversation, in one of three forms:
+A line or row holds one conversation, in one of three forms:
 
     {"messages": [{"role": "user", "content": ...}, ...]}
     {"conversations": [{"from": "human", "value": ...}, ...]}
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMS = ("messages", "conversations", "prompt")
 """The key by which each form is known; the first that a line has goes."""
+COLUMNS = (*FORMS, "completion")
 ROLES = ("system", "user", "assistant")
 OTHER_NAMES = {"human": "user", "gpt": "assistant"}
 
@@ -75,7 +76,7 @@ class Chat:
     def read(self, source: TextSource) -> Iterator[Talk]:
         """The conversations of `source`, in the order of its lines."""
         for file in source.files:
-            for where, record in read_records(file):
+            for where, record in read_records(file, COLUMNS):
                 form, messages = read_messages(record, where)
                 if self._system is not None and messages[0]["role"] != "system":
                     messages = [{"role": "system", "content": self._system}, *messages]

@@ -12,11 +12,11 @@ import glob
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +28,8 @@ Kind = Literal["text", "jsonl", "parquet", "dataset", "chat"]
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
+TAKEN = {"auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"}}
+"""Values of data.format that take files of several kinds, those of a directory by their names."""
 COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 """Suffixes after which text and JSON lines are unpacked on the way."""
 
@@ -52,8 +54,6 @@ class TextSource:
 
 def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> TextSource:
     """What `path`, the value of the setting `key`, stands for; `kind` is data.format."""
-    if kind == "chat":
-        return replace(find_text(key, path, "jsonl", text_key, split), kind="chat")
     place = Path(path).expanduser()
     named = f"{key} = '{path}'"
     if place.is_dir():
@@ -101,11 +101,10 @@ def _scan(place: Path, kind: str, named: str) -> tuple[list[Path], Kind]:
         if not every:
             raise DataError(f"{named} is an empty directory: there is no text in it")
         return every, "dataset"
-    files = [file for file in every if _suffix(file) in SUFFIXES]
-    if kind != "auto":
-        files = [file for file in files if SUFFIXES[_suffix(file)] == kind]
+    taken = TAKEN.get(kind, {kind})
+    files = [file for file in every if SUFFIXES.get(_suffix(file)) in taken]
     if not files:
-        wanted = [suffix for suffix, one in SUFFIXES.items() if kind in ("auto", one)]
+        wanted = [suffix for suffix, one in SUFFIXES.items() if one in taken]
         raise DataError(
             f"{named} holds no file named *{', *'.join(wanted)}: give a directory that does, or "
             "a glob of the files and data.format"
@@ -122,8 +121,8 @@ def _is_dataset(place: Path) -> bool:
 
 
 def _kind_of(files: Iterable[Path], kind: str, named: str) -> Kind:
-    if kind in SUFFIXES.values():
-        return SUFFIXES[next(suffix for suffix, one in SUFFIXES.items() if one == kind)]
+    if kind != "auto":
+        return cast(Kind, kind)
     kinds: dict[Kind, Path] = {}
     for file in files:
         if _suffix(file) not in SUFFIXES:
@@ -169,12 +168,19 @@ def _read_plain(file: Path, source: TextSource) -> Iterator[str]:
 
 
 def _read_json_lines(file: Path, source: TextSource) -> Iterator[str]:
-    for where, record in read_records(file):
+    for where, record in _read_lines(file):
         yield _text_of(record, where, source.text_key)
 
 
-def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each with where it stands, in words."""
+def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file, lines of JSON or rows of Parquet, each with where it stands, in words.
+
+    Of Parquet only `columns` are read, all if it has none of them.
+    """
+    return _read_columns(file, columns) if _suffix(file) == ".parquet" else _read_lines(file)
+
+
+def _read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with _readable(file, "JSON lines"), pa.input_stream(str(file)) as stream:
         for number, line in enumerate(io.BufferedReader(stream, 1 << 20), start=1):
             if not line.isspace():
@@ -190,6 +196,43 @@ def _record_of(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{where} is not a JSON object: every line must be one")
     return record
+
+
+def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    with _readable(file, "Parquet"), pq.ParquetFile(file) as parquet:
+        schema = parquet.schema_arrow
+        known = [name for name in columns if name in schema.names] or schema.names
+        read = _reader(pa.struct([schema.field(name) for name in known]))
+        for batch in parquet.iter_batches(_ROWS, columns=known):
+            for row in batch.to_pylist():
+                number += 1
+                where = f"row {number} of '{file}'"
+                try:
+                    record = read(row)
+                except ValueError as error:
+                    raise DataError(f"{where} is not JSON ({error}): mend the file") from None
+                yield where, record
+
+
+def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
+    """What makes of a value of the type `kind` what it would be in a line of JSON.
+
+    All structs of a column have the same fields: those that one of them lacks are null in it, and
+    are left out again. What differs too much `datasets` keeps as text, of a type that says so.
+    """
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return json.loads
+    if pa.types.is_struct(kind):
+        fields = [(field.name, _reader(field.type)) for field in kind]
+        return lambda row: {name: r(row[name]) for name, r in fields if row[name] is not None}
+    if pa.types.is_map(kind):
+        item = _reader(kind.item_type)
+        return lambda pairs: {key: None if one is None else item(one) for key, one in pairs}
+    if pa.types.is_nested(kind):
+        value = _reader(kind.value_type)
+        return lambda many: [None if one is None else value(one) for one in many]
+    return lambda value: value
 
 
 def _text_of(record: dict[str, Any], where: str, text_key: str) -> str:

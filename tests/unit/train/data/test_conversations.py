@@ -240,7 +240,7 @@ def test_what_no_conversation_can_do_without(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             configure(tmp_path, **changes)
         assert words in str(caught.value)
-    with pytest.raises(DataError, match=r"holds no file named \*\.jsonl, \*\.ndjson"):
+    with pytest.raises(DataError, match=r"holds no file named \*\.jsonl, \*\.ndjson, \*\.parquet"):
         check_text(configure(tmp_path, path=str(tmp_path / "tok")))
 
 
