@@ -5,8 +5,8 @@ Of a whole conversation they also tell what the assistant says. A template that 
 rendered too: an answer is what the text gains from where the model is asked for it.
 
 A template is a Jinja program that came with a model's files, so it runs in Jinja's sandbox, with
-the settings and the few functions that templates are written for. It sees the messages, the
-tokenizer's special tokens, and nothing else.
+the settings and the few functions that templates are written for. It sees the messages, the tools
+that may be called, the tokenizer's special tokens, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -35,13 +35,29 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
 """The name of the one that is used where a model has several templates."""
+TOOL_USE = "tool_use"
+"""The name of the one that goes before it for conversations with tools."""
 
 Messages = Sequence[dict[str, Any]]
-"""What was said: each message with a `role` (system, user, assistant) and its `content`."""
+"""What was said: each message with a `role` (system, user, assistant, tool) and its `content`, or
+the `tool_calls` of an assistant. A key of a message that has None is as good as missing."""
+Tools = Sequence[dict[str, Any]] | None
+"""What may be called: JSON schemas; None where that is not said."""
 Span = tuple[int, int]
 """A stretch of text: from here up to there."""
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_CALLS = "tool_calls"
+
+
+class _Program(NamedTuple):
+    """A template that is ready to run."""
+
+    template: Template
+    marked: bool
+    """Whether it marks what the assistant says."""
+    calls: bool
+    """Whether it knows that an assistant may call tools."""
 
 
 class ChatTemplate:
@@ -58,16 +74,20 @@ class ChatTemplate:
         """
         directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
         settings = _read(directory / SETTINGS_FILE)
-        self._origin, source = _find(directory, settings, otherwise)
+        self._origin, sources = _find(directory, settings, otherwise)
         self._tokens = _special_tokens(directory, settings)
-        self._marked = _MARKED.search(source) is not None
-        stated = json.dumps([source, self._tokens], sort_keys=True)
+        stated = json.dumps([*sources, self._tokens], sort_keys=True)
         self.digest = hashlib.sha256(stated.encode(errors="surrogatepass")).hexdigest()
         """Hash of all that decides the text of messages, time aside."""
         environment = _environment(clock)
         self._mark: str = getattr(environment, _Generation.MARK)
         try:
-            self._template = environment.from_string(source)
+            self._programs = [
+                _Program(
+                    environment.from_string(source), bool(_MARKED.search(source)), _CALLS in source
+                )
+                for source in sources
+            ]
         except TemplateError as error:
             raise DataError(
                 f"{self._origin} is no Jinja template ({error}): mend it, or take it from the "
@@ -76,30 +96,43 @@ class ChatTemplate:
 
     def render(self, messages: Messages) -> str:
         """`messages` as text, up to where the model's answer begins."""
-        return self._run(messages, answered=False).replace(self._mark, "")
+        return self._run(messages, None, answered=False).replace(self._mark, "")
 
-    def answers(self, messages: Messages, ends: Sequence[str]) -> tuple[str, list[Span]]:
+    def answers(
+        self, messages: Messages, ends: Sequence[str], tools: Tools = None
+    ) -> tuple[str, list[Span]]:
         """A whole conversation as text, and where in it the assistant speaks.
 
         Args:
             messages: the conversation.
             ends: texts that may end a turn. Blanks that the template writes after one of them
                 are not the assistant's.
+            tools: what the assistant may call.
         """
-        parts = self._run(messages, answered=True).split(self._mark)
+        program = self._program(tools)
+        if not program.calls and any(message.get(_CALLS) for message in messages):
+            raise DataError(
+                f"{self._origin} knows no '{_CALLS}', and would write an answer without its calls: "
+                "take a model whose template does, or write them into the answer's content"
+            )
+        parts = self._run(messages, tools, answered=True).split(self._mark)
         text = "".join(parts)
-        if self._marked:
+        if program.marked:
             stops = [0, *accumulate(len(part) for part in parts)]
             spans = [(stops[i], stops[i + 1]) for i in range(1, len(parts), 2)]
         else:
             said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            spans = [self._answer(messages[: i + 1], text, tuple(ends)) for i in said]
+            spans = [self._answer(messages[: i + 1], tools, text, tuple(ends)) for i in said]
         return text, [(start, stop) for start, stop in spans if start < stop]
 
-    def _answer(self, messages: Messages, text: str, ends: tuple[str, ...]) -> Span:
+    def _program(self, tools: Tools) -> _Program:
+        """The one for conversations with `tools`."""
+        return self._programs[0 if tools is None else -1]
+
+    def _answer(self, messages: Messages, tools: Tools, text: str, ends: tuple[str, ...]) -> Span:
         """Where in `text`, which begins with `messages`, the last one of them stands."""
-        before = self._run(messages[:-1], answered=False)
-        after = self._run(messages, answered=True)
+        before = self._run(messages[:-1], tools, answered=False)
+        after = self._run(messages, tools, answered=True)
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"{self._origin} writes message {len(messages)}, an answer, in other words than "
@@ -110,12 +143,13 @@ class ChatTemplate:
         bare = after.rstrip()
         return len(before), len(bare if bare.endswith(ends) else after)
 
-    def _run(self, messages: Messages, answered: bool) -> str:
+    def _run(self, messages: Messages, tools: Tools, answered: bool) -> str:
         """What the template writes, with a mark at both ends of what it marks."""
+        stated = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
-            return self._template.render(
+            return self._program(tools).template.render(
                 **{
-                    **self._tokens, "messages": list(messages), "tools": None, "documents": None,
+                    **self._tokens, "messages": stated, "tools": tools, "documents": None,
                     "add_generation_prompt": not answered,
                 }
             )  # fmt: skip
@@ -136,28 +170,33 @@ class TemplateRefusal(TemplateError):
     """A template has called `raise_exception`."""
 
 
-def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> tuple[str, str]:
-    """Which template holds, in words and as text: a file of its own goes before the settings."""
+def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> tuple[str, list[str]]:
+    """Which template holds, in words and as text: a file of its own goes before the settings.
+
+    Where conversations with tools have another one, that is the second.
+    """
     own = directory / TEMPLATE_FILE
     if own.is_file():
-        return f"'{own}'", _text(own)
+        return f"'{own}'", [_text(own)]
     origin = f"chat_template of '{directory / SETTINGS_FILE}'"
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    stated = settings.get("chat_template")
+    found = [stated]
+    if isinstance(stated, list):
+        named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
         if DEFAULT not in named:
             raise DataError(
                 f"{origin} is a list without '{DEFAULT}': write the one to use into '{own}'"
             )
-        found = named[DEFAULT]
-    if found is None:
+        found = [named[name] for name in (DEFAULT, TOOL_USE) if name in named]
+    if found[0] is None:
         raise DataError(
             f"the tokenizer in '{directory}' has no chat template: {otherwise}, or write the "
             f"model's template into '{own}'"
         )
-    if not isinstance(found, str):
+    texts = [one for one in found if isinstance(one, str)]
+    if len(texts) < len(found):
         raise DataError(f"{origin} is no text: mend it, or write the template into '{own}'")
-    return origin, found
+    return origin, texts
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -6,14 +6,16 @@ A line or row holds one conversation, in one of three forms:
     {"conversations": [{"from": "human", "value": ...}, ...]}
     {"prompt": ..., "completion": ...}
 
-The tokenizer's own chat template writes it, and says what of that the assistant speaks. A token
-counts if it holds some of it.
+Beside it may lie `tools`, what the assistant may call. The tokenizer's own chat template writes
+all that, and says what of it the assistant speaks. A token counts if it holds some of that.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
 
 FORMS = ("messages", "conversations", "prompt")
 """The key by which each form is known; the first that a line has goes."""
-COLUMNS = (*FORMS, "completion")
-ROLES = ("system", "user", "assistant")
+COLUMNS = (*FORMS, "completion", "tools")
+ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"human": "user", "gpt": "assistant"}
+READING = 2
+"""Goes up when the same line comes to mean other tokens."""
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
 
 
 class Talk(NamedTuple):
@@ -69,7 +74,7 @@ class Chat:
         self._template = ChatTemplate(
             Path(tokenizer.name).expanduser(), "choose another data.tokenizer", clock=False
         )
-        stated = f"{self._template.digest} {self._system!r}"
+        stated = f"{READING} {self._template.digest} {self._system!r}"
         self.digest = hashlib.sha256(stated.encode()).hexdigest()
         """Hash of all that decides the tokens of a conversation, the tokenizer aside."""
 
@@ -78,13 +83,16 @@ class Chat:
         for file in source.files:
             for where, record in read_records(file, COLUMNS):
                 form, messages = read_messages(record, where)
+                tools = read_tools(record, where)
                 if self._system is not None and messages[0]["role"] != "system":
                     messages = [{"role": "system", "content": self._system}, *messages]
-                yield self._write(form, messages, where)
+                yield self._write(form, messages, tools, where)
 
-    def _write(self, form: str, messages: list[Message], where: str) -> Talk:
+    def _write(
+        self, form: str, messages: list[Message], tools: list[Tool] | None, where: str
+    ) -> Talk:
         try:
-            text, spans = self._template.answers(messages, self._ends)
+            text, spans = self._template.answers(messages, self._ends, tools)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         if not spans:
@@ -146,6 +154,26 @@ def read_messages(record: dict[str, Any], where: str) -> tuple[str, list[Message
     return form, messages
 
 
+def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
+    """What the assistant of a line may call; None where it does not say.
+
+    Text is taken for JSON: as columns, tables could not hold tools of unlike parameters.
+    """
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        with suppress(ValueError):  # Text that is no JSON is no list either.
+            tools = json.loads(tools)
+    return None if tools is None else _objects(tools, f"{where}: 'tools'", "or its JSON, or none")
+
+
+def _objects(value: Any, named: str, otherwise: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise DataError(
+            f"{named} holds {value!r:.80}, which is no list of objects: give it one, {otherwise}"
+        )
+    return value
+
+
 def _message(one: Any, where: str) -> Message:
     if not isinstance(one, dict):
         raise DataError(f"{where} is no object: give it a role and content")
@@ -157,10 +185,15 @@ def _message(one: Any, where: str) -> Message:
             f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
             f"{keys.listed(list(OTHER_NAMES))})"
         )
+    calls = one.get("tool_calls") if role == "assistant" else None
+    if calls:
+        _objects(calls, f"{where}: 'tool_calls'", "or leave it out")
+        if content is None:
+            return {**rest, "role": role}
     if not isinstance(content, str):
         raise DataError(
             f"{where} holds {content!r}, which is no text: give its content as a string"
         )
-    if role == "assistant" and not content.strip():
+    if role == "assistant" and not calls and not content.strip():
         raise DataError(f"{where} is an empty answer: write one, or remove the line")
     return {**rest, "role": role, "content": content}

@@ -185,7 +185,7 @@ def test_a_template_s_clock_stands_still(tmp_path: Path) -> None:
         ({"messages": []}, ("'messages' is no list of messages",)),
         ({"messages": "hi"}, ("'messages' is no list of messages",)),
         ({"messages": ["hi"]}, ("message 1 is no object",)),
-        ({"messages": [{"role": "tool", "content": "a"}]}, ("of role 'tool'", "system, user or")),
+        ({"messages": [{"role": "bot", "content": "a"}]}, ("of role 'bot'", "assistant or tool")),
         ({"messages": [{"content": "a"}]}, ("of role None",)),
         ({"messages": say("a", "")}, ("message 2 is an empty answer", "remove the line")),
         ({"messages": say("a", " \n")}, ("message 2 is an empty answer",)),

@@ -1,0 +1,343 @@
+"""Conversations with tools, and conversations in Parquet: they are what transformers makes of them.
+
+A table gives all its rows the same fields, so what is compared is never what was read from it, but
+the conversations that were written into it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import transformers
+
+from moesaic.base.config import parse
+from moesaic.base.errors import DataError
+from moesaic.dist.world import World
+from moesaic.facts.job import DataConfig
+from moesaic.models.tokenizer import open_tokenizer
+from moesaic.testing.talks import CHATML, write_tokenizer
+from moesaic.train.data import TextData
+from moesaic.train.data.chat import Chat
+from moesaic.train.data.text import find_text
+
+Record = dict[str, Any]
+Rows = list[tuple[list[int], list[int]]]
+"""Ids and what counts of each conversation."""
+
+TOOLS = """{%- set first = messages[0].content + '\\n' if messages[0].role == 'system' else '' %}
+{%- if tools %}
+{{- '<|start|>system\\n' + first + 'Functions:\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{{- '\\n</tools><|end|>\\n' }}
+{%- elif first %}
+{{- '<|start|>system\\n' + first + '<|end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{{- '<|start|>user\\n' + message.content + '<|end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant\\n' }}
+{%- generation %}
+{%- if message.content is defined %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{%- set called = call.function or call %}
+{%- set given = called.arguments %}
+{{- '\\n<tool_call>\\n{"name": "' + called.name + '", "arguments": ' }}
+{{- (given if given is string else given | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endgeneration %}
+{{- '\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}{{ '<|start|>user' }}{% endif %}
+{{- '\\n<tool_response of="' ~ (message.name or message.tool_call_id) ~ '">\\n' }}
+{{- message.content + '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|end|>\\n' }}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"""
+"""After the ways of Hermes and Qwen, with marks of what the model says."""
+PLAIN = TOOLS.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
+def function(name: str, **parameters: Any) -> Record:
+    schema = {"type": "object", "properties": parameters}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def call(name: str, arguments: Any, **more: Any) -> Record:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **more}
+
+
+def user(content: str) -> Record:
+    return {"role": "user", "content": content}
+
+
+RECORDS: list[Record] = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            user("Weather in Köln and Rome?"),
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    call("weather", {"city": "Köln"}, id="c1"),
+                    call("weather", {"city": "Rome"}, id="c2"),
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "12 degrees"},
+            {"role": "tool", "tool_call_id": "c2", "content": '{"t": 25, "sun": true}'},
+            {"role": "assistant", "content": "12 and 25."},
+            user("And what is 2 + 3?"),
+            {
+                "role": "assistant",
+                "content": "Let me add.",
+                "tool_calls": [call("add", {"b": 3, "a": [2.5, None]}, id="c3")],
+            },
+            {"role": "tool", "name": "add", "content": "5.5"},
+            {"role": "assistant", "content": "5.5"},
+        ],
+        "tools": [
+            function("weather", city={"type": "string", "description": "Where?"}),
+            function("add", a={"type": "array"}, b={"type": "integer", "enum": [2, 3]}),
+        ],
+    },
+    {
+        "messages": [
+            user("Now?"),
+            {"role": "assistant", "tool_calls": [{"name": "now", "arguments": '{"utc":1}'}]},
+        ],
+        "tools": [],
+    },
+    {"messages": [user("Hi"), {"role": "assistant", "content": "Hello!"}], "tools": None},
+    {"messages": [user("1"), {"role": "assistant", "content": "2", "tool_calls": []}]},
+]
+LEARNT = [
+    '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|end|>'
+    "12 and 25.<|end|>"
+    'Let me add.\n<tool_call>\n{"name": "add", "arguments": {"b": 3, "a": [2.5, null]}}'
+    "\n</tool_call><|end|>5.5<|end|>",
+    '\n<tool_call>\n{"name": "now", "arguments": {"utc":1}}\n</tool_call><|end|>',
+    "Hello!<|end|>",
+    "2<|end|>",
+]
+"""What the assistant says in `RECORDS`, by `TOOLS`."""
+
+
+def configure(path: Path, **changes: Any) -> DataConfig:
+    raw = {
+        "path": str(path), "format": "chat", "sequence": 64,
+        "tokenizer": str(path.parent / "tok"), "cache": str(path.parent / "cache"),
+    }  # fmt: skip
+    return parse(DataConfig, raw | changes, "test")
+
+
+def write_lines(path: Path, records: list[Record]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_table(path: Path, records: list[Record], **more: Any) -> Path:
+    """As `datasets` publishes it."""
+    keys = {key: None for record in records for key in record}
+    rows = datasets.Dataset.from_list([{**keys, **record} for record in records], **more)
+    rows.to_parquet(str(path))
+    return path
+
+
+def ours(path: Path) -> Rows:
+    config = configure(path)
+    chat = Chat(config, open_tokenizer(config.tokenizer))
+    found = chat.encode(list(chat.read(find_text("data.path", str(path), "chat", "text", "train"))))
+    assert found.counted is not None
+    cuts = np.cumsum(found.lengths)[:-1]
+    parts = zip(np.split(found.tokens, cuts), np.split(found.counted, cuts), strict=True)
+    return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
+
+
+def theirs(directory: Path, records: list[Record] = RECORDS) -> Rows:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    rows = [
+        tokenizer.apply_chat_template(
+            record["messages"], tools=record.get("tools"), return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        for record in records
+    ]  # fmt: skip
+    return [(row["input_ids"], row["assistant_masks"]) for row in rows]
+
+
+@pytest.mark.parametrize("template", [TOOLS, PLAIN], ids=["marks", "beginnings"])
+def test_calls_are_learnt_and_neither_tools_nor_results(template: str, tmp_path: Path) -> None:
+    expected = theirs(write_tokenizer(tmp_path / "tok", TOOLS))
+    write_tokenizer(tmp_path / "tok", template)
+    rows = ours(write_lines(tmp_path / "a.jsonl", RECORDS))
+    assert rows == expected
+    tokenizer = open_tokenizer(str(tmp_path / "tok"))
+    said = [[i for i, c in zip(*row, strict=True) if c] for row in rows]
+    assert [tokenizer.decode(ids, whole=True) for ids in said] == LEARNT
+    whole = tokenizer.decode(rows[0][0], whole=True)
+    for text in ('"description": "Where?"', '<tool_response of="c2">\n{"t": 25, "sun"', 'of="add"'):
+        assert text in whole
+
+
+def test_tools_as_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    packed = [{**RECORDS[0], "tools": json.dumps(RECORDS[0]["tools"])}, *RECORDS[1:]]
+    assert ours(write_lines(tmp_path / "a.jsonl", packed)) == theirs(tmp_path / "tok")
+
+
+def test_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    named = {"other": "x", "tool_use": TOOLS, "default": CHATML}
+    stated = [{"name": name, "template": text} for name, text in named.items()]
+    write_tokenizer(tmp_path / "tok", stated)
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    assert ours(path) == theirs(tmp_path / "tok")
+    write_lines(path, [{"messages": RECORDS[0]["messages"]}])  # The default would lose its calls.
+    with pytest.raises(DataError, match=r"line 1 of .*: chat_template of .* knows no 'tool_calls'"):
+        ours(path)
+
+
+JSON, TEXT = datasets.Json(), datasets.Value("string")
+JSON_CALL = {
+    "type": TEXT, "id": TEXT, "function": {"name": TEXT, "arguments": JSON},
+    "name": TEXT, "arguments": TEXT,
+}  # fmt: skip
+JSON_MESSAGE = {
+    "role": TEXT, "content": TEXT, "tool_call_id": TEXT, "name": TEXT,
+    "tool_calls": datasets.List(JSON_CALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        None,
+        {"messages": datasets.List(JSON), "tools": datasets.List(JSON)},
+        {"messages": datasets.List(JSON_MESSAGE), "tools": JSON},
+    ],
+    ids=["structs", "messages as JSON", "arguments as JSON"],
+)
+def test_rows_mean_what_lines_do(columns: Any, tmp_path: Path) -> None:
+    expected = theirs(write_tokenizer(tmp_path / "tok", TOOLS))
+    features = columns and datasets.Features(columns)
+    path = write_table(tmp_path / "a.parquet", RECORDS, features=features)
+    assert ours(path) == expected
+
+
+def test_tables_of_other_makers(tmp_path: Path) -> None:
+    """Tools as text, arguments as a map, large lists, and a column that no one needs."""
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    arguments = pa.map_(pa.string(), pa.string())
+    calls = pa.large_list(pa.struct([("name", pa.string()), ("arguments", arguments)]))
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", calls)])
+    answer = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "1"}}]}
+    record = {"messages": [user("Hi"), answer], "tools": [function("f", x={"type": "string"})]}
+    schema = pa.schema(
+        [("tools", pa.string()), ("id", pa.date32()), ("messages", pa.list_(message))]
+    )
+    row = {"tools": json.dumps(record["tools"]), "messages": record["messages"]}
+    pq.write_table(pa.Table.from_pylist([row], schema), tmp_path / "a.parquet")
+    assert ours(tmp_path / "a.parquet") == theirs(tmp_path / "tok", [record])
+
+
+def test_a_directory_of_lines_and_tables(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    place = tmp_path / "talks"
+    place.mkdir()
+    said = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+    (place / "a.txt").write_text("no conversation")
+    write_lines(place / "b.jsonl", RECORDS[2:3])
+    write_table(place / "c.parquet", [{"conversations": said}])
+    write_table(place / "d.PARQUET", [{"prompt": "1", "completion": "2", "id": 3}])
+    told: list[str] = []
+    config = configure(tmp_path / "talks")
+    data = TextData.open(config, 0, World.solo(), told.append)
+    assert "3 conversations (messages, conversations, prompt) in" in told[0]
+    again = write_lines(
+        tmp_path / "a.jsonl", [RECORDS[2], *[{"messages": RECORDS[3]["messages"]}] * 2]
+    )
+    assert TextData.open(configure(again), 0, World.solo()).digest == data.digest
+
+
+def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    rows = [{"prompt": "1", "completion": "2"}] * 1500
+    path = write_table(tmp_path / "a.parquet", rows)
+    first = ours(path)
+    assert first == first[:1] * 1500
+    rows[1400] = {"prompt": "1", "completion": " "}
+    with pytest.raises(
+        DataError, match=r"row 1401 of '.*a\.parquet', message 2 is an empty answer"
+    ):
+        ours(write_table(path, rows))
+
+
+def answered(**answer: Any) -> list[Record]:
+    return [user("Hi"), {"role": "assistant", **answer}]
+
+
+@pytest.mark.parametrize("write", [write_lines, write_table], ids=["lines", "rows"])
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"tools": "f(x)"}, ("'tools' holds 'f(x)', which is no list of objects", "or its JSON")),
+        ({"tools": '{"name": "f"}'}, ("'tools' holds {'name': 'f'}, which is no list",)),
+        ({"tools": ["f"]}, ("'tools' holds ['f'], which is no list of objects",)),
+        (
+            {"messages": answered(content="", tool_calls="[]")},
+            ("message 2: 'tool_calls' holds '[]', which is no list of objects", "leave it out"),
+        ),
+        ({"messages": answered(tool_calls=["f"])}, ("'tool_calls' holds ['f'], which",)),
+        ({"messages": answered(tool_calls=[])}, ("message 2 holds None, which is no text",)),
+        ({"messages": answered(content=" ", tool_calls=[])}, ("message 2 is an empty answer",)),
+        (
+            {"messages": [{"role": "tool", "content": {"t": 2}}]},
+            ("message 1 holds {'t': 2}, which is no text", "content as a string"),
+        ),
+        (
+            {"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}, *answered(content="a")]},
+            ("message 1 holds None, which is no text",),
+        ),
+        ({"messages": None, "id": 1}, ("'messages'",)),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_line_or_row(
+    write: Callable[..., Path], record: Record, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    path = tmp_path / ("a.jsonl" if write is write_lines else "a.parquet")
+    write(path, [{"messages": answered(content="a"), **record}])
+    with pytest.raises(DataError) as caught:
+        TextData.open(configure(path), 0, World.solo())
+    place = f"{'line' if write is write_lines else 'row'} 1 of '{path}'"
+    for word in (f"data.path = '{path}': {place}", *words):
+        assert word in str(caught.value)
+
+
+def test_what_is_wrong_with_a_table(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    path = write_table(tmp_path / "a.parquet", [{"text": "a", "id": 1}])
+    with pytest.raises(DataError, match=r"row 1 of .* holds no conversation but id, text: give"):
+        ours(path)
+    json_text = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[]", "[{"]))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "tools": json_text}), path)
+    with pytest.raises(DataError, match=r"row 1 of .* holds no conversation but prompt, tools"):
+        ours(path)
+    whole = pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "tools": json_text})
+    pq.write_table(whole, path)
+    with pytest.raises(DataError, match=r"row 2 of .* is not JSON \(.*: mend the file"):
+        ours(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"a\.parquet' cannot be read as Parquet: "):
+        ours(path)
