@@ -116,6 +116,12 @@ def prefers_onednn() -> bool:
     return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
 
 
+@cache
+def multiplies_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

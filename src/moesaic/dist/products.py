@@ -16,8 +16,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.dist import threads
-from moesaic.dist.device import prefers_onednn
+from moesaic.dist.device import multiplies_bf16, prefers_onednn
 
+_WORTH = 1 << 20
+"""Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
+_STEP = 16
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -33,8 +36,11 @@ _OPS.define("grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) 
 
 def _product(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     outwards = weight if transposed else weight.T
-    if not by_onednn(rows, weight):
-        return rows @ outwards.T
+    return _onednn(rows, outwards) if by_onednn(rows, weight) else rows @ outwards.T
+
+
+def _onednn(rows: Tensor, outwards: Tensor) -> Tensor:
+    """Rows @ outwards.T."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, outwards, None, "none", [], "")
     return product
 
@@ -48,7 +54,8 @@ def _product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -
 
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     if _by_library(rows, weight):
-        operand = weight.transpose(1, 2) if transposed else weight
+        operand = weight.to(rows.dtype)
+        operand = operand.transpose(1, 2) if transposed else operand
         product: Tensor = F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
         return product
     out = _empty(rows, weight, counts, transposed)
@@ -62,10 +69,35 @@ def _grouped_mm_into(
     start = 0
     for slot, count in enumerate(counts.tolist()):
         if count:
-            stop = start + count
-            matrix = weight[slot].T if transposed else weight[slot]
-            torch.mm(rows[start:stop], matrix, out=out[start:stop])
+            stop, matrix = start + count, weight[slot].to(rows.dtype)
+            outwards = matrix if transposed else matrix.T
+            if _evenly(rows, count, matrix):
+                out[start:stop] = _even_rows(rows, start, stop, outwards)
+            else:
+                torch.mm(rows[start:stop], outwards.T, out=out[start:stop])
             start = stop
+
+
+def _even_rows(rows: Tensor, start: int, stop: int, outwards: Tensor) -> Tensor:
+    """Some rows @ outwards.T, with others beside them, so that their number is one of a few."""
+    count, size = stop - start, _even(stop - start)
+    if size > len(rows):
+        return _onednn(_padded(rows[start:stop], size), outwards)[:count]
+    first = min(start, len(rows) - size)
+    return _onednn(rows[first : first + size], outwards)[start - first : stop - first]
+
+
+def _even(count: int) -> int:
+    """So many rows or a few more: oneDNN takes a millisecond or more to get ready for a number of
+    rows that it has not met, and remembers a few hundred."""
+    if count < _STEP:
+        return 1 << (count - 1).bit_length()
+    step = max(_STEP, 1 << (count.bit_length() - 4))
+    return -(-count // step) * step
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
 def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
@@ -76,10 +108,14 @@ def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> 
             out[slot].zero_()
             continue
         stop = start + count
-        if direct:
-            torch.mm(left[start:stop].T, right[start:stop], out=out[slot])
+        some, others = left[start:stop], right[start:stop]
+        if _evenly(left, count, out[slot]):
+            some, others = _padded(some, _even(count)), _padded(others, _even(count))
+            out[slot].copy_(_onednn(some.T, others.T))
+        elif direct:
+            torch.mm(some.T, others, out=out[slot])
         else:
-            out[slot].copy_(left[start:stop].T @ right[start:stop])
+            out[slot].copy_(some.T @ others)
         start = stop
 
 
@@ -127,10 +163,19 @@ def product(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | Non
 
 
 def by_onednn(rows: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies these. It takes most of a millisecond to get ready for sizes that
-    it has not met, so that experts, whose rows are never the same number, are none of its work."""
+    """Whether oneDNN multiplies these."""
     kinds = {(t.dtype, t.device.type) for t in (rows, weight)}
     return kinds == {(torch.float32, "cpu")} and rows.numel() > 0 and prefers_onednn()
+
+
+def _evenly(rows: Tensor, count: int, matrix: Tensor) -> bool:
+    """Whether oneDNN multiplies so many rows and a matrix of a slot, in even numbers of rows; in
+    bf16 it would do so in any case where the processor has such products."""
+    if rows.device.type != "cpu" or count == 1 or count * matrix.numel() < _WORTH:
+        return False
+    if rows.dtype == torch.float32:
+        return prefers_onednn()
+    return rows.dtype == torch.bfloat16 and multiplies_bf16()
 
 
 def grouped_mm(
@@ -153,9 +198,10 @@ def engine(weight: Tensor) -> str:
     """What multiplies rows of experts by such a `weight`, for a person."""
     if weight.device.type != "cpu":
         return "torch's grouped product in bf16, else torch.mm, one after another"
+    by = "oneDNN" if prefers_onednn() else "torch.mm"
     crew = threads.crew()
     alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
-    return f"torch.mm, one after another{alone}"
+    return f"{by}, one after another{alone}"
 
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
 from moesaic.dist.probe.timing import seconds
-from moesaic.dist.products import engine
+from moesaic.dist.products import engine, product
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import block_names
 from moesaic.models.lm import LanguageModel
@@ -154,11 +155,11 @@ class ExpertLayer:
         hidden, inner = self._model.hidden, 3 * self._model.ffn
         kind = NARROW.get(dtype, torch.float32)
         rows = torch.randn(_MOST_ROWS, hidden, device=self._device).to(kind)
-        weight = torch.randn(hidden, inner, device=self._device).to(kind)
+        weight = torch.randn(inner, hidden, device=self._device).to(kind)
         best, number, until = 0.0, _FEWEST_ROWS, devices.now(self._device) + budget_s
         while not best or (number <= _MOST_ROWS and devices.now(self._device) < until):
             some = rows[:number]
-            product_s = self._seconds(lambda some=some: torch.mm(some, weight), 0.0)  # type: ignore[misc]
+            product_s = self._seconds(partial(product, some, weight, transposed=True), 0.0)
             best = max(best, 2 * number * hidden * inner / product_s)
             number *= 4
         return best

@@ -185,8 +185,7 @@ class Share:
         self, rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None
     ) -> Tensor:
         """The share's `rows` times its slots of `weight`, in the dtype of `rows`."""
-        weight = weight[self.slots].to(rows.dtype)
-        return grouped_mm(rows, weight, self.counts, transposed, out)
+        return grouped_mm(rows, weight[self.slots], self.counts, transposed, out)
 
 
 class Joined:
