@@ -31,7 +31,8 @@ def convert(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Write a model in another form: as a Hugging Face directory, or as a checkpoint."""
+    """Write a model in another form: as a Hugging Face directory, as a checkpoint, or of a LoRA run
+    the adapter alone."""
     if explain is not None:
         flags.explain(ConvertConfig, explain, as_json)
         return 0
@@ -67,6 +68,8 @@ def convert(
 
 def _tell(path: Path, out: Path, config: ConvertConfig, as_json: bool) -> None:
     from moesaic.facts.workload import count
+    from moesaic.facts.workload.finetune import adapters
+    from moesaic.models.hf.adapter import alone
     from moesaic.models.hf.origin import open_origin
     from moesaic.models.hf.shards import refuse_occupied
 
@@ -74,14 +77,19 @@ def _tell(path: Path, out: Path, config: ConvertConfig, as_json: bool) -> None:
     origin = open_origin(path)
     for warning in origin.warnings:
         screen.warn(warning)
-    counts = count(origin.model)
+    if config.to == "adapter":
+        total = sum(one.size for one in adapters(origin.model, alone(origin)))
+        counted = {"total": total}
+    else:
+        counts = count(origin.model)
+        counted = {"total": counts.total, "active": counts.active}
     if as_json:
         screen.as_json(
             {
                 "from": str(origin.path), "out": str(out), "settings": config.model_dump(),
-                "parameters": {"total": counts.total, "active": counts.active},
+                "parameters": counted,
             }
         )  # fmt: skip
         return
-    screen.say(f"# {origin.path} -> {out}: {counts.total:,} parameters\n")
+    screen.say(f"# {origin.path} -> {out}: {counted['total']:,} parameters\n")
     screen.say(config.to_toml().rstrip())

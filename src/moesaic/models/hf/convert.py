@@ -1,4 +1,5 @@
-"""One form of a model into another: Hugging Face directory, checkpoint or run into either of two.
+"""One form of a model into another: Hugging Face directory, checkpoint or run into either of two,
+and the adapters of a run into a directory of their own.
 
 Weights go through one tensor at a time. A checkpoint that is made here holds parameters only.
 """
@@ -20,6 +21,8 @@ from moesaic.dist.checkpoint.manifest import (
     commit_record,
 )
 from moesaic.dist.state import PARAMETER
+from moesaic.facts.workload import parameters
+from moesaic.models.hf.adapter import write_adapter
 from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
 from moesaic.models.hf.settings import Form, Precision
 from moesaic.models.hf.shards import (
@@ -47,9 +50,10 @@ def convert(
     Args:
         source: a Hugging Face directory, a checkpoint, or a run (its newest intact checkpoint).
         target: a directory that does not exist yet.
-        to: the form of the target; a checkpoint holds parameters only.
+        to: the form of the target; a checkpoint holds parameters only, an adapter what a LoRA run
+            learnt.
         dtype: of the weights on file; keep leaves each tensor its own.
-        max_shard_bytes: size of a file, unless one tensor alone is larger.
+        max_shard_bytes: size of a file, unless one tensor alone is larger, or it is an adapter.
         progress: told (bytes done, bytes in all) after every tensor.
     """
     if max_shard_bytes < 1:
@@ -58,6 +62,8 @@ def convert(
     origin = open_origin(source)
     if to == "checkpoint":
         _write_checkpoint(target, origin, dtype, max_shard_bytes, progress)
+    elif to == "adapter":
+        write_adapter(target, origin, dtype, progress)
     else:
         write_model(
             target, origin.model, origin.tensors, dtype=dtype, max_shard_bytes=max_shard_bytes,
@@ -69,7 +75,8 @@ def convert(
 def _write_checkpoint(
     target: Path, origin: Origin, dtype: Precision, max_shard_bytes: int, progress: Progress | None
 ) -> None:
-    items = lay_out(origin.model, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
+    every = parameters(origin.model)
+    items = lay_out(every, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     stream = Stream(origin.tensors, total_bytes(items), progress)

@@ -82,6 +82,11 @@ def written_name(model: ModelConfig, parameter: Parameter) -> str:
     return places(model, parameter)[0].tensor
 
 
+def expert_matrices(model: ModelConfig) -> frozenset[str]:
+    """What the matrices of an expert are called, if `model` has experts."""
+    return frozenset(_MATRICES[model.family].values() if model.experts else ())
+
+
 def logical_names(model: ModelConfig) -> dict[str, str]:
     """Written name -> logical name, for every parameter of `model`, in the order of the blocks."""
     return {written_name(model, p): p.name for p in parameters(model)}

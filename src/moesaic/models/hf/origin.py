@@ -48,6 +48,8 @@ class Origin:
     """What a checkpoint of this model says of itself."""
     warnings: list[str] = field(default_factory=list)
     """What a person should know."""
+    finetune: FinetuneConfig | None = None
+    """How the weights were learnt, if adapters may lie beside them."""
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Write parameters into pieces of any layout and dtype: an origin is a `Source`."""
@@ -115,7 +117,7 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
         finetune = parse(FinetuneConfig, job["finetune"], f"checkpoint '{path}'")
         facts = {**facts, "job": {**job, "finetune": None}}  # What is read is merged.
     tensors = CheckpointTensors(checkpoint, model, finetune)
-    return Origin(path, model, tensors, companions, facts, warnings)
+    return Origin(path, model, tensors, companions, facts, warnings, finetune)
 
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ from moesaic.base import tensorfile
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.tensorfile import ITEM_BYTES, Digest, Entry
 from moesaic.dist.state import PRECISIONS, Piece
-from moesaic.facts.job import ModelConfig
-from moesaic.facts.workload import Parameter, parameters
+from moesaic.facts.workload import Parameter
 from moesaic.models.hf.reader import DTYPES
 from moesaic.models.hf.settings import Precision
 
@@ -67,11 +66,11 @@ class Item:
 
 
 def lay_out(
-    model: ModelConfig, tensors: Tensors, dtype: Precision, name: Callable[[Parameter], str]
+    some: Iterable[Parameter], tensors: Tensors, dtype: Precision, name: Callable[[Parameter], str]
 ) -> list[Item]:
-    """Every parameter of `model` in the order of the blocks, on file as `name` says."""
+    """Parameters in their order, on file as `name` says."""
     result = []
-    for parameter in parameters(model):
+    for parameter in some:
         kept = tensors.dtype(parameter.name)
         exact = dtype == "keep" or parameter.kind == "bias"  # A narrower one would lose its steps.
         spelled = _SPELLED[kept if exact else PRECISIONS[dtype]]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moesaic.base.tensorfile import ITEM_BYTES
 from moesaic.facts.job import ModelConfig
+from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import CONFIG_NAME, config_text
 from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME
@@ -68,7 +69,7 @@ def write_model(
         progress: told of every tensor.
     """
     refuse_occupied(directory)
-    items = lay_out(model, tensors, dtype, lambda p: names.written_name(model, p))
+    items = lay_out(parameters(model), tensors, dtype, lambda p: names.written_name(model, p))
     shards = cut(items, max_shard_bytes)
     config = config_text(model, _dominant(items))
     with staged(directory) as partial:

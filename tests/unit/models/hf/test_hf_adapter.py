@@ -1,0 +1,230 @@
+"""Adapters alone, put beside their base by peft, against the merged export of the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moesaic.cli.main import main
+from moesaic.models.hf.adapter import CONFIG_NAME, FILE_NAME
+
+RANK, ALPHA = 4, 6.5
+JOB = """
+[model]
+from = "base"
+
+[finetune]
+method = "{method}"
+rank = 4
+alpha = 6.5
+router = "{router}"
+targets = {targets}
+
+[routing]
+{routing}
+
+[data]
+path = "text.txt"
+sequence = 16
+cache = "cache"
+
+[train]
+steps = {steps}
+batch = 4
+device = "cpu"
+
+[optimizer]
+lr = 0.03
+
+[log]
+tensorboard = false
+"""
+GSHARD = 'router = "gshard"\ncapacity = 2.0'
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+GATED = ["gate_proj", "up_proj", "down_proj"]
+CASES: list[tuple[str, list[str], list[str], list[str]]] = [
+    # case, targets, modules and parameters that peft is told
+    ("llama", ["attention", "ffn"], [*PROJECTIONS, *GATED], []),
+    ("mixtral", ["attention", "experts"], [*PROJECTIONS, "w1", "w2", "w3"], []),
+    ("mixtral", ["experts"], ["w1", "w2", "w3"], []),
+    ("olmoe", ["attention", "experts"], [*PROJECTIONS, *GATED], []),
+    ("qwen3", ["attention", "experts"], [*PROJECTIONS, *GATED], []),
+    ("qwen3", ["attention"], PROJECTIONS, []),
+    ("deepseek", ["attention", "experts"], [*LATENT, *GATED], []),
+    (
+        "deepseek", ["attention", "experts", "ffn", "shared"], [*LATENT, *GATED],
+        [f"mlp.{inner}{name}.weight" for inner in ("", "shared_experts.") for name in GATED],
+    ),
+    ("deepseek", ["ffn"], [], [f"mlp.{name}.weight" for name in GATED]),
+    (
+        "deepseek-yarn", ["attention", "shared"], ["q_proj", *LATENT[2:]],
+        [f"mlp.shared_experts.{name}.weight" for name in GATED],
+    ),
+]  # fmt: skip
+
+
+def run_job(
+    targets: list[str],
+    *,
+    method: str = "lora",
+    router: str = "frozen",
+    routing: str = "",
+    steps: int = 4,
+) -> None:
+    """Train over the directory `base`."""
+    Path("text.txt").write_text("Of mosaics and their stones. " * 40)
+    Path("job.toml").write_text(
+        JOB.format(
+            targets=json.dumps(targets), method=method, router=router, routing=routing, steps=steps
+        )
+    )
+    assert main(["train", "job.toml", "--out", "run"]) == 0
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    tokens = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        result: Tensor = model.eval()(tokens).logits
+    return result
+
+
+def opened(directory: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(case[1])}")
+def test_base_and_adapter_say_in_peft_what_the_merged_model_says(
+    case: tuple[str, list[str], list[str], list[str]],
+    their_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, targets, modules, parameters = case
+    monkeypatch.chdir(tmp_path)
+    their_model(name, vocab_size=260).save_pretrained("theirs")
+    assert main(["convert", "theirs", "--out", "base"]) == 0
+    run_job(targets)
+    assert main(["convert", "run", "--out", "merged"]) == 0
+    assert main(["convert", "run", "--out", "adapter", "--set", "to=adapter"]) == 0
+    assert {path.name for path in Path("adapter").iterdir()} == {CONFIG_NAME, FILE_NAME}
+
+    config = json.loads(Path("adapter", CONFIG_NAME).read_text())
+    assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
+    assert config["base_model_name_or_path"] == str(Path("base").resolve())
+    assert set(config["target_modules"]) == set(modules)
+    assert set(config["target_parameters"] or []) == set(parameters)
+
+    base, merged = logits(opened("base")), logits(opened("merged"))
+    assert distance(base, merged) > 1e-2, "nothing was learnt"
+    adapted = peft.PeftModel.from_pretrained(opened("base"), "adapter")
+    assert distance(logits(adapted), merged) < 1e-5
+    assert distance(logits(opened("adapter")), merged) < 1e-5
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), base)
+    written = opened("merged").state_dict()
+    for key, tensor in adapted.merge_and_unload().state_dict().items():
+        assert distance(tensor, written[key]) < 1e-6, key
+
+
+def test_types_on_file(
+    their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model("olmoe", vocab_size=260).save_pretrained("base")
+    run_job(["attention", "experts"], steps=2)
+    for dtype in ("keep", "bf16"):
+        sets = ["--set", "to=adapter", "--set", f"dtype={dtype}", "--set", "max_shard_bytes=9"]
+        assert main(["convert", "run", "--out", dtype, *sets]) == 0
+    kept, narrow = (load_file(Path(name, FILE_NAME)) for name in ("keep", "bf16"))
+    assert kept.keys() == narrow.keys()
+    experts = "base_model.model.model.layers.1.mlp.experts.5"
+    assert kept[f"{experts}.down_proj.lora_A.weight"].shape == (RANK, 48)
+    assert kept[f"{experts}.down_proj.lora_B.weight"].shape == (32, RANK)
+    assert len(kept) == 2 * 2 * (4 + 6 * 3)
+    for key, tensor in kept.items():
+        assert tensor.dtype == torch.float32
+        assert tensor.any(), key
+        assert torch.equal(narrow[key], tensor.bfloat16()), key
+    adapted = peft.PeftModel.from_pretrained(opened("base"), "bf16")
+    exact = peft.PeftModel.from_pretrained(opened("base"), "keep")
+    assert 1e-5 < distance(logits(adapted), logits(exact)) < 1e-2
+
+
+def test_a_dry_run_counts_what_would_be_written(
+    their_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model("deepseek", vocab_size=260).save_pretrained("base")
+    run_job(["experts", "shared"], steps=1)
+    call = ["convert", "run", "--out", "adapter", "--set", "to=adapter", "--json"]
+    capfd.readouterr()
+    assert main([*call, "--dry-run"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert not Path("adapter").exists()
+    assert main(call) == 0
+    written = load_file(Path("adapter", FILE_NAME))
+    assert told["parameters"] == {"total": sum(tensor.numel() for tensor in written.values())}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "full"}, ('finetune.method = "full"', "the weights themselves")),
+        ({"router": "train"}, ('finetune.router = "train"', "routers that learnt")),
+        ({"routing": GSHARD}, ('routing.router = "gshard"', "model.renormalise = false")),
+    ],
+)
+def test_what_an_adapter_cannot_say_is_refused(
+    changes: dict[str, str],
+    words: tuple[str, ...],
+    their_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model("olmoe", vocab_size=260, num_experts_per_tok=2).save_pretrained("base")
+    run_job(["experts"], steps=1, **changes)
+    check_refused("run", words, capfd)
+    assert main(["convert", "run", "--out", "merged"]) == 0
+
+
+def test_whole_weights_hold_no_adapters(
+    their_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model("olmoe", vocab_size=260).save_pretrained("base")
+    run_job(["experts"], steps=1)
+    assert main(["convert", "run", "--out", "merged", "--set", "to=checkpoint"]) == 0
+    for source in ("base", "merged"):
+        check_refused(source, (f"'{source}'", "no adapters", '[finetune] method = "lora"'), capfd)
+
+
+def check_refused(source: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--dry-run"]):
+        capfd.readouterr()
+        assert main(["convert", source, "--out", "adapter", "--set", "to=adapter", *more]) == 2
+        told = " ".join(capfd.readouterr().err.split())
+        for word in (*words, 'to = "adapter"', 'to = "huggingface"'):
+            assert word in told
+        assert not Path("adapter").exists()
