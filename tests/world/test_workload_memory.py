@@ -83,12 +83,14 @@ class Documents(RandomSamples):
         return replace(batch, documents=second.int().expand(batch.inputs.shape))
 
 
-def make_job(layout: dict[str, Any], family: str, train: dict[str, Any]) -> Job:
+def make_job(
+    layout: dict[str, Any], family: str, train: dict[str, Any], **tables: dict[str, Any]
+) -> Job:
     return tiny_job(
         model=FAMILIES[family], layout=layout,
         data={"sequence": 128}, train={"batch": 8, "precision": "fp32", **train},
         routing=EVEN if FAMILIES[family]["experts"] else {},
-        checkpoint={"asynchronous": False},
+        checkpoint={"asynchronous": False}, **tables,
     )  # fmt: skip
 
 
@@ -181,6 +183,38 @@ def test_parts_of_a_pipeline_allocate_what_is_predicted(
         needs = memory(job, plan, rank)
         assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank
         assert needs.peak_bytes <= needs.total_bytes
+
+
+LORA = {"method": "lora", "rank": 8}
+EVERY = ["attention", "experts", "ffn", "shared"]
+ADAPTED: list[tuple[int, dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
+    # ranks, layout, family, train, finetune
+    (1, {}, "olmoe", {}, LORA),
+    (1, {}, "olmoe", AGAIN, LORA),
+    (1, {}, "mixtral", PARTS, LORA),
+    (1, {}, "dense", {"precision": "bf16"}, {**LORA, "targets": ["attention"]}),
+    (1, {}, "deepseek", {**AGAIN, **PARTS}, {**LORA, "targets": EVERY, "router": "train"}),
+    (1, {}, "deepseek", {"precision": "bf16"}, LORA),
+    (2, {"ep": 2}, "qwen3", PARTS, LORA),
+    (2, {"shard": 2}, "mixtral", {}, LORA),
+    (2, TWO, "olmoe", AGAIN, LORA),
+    (2, {"pp": 2, "schedule": "1f1b"}, "deep", {**FOUR, "batch": 16}, LORA),
+]
+
+
+@pytest.mark.parametrize("case", sparing(ADAPTED, 3), ids=str)
+def test_adapters_allocate_about_what_is_predicted(
+    ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any], dict[str, Any]]
+) -> None:
+    """What lasts is predicted byte by byte, activations as if all of the model learnt and had no
+    adapters: there is less of the one, and more of the other."""
+    size, layout, family, train, finetune = case
+    job = make_job(layout, family, train, finetune=finetune)
+    needs = memory(job, lay_out(job.layout, job.model, size))
+    found = min(ranks.run(size, peaks, job)[-1])
+    assert 0.94 * found < needs.peak_bytes < 1.2 * found
+    full = make_job(layout, family, train)
+    assert found < 0.9 * memory(full, lay_out(full.layout, full.model, size)).peak_bytes
 
 
 def holdings(world: World, job: Job) -> tuple[int, int, int]:
