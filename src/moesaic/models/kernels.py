@@ -132,8 +132,8 @@ class Passes(TorchDispatchMode):
         seen = self._place()
         seen.calls += 1
         found = products(func, name, args, kwargs or {}, out)
-        if func.namespace == HOUSE and name == "grouped_outer":
-            _see_slots(seen, args)
+        if func.namespace == HOUSE and name in SLOTWISE:
+            SLOTWISE[name](seen, args)
         if found is None:
             placing = name in GRADIENTS and torch._C._current_autograd_node() is not None
             seen.moved_bytes += _moved(f"{name}_" if placing else name, read, written)
@@ -215,6 +215,20 @@ def _see_slots(seen: Seen, args: Any) -> None:
     if left.dtype != out.dtype:
         seen.calls += busy
         seen.moved_bytes += busy * size * (left.itemsize + out.itemsize)
+
+
+def _see_casts(seen: Seen, args: Any) -> None:
+    """Matrices of slots that have rows, narrowed to the type of those."""
+    rows, weight, busy = args[0], args[1], int((args[2] > 0).sum())
+    if rows.dtype != weight.dtype:
+        seen.calls += busy
+        seen.moved_bytes += busy * weight[0].numel() * (rows.itemsize + weight.itemsize)
+
+
+SLOTWISE = {
+    "grouped_outer": _see_slots, "grouped_mm": _see_casts, "grouped_mm_into": _see_casts,
+}  # fmt: skip
+"""What our own products of slots do beside multiplying."""
 
 
 def products(func: Any, name: str, args: Any, kwargs: Named, out: Any) -> Shapes | None:

@@ -305,7 +305,7 @@ def test_a_forward_pass_fills_the_memory_that_is_predicted(
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, run._precision():
+    with hooks, run.precision():
         total, losses = lm.compute(run.model, batch, context, job, 1)
     kept = activations(job, plan, 0)
     outside = kept["context"] if recompute else context.mask.nbytes  # They live in the context.

@@ -225,10 +225,11 @@ class Step:
             inner, copied = num_rows * self.s.ffn, num_rows * model.hidden
             before = done * between + early * whole
             done += num_rows
-            weights = self.s.casts * num_slots * 2 * self.s.ffn * model.hidden
             after = whole + done * between + (not stay) * 2 * inner + routed.by_rows * copied
-            # Beside them there may be the gradient of a slot's matrices, before it is widened.
+            # Beside them there may be a slot's matrix, narrowed, or its gradient, to be widened; on
+            # a GPU matrices of all slots.
             one = self.s.casts * 2 * self.s.ffn * model.hidden
+            weights = one if self.on_cpu else num_slots * one
             most = max(most, before + copied + max(5 * inner, 4 * inner + one), after + weights)
         if not routed.by_rows:  # Sums by token, at last.
             sums = routed.trips[-1].arriving if routed.visits else self.s.sent

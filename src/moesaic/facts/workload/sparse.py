@@ -128,31 +128,29 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
             ]
         if of_tokens:
             backward += [Product(count, hidden, 2 * ffn, times)]
-    cast = s.cast(len(slots) * arena)
-    written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
+    cast, casts = s.cast(num_busy * arena), s.casts * num_busy
+    written = cast + (len(slots) - num_busy) * arena * s.wide
     copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
     named, stays = 2 * rows * INDEX_BYTES, 1 - travels
     ahead = Op(
         "experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
-        6 + 2 * s.casts, s.precision, kind=SLOTS, specials=rows * ffn,
+        6 + 2 * casts, s.precision, kind=SLOTS, specials=rows * ffn,
     )  # fmt: skip
     behind = Op(
-        "experts", tuple(backward), s.cast(len(slots) * arena * (1 + 2 * of_tokens) // 3)
+        "experts", tuple(backward), s.cast(num_busy * arena * (1 + 2 * of_tokens) // 3)
         + learns * written + (14 + (6 + 2 * learns) * stays) * inner
         + (1 + learns + travels) * copied
         + 2 * stays * named,
-        11 + 4 * learns + 6 * stays + (2 + 2 * num_busy * learns) * s.casts, s.precision,
+        11 + 4 * learns + 6 * stays + (1 + of_tokens + 2 * learns) * casts, s.precision,
         kind=SLOTS, specials=2 * rows * ffn,
     )  # fmt: skip
     if rank:
-        more, back = _adapted_experts(s, busy, len(slots), rank, of_tokens)
+        more, back = _adapted_experts(s, busy, rank, of_tokens)
         return both(ahead, more), both(behind, back)
     return ahead, behind if learns or of_tokens else Op("experts")
 
 
-def _adapted_experts(
-    s: Sizes, busy: Mapping[int, int], slots: int, rank: int, of_tokens: bool
-) -> Part:
+def _adapted_experts(s: Sizes, busy: Mapping[int, int], rank: int, of_tokens: bool) -> Part:
     """What adapters beside the matrices of experts add; `busy` slots by their rows."""
     hidden, ffn, rows = s.model.hidden, s.ffn, sum(n * times for n, times in busy.items())
     ahead, behind = list[Product](), list[Product]()
@@ -166,17 +164,17 @@ def _adapted_experts(
                 Product(count, rank, inner, times, of_weights=True),
                 Product(count, inner, rank, times),
             ]  # fmt: skip
-    own = s.cast(3 * slots * rank * (hidden + ffn))
+    num_busy = sum(busy.values())
+    own, casts = s.cast(3 * num_busy * rank * (hidden + ffn)), s.casts * num_busy
+    again = s.cast(num_busy * rank * (2 * hidden + ffn))  # A is read twice.
     scaled, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)
     # Its own copy of rows, and what is between the products weighed in a tensor of its own.
     copied = rows * (2 * hidden * s.narrow + INDEX_BYTES) + 2 * rows * ffn * s.narrow
     inputs = 3 * rows * (ffn + hidden + of_tokens * hidden)
-    num_busy = sum(busy.values())
-    written = s.cast(3 * num_busy * rank * (hidden + ffn))
     return (
-        Op("", tuple(ahead), own + (scaled + outputs) * s.narrow, 12 + 6 * s.casts),
-        Op("", tuple(behind), own + written + (2 * scaled + inputs) * s.narrow + copied,
-           27 + of_tokens + (6 + 6 * num_busy) * s.casts),
+        Op("", tuple(ahead), own + (scaled + outputs) * s.narrow, 12 + 6 * casts),
+        Op("", tuple(behind), 2 * own + again + (2 * scaled + inputs) * s.narrow + copied,
+           27 + of_tokens + 15 * casts),
     )  # fmt: skip
 
 
