@@ -21,6 +21,7 @@ from moesaic.dist.device import multiplies_bf16, prefers_onednn
 _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
 _STEP = 16
+_FEW, _MANY = 16, 64
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -71,7 +72,7 @@ def _grouped_mm_into(
         if count:
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             outwards = matrix if transposed else matrix.T
-            if _evenly(rows, count, matrix):
+            if _evenly(rows, count, matrix, transposed):
                 out[start:stop] = _even_rows(rows, start, stop, outwards)
             else:
                 torch.mm(rows[start:stop], outwards.T, out=out[start:stop])
@@ -80,11 +81,16 @@ def _grouped_mm_into(
 
 def _even_rows(rows: Tensor, start: int, stop: int, outwards: Tensor) -> Tensor:
     """Some rows @ outwards.T, with others beside them, so that their number is one of a few."""
-    count, size = stop - start, _even(stop - start)
+    size, first = _even(stop - start), start
     if size > len(rows):
-        return _onednn(_padded(rows[start:stop], size), outwards)[:count]
-    first = min(start, len(rows) - size)
-    return _onednn(rows[first : first + size], outwards)[start - first : stop - first]
+        rows, first = _padded(rows[start:stop], size), start
+    else:
+        first = min(start, len(rows) - size)
+        rows = rows[first : first + size]
+    # A matrix that is many times its rows had better be the left factor: it is read as it lies.
+    beside = _FEW <= size <= _MANY and outwards.is_contiguous()
+    found = _onednn(outwards, rows).T if beside else _onednn(rows, outwards)
+    return found[start - first : stop - first]
 
 
 def _even(count: int) -> int:
@@ -109,7 +115,7 @@ def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> 
             continue
         stop = start + count
         some, others = left[start:stop], right[start:stop]
-        if _evenly(left, count, out[slot]):
+        if _evenly(left, count, out[slot], False):
             some, others = _padded(some, _even(count)), _padded(others, _even(count))
             out[slot].copy_(_onednn(some.T, others.T))
         elif direct:
@@ -168,10 +174,11 @@ def by_onednn(rows: Tensor, weight: Tensor) -> bool:
     return kinds == {(torch.float32, "cpu")} and rows.numel() > 0 and prefers_onednn()
 
 
-def _evenly(rows: Tensor, count: int, matrix: Tensor) -> bool:
+def _evenly(rows: Tensor, count: int, matrix: Tensor, transposed: bool) -> bool:
     """Whether oneDNN multiplies so many rows and a matrix of a slot, in even numbers of rows; in
     bf16 it would do so in any case where the processor has such products."""
-    if rows.device.type != "cpu" or count == 1 or count * matrix.numel() < _WORTH:
+    single = count == 1 and not transposed  # The other library is quicker at that.
+    if rows.device.type != "cpu" or single or count * matrix.numel() < _WORTH:
         return False
     if rows.dtype == torch.float32:
         return prefers_onednn()
