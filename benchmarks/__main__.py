@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--parts", action="store_true",
-        help="take a part anew: of facts single operations, of families training",
+        help="take a part anew: of facts single operations, of families training, of layer experts",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.

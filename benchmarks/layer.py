@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import measure
+from benchmarks import experts, measure
 from benchmarks.training import Ours, olmoe
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -39,7 +39,13 @@ PATIENCE_S = 3600.0
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
+    yield from experts.rows(rounds)
     yield from between_hosts(rounds)
+
+
+def part_rows(rounds: int) -> Iterator[measure.Row]:
+    """Experts of a layer alone."""
+    yield from experts.rows(rounds)
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:

@@ -1,0 +1,215 @@
+"""Experts of one layer on one rank: ours, transformers', and a dense product of as many flops."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import measure
+from benchmarks.training import TRANSFORMERS
+from moesaic.dist.products import product
+from moesaic.nn.bank import Bank
+from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.travel import Ranks
+
+MODES = ("grouped_mm", "eager")
+ROUNDS = 7
+FAR = 2.0
+"""By how much a way of transformers is slower than the other to be left out."""
+ZIPF = 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BARS = {256: ">= 0.85", 64: ">= 0.75"}
+"""By tokens of an expert."""
+NUMBERS = 8
+"""Tokens that a decoding layer takes one after another, of other experts each."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of experts, of the proportions of a published model."""
+
+    name: str
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+
+
+SHAPES = (
+    Shape("OLMoE", 1024, 512, 64, 8),
+    Shape("Qwen3-MoE", 1536, 576, 128, 8),
+    Shape("Mixtral", 1024, 3584, 8, 2),
+    Shape("DeepSeek-V3", 1792, 512, 64, 8),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and what comes to it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    tokens: int
+    skewed: bool = False
+
+    def choices(self) -> Tensor:
+        """Experts of each token: in turn, or by Zipf's law."""
+        shape = self.shape
+        if not self.skewed:
+            first = torch.arange(self.tokens)[:, None] * shape.top_k
+            return (first + torch.arange(shape.top_k)) % shape.experts
+        ranks = torch.arange(1, shape.experts + 1, dtype=torch.float64)
+        odds = (ranks**-ZIPF).expand(self.tokens, -1)
+        draw = torch.Generator().manual_seed(1)
+        return torch.multinomial(odds, shape.top_k, generator=draw)
+
+
+class Layer:
+    """Everybody's experts over the same tokens."""
+
+    def __init__(self, case: Case) -> None:
+        shape, draw = case.shape, torch.Generator().manual_seed(0)
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=draw).mul_(0.02).to(case.dtype)
+
+        self.tokens = random(case.tokens, shape.hidden).requires_grad_()
+        self.choices = case.choices()
+        self.weights = random(case.tokens, shape.top_k).abs_().requires_grad_()
+        self.grad = random(case.tokens, shape.hidden)
+        self.bank = Bank(range(shape.experts), shape.hidden, shape.ffn).to(case.dtype)
+        with torch.no_grad():
+            self.bank.arena.copy_(random(*self.bank.arena.shape))
+        self._dispatcher = Dispatcher(shape.experts, Ranks())
+        self._theirs = _theirs(shape, self.bank)
+        rows, inner = case.tokens * shape.top_k, 3 * shape.ffn
+        self._rows, self._matrix = random(rows, shape.hidden), random(inner, shape.hidden)
+        self._wide = random(rows, inner)
+        with torch.no_grad():
+            ours, theirs = self.ours(), self.transformers(MODES[0])
+        torch.testing.assert_close(ours, theirs)
+
+    def ours(self) -> Tensor:
+        """Forward."""
+        counted = self._dispatcher.count(self.choices, training=True)
+        sent = self._dispatcher.start(self.tokens, self.weights, counted)
+        return sent.bring_back(self.bank.compute(*sent.arrive()))
+
+    def transformers(self, mode: str) -> Tensor:
+        """Forward."""
+        self._theirs.config._experts_implementation = mode
+        result: Tensor = self._theirs(self.tokens, self.choices, self.weights)
+        return result
+
+    def dense(self, back: bool) -> None:
+        """One product of as many flops, and the two of its backward, by the library that ours
+        takes for such."""
+        product(self._rows, self._matrix, transposed=True)
+        if back:
+            product(self._wide, self._matrix, transposed=False)
+            product(self._wide.T, self._rows, transposed=False)
+
+    def call(self, forward: Callable[[], Tensor], back: bool) -> Callable[[], None]:
+        """Forward, or forward and backward with gradients written anew."""
+        leaves = [self.tokens, self.weights, self.bank.arena, *self._theirs.parameters()]
+
+        def both() -> None:
+            forward().backward(self.grad)
+            for leaf in leaves:
+                leaf.grad = None
+
+        return both if back else torch.no_grad()(forward)
+
+
+def _theirs(shape: Shape, bank: Bank) -> nn.Module:
+    """Experts as transformers has them, of any family with such: they are one class."""
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    config = OlmoeConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.ffn, num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k, hidden_act="silu",
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = OlmoeExperts(config).to(bank.arena.dtype)
+    with torch.no_grad():
+        for expert, part, view in bank.matrices(bank.arena):
+            gate_up = theirs.gate_up_proj[expert]
+            places = {"gate": gate_up[: shape.ffn], "up": gate_up[shape.ffn :]}
+            places["down"] = theirs.down_proj[expert]
+            places[part].copy_(view)
+    return theirs
+
+
+def rows(rounds: int) -> Iterator[measure.Row]:
+    """Every figure, as it comes."""
+    for shape in SHAPES:
+        for name, dtype in DTYPES.items():
+            yield _decoding(shape, name, dtype, rounds)
+            for (each, bar), skewed in itertools.product(BARS.items(), (False, True)):
+                tokens = each * shape.experts // shape.top_k
+                what = f"{shape.name} experts, {name}, {each} tokens each"
+                what += ", by Zipf" if skewed else ", even"
+                layer = Layer(Case(shape, dtype, tokens, skewed))
+                for back in (False, True):
+                    yield from _rows(layer, back, what, bar, min(rounds, ROUNDS))
+
+
+def _rows(layer: Layer, back: bool, what: str, bar: str, rounds: int) -> Iterator[measure.Row]:
+    what += ", forward and backward" if back else ", forward"
+    peers = {mode: layer.call(partial(layer.transformers, mode), back) for mode in MODES}
+    once = measure.interleave(peers, 1)
+    best = min(peers, key=once.median)
+    peers = {m: one for m, one in peers.items() if once.median(m) <= FAR * once.median(best)}
+    contenders: dict[str, Callable[[], Any]] = {
+        "ours": layer.call(layer.ours, back), "dense": partial(layer.dense, back), **peers,
+    }  # fmt: skip
+    times = measure.interleave(contenders, rounds)
+    share, interval = times.ratio("dense", "ours")
+    yield measure.row(
+        f"{what}, of a dense product", share, "ratio", bar=bar, interval=interval, repeats=rounds,
+        against="limit: one product of as many flops, by the same library (ceiling 1.0)",
+    )  # fmt: skip
+    best = min(peers, key=times.median)
+    ratio, interval = times.ratio(best, "ours")
+    yield measure.row(
+        what, ratio, "ratio", bar=">= 1.3", interval=interval, repeats=rounds,
+        against=f"{TRANSFORMERS}, {best}, the faster of {' and '.join(MODES)}",
+    )  # fmt: skip
+
+
+def _decoding(shape: Shape, name: str, dtype: torch.dtype, rounds: int) -> measure.Row:
+    """Tokens one at a time, against reading the matrices of their experts."""
+    layer = Layer(Case(shape, dtype, 1))
+    chosen = [
+        (torch.arange(shape.top_k) + number * shape.top_k)[None] % shape.experts
+        for number in range(NUMBERS)
+    ]
+
+    @torch.no_grad()
+    def ours() -> None:
+        for choice in chosen:
+            layer.choices = choice
+            layer.ours()
+
+    @torch.no_grad()
+    def read() -> None:
+        for choice in chosen:
+            for expert in choice[0].tolist():
+                layer.bank.arena[expert].view(torch.int32).sum()
+
+    times = measure.interleave({"ours": ours, "read": read}, rounds)
+    share, interval = times.ratio("read", "ours")
+    return measure.row(
+        f"{shape.name} experts, {name}, one token at a time, of reading their matrices", share,
+        "ratio", bar=">= 0.8", interval=interval, repeats=rounds,
+        against="limit: a sum over the same memory (ceiling 1.0 where that is as fast as reading)",
+    )  # fmt: skip
