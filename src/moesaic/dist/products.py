@@ -73,24 +73,31 @@ def _grouped_mm_into(
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             outwards = matrix if transposed else matrix.T
             if _evenly(rows, count, matrix, transposed):
-                out[start:stop] = _even_rows(rows, start, stop, outwards)
+                _even_rows(rows, slice(start, stop), outwards, out)
             else:
                 torch.mm(rows[start:stop], outwards.T, out=out[start:stop])
             start = stop
 
 
-def _even_rows(rows: Tensor, start: int, stop: int, outwards: Tensor) -> Tensor:
-    """Some rows @ outwards.T, with others beside them, so that their number is one of a few."""
-    size, first = _even(stop - start), start
+def _even_rows(rows: Tensor, own: slice, outwards: Tensor, out: Tensor) -> None:
+    """A slot's own rows @ outwards.T into their place in `out`, with others beside them, so that
+    their number is one of a few; what stands behind them in `out` is still to be written."""
+    size, first, fits = _even(own.stop - own.start), own.start, True
     if size > len(rows):
-        rows, first = _padded(rows[start:stop], size), start
+        rows, fits = _padded(rows[own], size), False
     else:
-        first = min(start, len(rows) - size)
+        fits = first + size <= len(rows)
+        first = min(first, len(rows) - size)
         rows = rows[first : first + size]
+    if rows.dtype != torch.float32:  # torch asks oneDNN for these itself, and it writes to a place.
+        found = torch.mm(rows, outwards.T, out=out[first : first + size] if fits else None)
     # A matrix that is many times its rows had better be the left factor: it is read as it lies.
-    beside = _FEW <= size <= _MANY and outwards.is_contiguous()
-    found = _onednn(outwards, rows).T if beside else _onednn(rows, outwards)
-    return found[start - first : stop - first]
+    elif _FEW <= size <= _MANY and outwards.is_contiguous():
+        found = _onednn(outwards, rows).T
+    else:
+        found = _onednn(rows, outwards)
+    if found.dtype == torch.float32 or not fits:
+        out[own] = found[own.start - first : own.stop - first]
 
 
 def _even(count: int) -> int:
@@ -115,8 +122,10 @@ def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> 
             continue
         stop = start + count
         some, others = left[start:stop], right[start:stop]
-        if _evenly(left, count, out[slot], False):
+        even = _evenly(left, count, out[slot], False)
+        if even:
             some, others = _padded(some, _even(count)), _padded(others, _even(count))
+        if even and left.dtype == torch.float32:
             out[slot].copy_(_onednn(some.T, others.T))
         elif direct:
             torch.mm(some.T, others, out=out[slot])
