@@ -29,30 +29,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from moesaic.base.errors import DataError
-from moesaic.models.tokenizer import SETTINGS_FILE
+from moesaic.models.calls import CALLS, Marked, Messages, Tools
+from moesaic.models.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, TOOL_USE_FILE
 
-TEMPLATE_FILE = "chat_template.jinja"
 TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
 """The name of the one that is used where a model has several templates."""
 TOOL_USE = "tool_use"
 """The name of the one that goes before it for conversations with tools."""
-
-Messages = Sequence[dict[str, Any]]
-"""What was said: each message with a `role` (system, user, assistant, tool) and its `content`, or
-the `tool_calls` of an assistant. A key of a message that has None is as good as missing."""
-Tools = Sequence[dict[str, Any]] | None
-"""What may be called: JSON schemas; None where that is not said."""
 Span = tuple[int, int]
 """A stretch of text: from here up to there."""
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_CALLS = "tool_calls"
 
 
 class _Program(NamedTuple):
     """A template that is ready to run."""
 
+    origin: str
+    """Where it was found, in words."""
     template: Template
     marked: bool
     """Whether it marks what the assistant says."""
@@ -74,25 +69,14 @@ class ChatTemplate:
         """
         directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
         settings = _read(directory / SETTINGS_FILE)
-        self._origin, sources = _find(directory, settings, otherwise)
+        found = _find(directory, settings, otherwise)
         self._tokens = _special_tokens(directory, settings)
-        stated = json.dumps([*sources, self._tokens], sort_keys=True)
+        stated = json.dumps([*(text for _, text in found), self._tokens], sort_keys=True)
         self.digest = hashlib.sha256(stated.encode(errors="surrogatepass")).hexdigest()
         """Hash of all that decides the text of messages, time aside."""
         environment = _environment(clock)
         self._mark: str = getattr(environment, _Generation.MARK)
-        try:
-            self._programs = [
-                _Program(
-                    environment.from_string(source), bool(_MARKED.search(source)), _CALLS in source
-                )
-                for source in sources
-            ]
-        except TemplateError as error:
-            raise DataError(
-                f"{self._origin} is no Jinja template ({error}): mend it, or take it from the "
-                "model's publisher again"
-            ) from None
+        self._programs = [_program(environment, origin, text) for origin, text in found]
 
     def render(self, messages: Messages) -> str:
         """`messages` as text, up to where the model's answer begins."""
@@ -110,12 +94,13 @@ class ChatTemplate:
             tools: what the assistant may call.
         """
         program = self._program(tools)
-        if not program.calls and any(message.get(_CALLS) for message in messages):
+        if not program.calls and any(message.get(CALLS) for message in messages):
             raise DataError(
-                f"{self._origin} knows no '{_CALLS}', and would write an answer without its calls: "
-                "take a model whose template does, or write them into the answer's content"
+                f"{program.origin} knows no '{CALLS}', and would write an answer without its "
+                "calls: take a model whose template does, or write them into the answer's content"
             )
         parts = self._run(messages, tools, answered=True).split(self._mark)
+        self._check(messages, tools)
         text = "".join(parts)
         if program.marked:
             stops = [0, *accumulate(len(part) for part in parts)]
@@ -124,6 +109,21 @@ class ChatTemplate:
             said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             spans = [self._answer(messages[: i + 1], tools, text, tuple(ends)) for i in said]
         return text, [(start, stop) for start, stop in spans if start < stop]
+
+    def _check(self, messages: Messages, tools: Tools) -> None:
+        """That the template leaves out no tool, call or result."""
+        program, marked = self._program(tools), Marked(messages, tools)
+        if not marked.marks:
+            return
+        try:
+            parts = self._run(marked.messages, marked.tools, answered=True).split(self._mark)
+        except DataError:
+            return  # Marks are in the way of a template that looks closely, and so loses little.
+        text = "".join(parts)
+        said = "".join(parts[1::2]) if program.marked else text
+        for mark in marked.marks:
+            if mark.text not in (said if mark.said else text):
+                raise DataError(f"{program.origin} {mark.lost}")
 
     def _program(self, tools: Tools) -> _Program:
         """The one for conversations with `tools`."""
@@ -135,10 +135,10 @@ class ChatTemplate:
         after = self._run(messages, tools, answered=True)
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"{self._origin} writes message {len(messages)}, an answer, in other words than "
-                "it asks the model for it, or rewrites it as the conversation goes on (thoughts "
-                "that come or go?): put {% generation %} and {% endgeneration %} around what the "
-                "assistant says there"
+                f"{self._program(tools).origin} writes message {len(messages)}, an answer, in "
+                "other words than it asks the model for it, or rewrites it as the conversation "
+                "goes on (thoughts that come or go?): put {% generation %} and {% endgeneration %} "
+                "around what the assistant says there"
             )
         bare = after.rstrip()
         return len(before), len(bare if bare.endswith(ends) else after)
@@ -146,8 +146,9 @@ class ChatTemplate:
     def _run(self, messages: Messages, tools: Tools, answered: bool) -> str:
         """What the template writes, with a mark at both ends of what it marks."""
         stated = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        program = self._program(tools)
         try:
-            return self._program(tools).template.render(
+            return program.template.render(
                 **{
                     **self._tokens, "messages": stated, "tools": tools, "documents": None,
                     "add_generation_prompt": not answered,
@@ -155,14 +156,13 @@ class ChatTemplate:
             )  # fmt: skip
         except SecurityError as error:
             raise DataError(
-                f"{self._origin} does what no template may ({error}): use none from that source"
+                f"{program.origin} does what no template may ({error}): use none from that source"
             ) from None
         except TemplateRefusal as error:
-            raise DataError(f"{self._origin} does not take these messages: {error}") from None
+            raise DataError(f"{program.origin} does not take these messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template may fail in any way
             raise DataError(
-                f"{self._origin} fails ({type(error).__name__}: {error}): mend it, or take it from "
-                "the model's publisher again"
+                f"{program.origin} fails ({type(error).__name__}: {error}): {_remedy(messages)}"
             ) from None
 
 
@@ -170,14 +170,45 @@ class TemplateRefusal(TemplateError):
     """A template has called `raise_exception`."""
 
 
-def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> tuple[str, list[str]]:
-    """Which template holds, in words and as text: a file of its own goes before the settings.
+def _remedy(messages: Messages) -> str:
+    """What to do about a template that fails: not all take calls in every form."""
+    for number, message in enumerate(messages, start=1):
+        if message.get(CALLS) and message.get("content") is None:
+            return (
+                f"it may not take message {number}, which has '{CALLS}' and no 'content': give it "
+                f"some (\"\" is enough for most), or let the template write '{CALLS}' without"
+            )
+    if any(message.get(CALLS) for message in messages):
+        return (
+            f"give 'arguments' of '{CALLS}' in the form that it takes, text or object, or mend it"
+        )
+    return "mend it, or take it from the model's publisher again"
+
+
+def _program(environment: Environment, origin: str, text: str) -> _Program:
+    try:
+        template = environment.from_string(text)
+    except TemplateError as error:
+        raise DataError(
+            f"{origin} is no Jinja template ({error}): mend it, or take it from the model's "
+            "publisher again"
+        ) from None
+    return _Program(origin, template, bool(_MARKED.search(text)), CALLS in text)
+
+
+def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> list[tuple[str, str]]:
+    """The template, in words and as text: a file of its own goes before the settings.
 
     Where conversations with tools have another one, that is the second.
     """
+    files = [directory / name for name in (TEMPLATE_FILE, TOOL_USE_FILE)]
+    own, more = ([(f"'{path}'", _text(path))] if path.is_file() else [] for path in files)
+    return [*own, *more] if own else [*_stated(directory, settings, otherwise), *more]
+
+
+def _stated(directory: Path, settings: dict[str, Any], otherwise: str) -> list[tuple[str, str]]:
+    """Templates of the settings."""
     own = directory / TEMPLATE_FILE
-    if own.is_file():
-        return f"'{own}'", [_text(own)]
     origin = f"chat_template of '{directory / SETTINGS_FILE}'"
     stated = settings.get("chat_template")
     found = [stated]
@@ -196,7 +227,7 @@ def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> tuple[st
     texts = [one for one in found if isinstance(one, str)]
     if len(texts) < len(found):
         raise DataError(f"{origin} is no text: mend it, or write the template into '{own}'")
-    return origin, texts
+    return [(origin, text) for text in texts]
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TOOL_USE_FILE = "additional_chat_templates/tool_use.jinja"
 COMPANION_FILES = (
     SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
+    TEMPLATE_FILE, TOOL_USE_FILE, "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 """Files that other libraries keep beside tokenizer.json; they travel with it."""
 
@@ -192,7 +194,7 @@ class FileTokenizer:
         """Only a file of the standard name shares its directory with one model's other files."""
         if self._path.name != TOKENIZER_FILE:
             return []
-        beside = [(name, self._path.with_name(name)) for name in COMPANION_FILES]
+        beside = [(name, self._path.parent / name) for name in COMPANION_FILES]
         return [(name, path) for name, path in beside if path.is_file()]
 
     def _find_end(self, asked: str | None) -> str:

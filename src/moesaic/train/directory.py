@@ -78,9 +78,10 @@ def write_opening(
         try:
             for name, content in files.items():
                 (out / name).write_text(content, encoding="utf-8")
-            (out / TOKENIZER).mkdir(exist_ok=True)
             for name, data in tokenizer.files().items():
-                (out / TOKENIZER / name).write_bytes(data)
+                path = out / TOKENIZER / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
         except OSError as error:
             raise unwritable(f"--out '{out}'", error) from None
         return ""

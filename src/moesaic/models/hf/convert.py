@@ -7,7 +7,6 @@ Weights go through one tensor at a time. A checkpoint that is made here holds pa
 from __future__ import annotations
 
 import hashlib
-import shutil
 from pathlib import Path
 
 from moesaic.base.errors import ConfigError
@@ -34,7 +33,7 @@ from moesaic.models.hf.shards import (
     staged,
     total_bytes,
 )
-from moesaic.models.hf.writer import SHARD_BYTES, write_model
+from moesaic.models.hf.writer import SHARD_BYTES, copy_companions, write_model
 
 
 def convert(
@@ -101,6 +100,4 @@ def _write_checkpoint(
         data = manifest.to_bytes()
         (partial / MANIFEST).write_bytes(data)
         (partial / COMMIT).write_bytes(commit_record(manifest, data))
-        for path in origin.companions:
-            (partial / TOKENIZER).mkdir(exist_ok=True)
-            shutil.copyfile(path, partial / TOKENIZER / path.name)
+        copy_companions(origin.companions, partial / TOKENIZER)

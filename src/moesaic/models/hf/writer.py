@@ -30,14 +30,15 @@ from moesaic.models.hf.shards import (
     staged,
     total_bytes,
 )
+from moesaic.models.tokenizer import TEMPLATE_FILE, TOOL_USE_FILE
 
 SHARD_BYTES = 5_000_000_000
 """Size that no file exceeds unless one tensor does."""
 
 COMPANIONS = (
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
-    "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "added_tokens.json", TEMPLATE_FILE, TOOL_USE_FILE, "chat_template.json",
+    "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
 """Files that travel with a model, byte for byte."""
 
@@ -45,6 +46,14 @@ COMPANIONS = (
 def find_companions(directory: Path) -> list[Path]:
     """The tokenizer and generation files of `directory`, if it is there."""
     return [path for name in COMPANIONS if (path := directory / name).is_file()]
+
+
+def copy_companions(companions: Sequence[Path], directory: Path) -> None:
+    """Put what `find_companions` found to its place in `directory`."""
+    for path in companions:
+        place = directory / next(name for name in COMPANIONS if path.match(name))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
 
 
 def write_model(
@@ -76,8 +85,7 @@ def write_model(
         with Stream(tensors, total_bytes(items), progress) as stream:
             _write_shards(partial, shards, stream)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
-        for path in companions:
-            shutil.copyfile(path, partial / path.name)
+        copy_companions(companions, partial)
 
 
 def _dominant(items: Sequence[Item]) -> str:

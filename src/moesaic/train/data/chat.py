@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from moesaic.base import keys
 from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
+from moesaic.models.calls import CALLS, function_of
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer
 from moesaic.train.data.text import TextSource, read_records
 
@@ -36,8 +37,8 @@ FORMS = ("messages", "conversations", "prompt")
 COLUMNS = (*FORMS, "completion", "tools")
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"human": "user", "gpt": "assistant"}
-READING = 2
-"""Goes up when the same line comes to mean other tokens."""
+READING = 3
+"""Goes up when the same line comes to mean other tokens, or none."""
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -161,9 +162,14 @@ def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
     """
     tools = record.get("tools")
     if isinstance(tools, str):
-        with suppress(ValueError):  # Text that is no JSON is no list either.
-            tools = json.loads(tools)
-    return None if tools is None else _objects(tools, f"{where}: 'tools'", "or its JSON, or none")
+        with suppress(ValueError, RecursionError):  # Text that is no JSON is no list either.
+            tools = json.loads(tools) if tools.strip() else None
+    if tools is None:
+        return None
+    found = _objects(tools, f"{where}: 'tools'", "or its JSON, or none")
+    for number, tool in enumerate(found, start=1):
+        _function(tool, f"{where}, tool {number}")
+    return found
 
 
 def _objects(value: Any, named: str, otherwise: str) -> list[dict[str, Any]]:
@@ -172,6 +178,38 @@ def _objects(value: Any, named: str, otherwise: str) -> list[dict[str, Any]]:
             f"{named} holds {value!r:.80}, which is no list of objects: give it one, {otherwise}"
         )
     return value
+
+
+def _function(one: dict[str, Any], where: str) -> dict[str, Any]:
+    """The function of a call or tool, which has a name; of what JSON knows, as templates ask."""
+
+    def refuse(value: Any) -> None:
+        raise DataError(f"{where} holds {value!r:.80}, which JSON does not know: give it as text")
+
+    json.dumps(one, default=refuse)
+    function = function_of(one)
+    if not isinstance(function, dict):
+        raise DataError(
+            f"{where}: 'function' holds {function!r:.80}, which is no object: give it a name"
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise DataError(
+            f"{where}: 'name' holds {name!r:.80}, which names no function: give it as text"
+        )
+    return function
+
+
+def _calls(value: Any, where: str) -> None:
+    """Refuse what are no calls of functions."""
+    found = _objects(value, f"{where}: '{CALLS}'", "or leave it out")
+    for number, call in enumerate(found, start=1):
+        arguments = _function(call, f"{where}, call {number}").get("arguments")
+        if not isinstance(arguments, (dict, str)):
+            raise DataError(
+                f"{where}, call {number}: 'arguments' holds {arguments!r:.80}, which is neither an "
+                "object nor text: give {} if there are none"
+            )
 
 
 def _message(one: Any, where: str) -> Message:
@@ -185,9 +223,9 @@ def _message(one: Any, where: str) -> Message:
             f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
             f"{keys.listed(list(OTHER_NAMES))})"
         )
-    calls = one.get("tool_calls") if role == "assistant" else None
+    calls = one.get(CALLS) if role == "assistant" else None
     if calls:
-        _objects(calls, f"{where}: 'tool_calls'", "or leave it out")
+        _calls(calls, where)
         if content is None:
             return {**rest, "role": role}
     if not isinstance(content, str):

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -121,10 +122,13 @@ def _is_dataset(place: Path) -> bool:
 
 
 def _kind_of(files: Iterable[Path], kind: str, named: str) -> Kind:
-    if kind != "auto":
+    if kind not in TAKEN:
         return cast(Kind, kind)
     kinds: dict[Kind, Path] = {}
     for file in files:
+        if kind == "chat":
+            kinds.setdefault("parquet" if _is_table(file) else "jsonl", file)
+            continue
         if _suffix(file) not in SUFFIXES:
             raise DataError(
                 f"{named}: the name of '{file}' does not say what it holds: set data.format to "
@@ -135,15 +139,20 @@ def _kind_of(files: Iterable[Path], kind: str, named: str) -> Kind:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(
             f"{named} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
-            "one of them, or set data.format"
+            f"one of them{', or set data.format' if kind == 'auto' else ''}"
         )
-    return next(iter(kinds))
+    return "chat" if kind == "chat" else next(iter(kinds))
 
 
 def _suffix(file: Path) -> str:
     """The suffix that tells the format, under that of a compression."""
     packed = file.suffix.lower() in COMPRESSED
     return (file.with_suffix("") if packed else file).suffix.lower()
+
+
+def _is_table(file: Path) -> bool:
+    """Whether conversations of `file` are rows; all others are lines."""
+    return _suffix(file) == ".parquet"
 
 
 @contextmanager
@@ -177,7 +186,7 @@ def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict
 
     Of Parquet only `columns` are read, all if it has none of them.
     """
-    return _read_columns(file, columns) if _suffix(file) == ".parquet" else _read_lines(file)
+    return _read_columns(file, columns) if _is_table(file) else _read_lines(file)
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -191,7 +200,7 @@ def _read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _record_of(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON ({error}): mend the file") from None
     if not isinstance(record, dict):
         raise DataError(f"{where} is not a JSON object: every line must be one")
@@ -203,36 +212,51 @@ def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dic
     with _readable(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         known = [name for name in columns if name in schema.names] or schema.names
-        read = _reader(pa.struct([schema.field(name) for name in known]))
+        read = _reader(pa.struct([_field(schema, name, file) for name in known]), "")
         for batch in parquet.iter_batches(_ROWS, columns=known):
             for row in batch.to_pylist():
                 number += 1
                 where = f"row {number} of '{file}'"
                 try:
                     record = read(row)
-                except ValueError as error:
-                    raise DataError(f"{where} is not JSON ({error}): mend the file") from None
+                except DataError as error:
+                    raise DataError(f"{where}: {error}") from None
                 yield where, record
 
 
-def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
-    """What makes of a value of the type `kind` what it would be in a line of JSON.
+def _field(schema: pa.Schema, name: str, file: Path) -> pa.Field:
+    if schema.names.count(name) > 1:
+        raise DataError(f"'{file}' has more than one column '{name}': rename all but one")
+    return schema.field(name)
+
+
+def _reader(kind: pa.DataType, name: str) -> Callable[[Any], Any]:
+    """What makes of a value of the type `kind`, under `name`, what it would be in a line of JSON.
 
     All structs of a column have the same fields: those that one of them lacks are null in it, and
     are left out again. What differs too much `datasets` keeps as text, of a type that says so.
     """
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
-        return json.loads
+        return partial(_unpack, name=name)
     if pa.types.is_struct(kind):
-        fields = [(field.name, _reader(field.type)) for field in kind]
-        return lambda row: {name: r(row[name]) for name, r in fields if row[name] is not None}
+        fields = [(f.name, _reader(f.type, f"{name}.{f.name}".lstrip("."))) for f in kind]
+        return lambda row: {key: r(row[key]) for key, r in fields if row[key] is not None}
     if pa.types.is_map(kind):
-        item = _reader(kind.item_type)
+        item = _reader(kind.item_type, name)
         return lambda pairs: {key: None if one is None else item(one) for key, one in pairs}
     if pa.types.is_nested(kind):
-        value = _reader(kind.value_type)
+        value = _reader(kind.value_type, name)
         return lambda many: [None if one is None else value(one) for one in many]
     return lambda value: value
+
+
+def _unpack(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"column '{name}' holds {text!r:.80}, which is not JSON ({error}): mend the file"
+        ) from None
 
 
 def _text_of(record: dict[str, Any], where: str, text_key: str) -> str:
@@ -249,7 +273,7 @@ def _read_parquet(file: Path, source: TextSource) -> Iterator[str]:
         schema = parquet.schema_arrow
         if source.text_key not in schema.names:
             raise DataError(_no_column(f"'{file}'", source.text_key, schema.names))
-        _check_type(schema.field(source.text_key).type, f"'{file}'", source.text_key)
+        _check_type(_field(schema, source.text_key, file).type, f"'{file}'", source.text_key)
         for batch in parquet.iter_batches(_ROWS, columns=[source.text_key]):
             yield from (text or "" for text in batch.column(0).to_pylist())
 

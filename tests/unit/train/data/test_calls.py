@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from moesaic.base.config import parse
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
+from moesaic.models.hf.writer import copy_companions, find_companions
 from moesaic.models.tokenizer import open_tokenizer
-from moesaic.testing.talks import CHATML, write_tokenizer
+from moesaic.testing.talks import CHATML, TEMPLATES, write_tokenizer
 from moesaic.train.data import TextData
 from moesaic.train.data.chat import Chat
 from moesaic.train.data.text import find_text
@@ -79,6 +81,14 @@ def call(name: str, arguments: Any, **more: Any) -> Record:
 
 def user(content: str) -> Record:
     return {"role": "user", "content": content}
+
+
+def answered(**answer: Any) -> list[Record]:
+    return [user("Hi"), {"role": "assistant", **answer}]
+
+
+def calling(*calls: Record) -> Record:
+    return {"messages": answered(tool_calls=[*calls])}
 
 
 RECORDS: list[Record] = [
@@ -208,6 +218,115 @@ def test_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
         ours(path)
 
 
+def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """As transformers saves it, and as it travels with a run and with a model."""
+    default = TOOLS.replace("Functions", "Default")
+    named = {"default": default, "tool_use": TOOLS}
+    stated = [{"name": name, "template": text} for name, text in named.items()]
+    saved = write_tokenizer(tmp_path / "tok", stated)
+    transformers.AutoTokenizer.from_pretrained(saved).save_pretrained(saved)
+    assert "chat_template" not in json.loads((saved / "tokenizer_config.json").read_text())
+    path = write_lines(tmp_path / "a.jsonl", RECORDS)
+    expected = theirs(saved)
+    assert ours(path) == expected
+    tokenizer = open_tokenizer(str(saved))
+    own = saved / "additional_chat_templates" / "tool_use.jinja"
+    assert tokenizer.files()["additional_chat_templates/tool_use.jinja"] == own.read_bytes()
+    copy_companions(find_companions(saved), tmp_path / "copy")
+    assert theirs(tmp_path / "copy") == expected
+    digest = Chat(configure(path), tokenizer).digest
+    own.write_text(TOOLS + "{#- #}")
+    assert Chat(configure(path), tokenizer).digest != digest
+    own.write_text("{% if %}")
+    with pytest.raises(DataError, match=r"tool_use\.jinja' is no Jinja template"):
+        ours(path)
+
+
+def test_blank_text_is_no_tools(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    rows = [{"messages": answered(content="a"), "tools": tools} for tools in ("", " \n", "null")]
+    expected = theirs(tmp_path / "tok", [{"messages": answered(content="a")}]) * 3
+    assert ours(write_lines(tmp_path / "a.jsonl", rows)) == expected
+    assert ours(write_table(tmp_path / "a.parquet", rows)) == expected
+
+
+CALLS_ALONE = PLAIN.replace(
+    "{%- if message.content is defined %}{{ message.content }}{% endif %}",
+    "{{- message.content }}{%- set message = {} if message.content else message %}",
+)
+"""Writes either content or calls."""
+FIRST_CALL = TOOLS.replace("in message.tool_calls or []", "in (message.tool_calls or [])[:1]")
+UNSAID = TOOLS.replace("{%- endgeneration %}", "").replace(
+    "{%- for call in", "{%- endgeneration %}{%- for call in"
+)
+DEEPSEEK = """{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ '<|start|>' + message['content'] }}{% endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+{%- for tool in message['tool_calls'] %}
+{{- '<s>' + tool['function']['name'] + tool['function']['arguments'] + '<|end|>' }}
+{%- endfor %}
+{%- elif message['role'] == 'assistant' %}{{ '<s>' + message['content'] + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<s>' }}{% endif %}"""
+BY_ID = TOOLS.replace('"name": "\' + called.name', '"name": "\' + call.id')
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": "f?"}])
+def test_a_call_is_learnt_or_refused(content: Record, tmp_path: Path) -> None:
+    answer = {"role": "assistant", **content, "tool_calls": [call("f", {}, id="1")]}
+    answer["tool_calls"].append(call("f", {"x": 1}, id="2"))
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [user("f"), answer]}])
+    lost = r"line 1 of .* leaves a call of 'f' out of message 2, an answer: let it write"
+    cases = {FIRST_CALL: lost, UNSAID: lost, BY_ID: None, TOOLS: None, PLAIN: None}
+    cases[CALLS_ALONE] = lost if content.get("content") else None
+    cases[DEEPSEEK] = (
+        r"message 2, which has 'tool_calls' and no 'content': give it some"
+        if content.get("content") is None
+        else lost
+    )
+    for template, words in cases.items():
+        write_tokenizer(tmp_path / "tok", template)
+        if words is None:
+            ours(path)
+            continue
+        with pytest.raises(DataError, match=words):
+            ours(path)
+
+
+def test_arguments_in_a_form_that_a_template_does_not_take(tmp_path: Path) -> None:
+    template = TOOLS.replace("(given if given is string else given | tojson)", "given")
+    write_tokenizer(tmp_path / "tok", template)
+    messages = answered(content="", tool_calls=[call("f", {})])
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    with pytest.raises(DataError, match=r"fails \(TypeError: .*: give 'arguments' of 'tool_calls'"):
+        ours(path)
+
+
+def test_tools_and_results_are_read_or_refused(tmp_path: Path) -> None:
+    tools = RECORDS[0]["tools"]
+    result = [
+        *answered(content="add(2, 3)"),
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+    path = tmp_path / "a.jsonl"
+    for template, record, words in (
+        (CHATML, {"messages": answered(content="weather, add"), "tools": tools}, "tool 'weather'"),
+        (TOOLS.replace("in tools", "in tools[:1]"), {**RECORDS[3], "tools": tools}, "tool 'add'"),
+        (TEMPLATES["system first"], {"messages": result}, "message 3, which is of the role tool"),
+    ):
+        write_tokenizer(tmp_path / "tok", template)
+        write_lines(path, [RECORDS[2], record])
+        with pytest.raises(
+            DataError, match=rf"line 2 of .*: chat_template of .*leaves out .*{words}"
+        ):
+            ours(path)
+    write_tokenizer(tmp_path / "tok", CHATML)
+    write_lines(path, [{"messages": result, "tools": []}])
+    assert ours(path) == theirs(tmp_path / "tok", [{"messages": result}])
+
+
 JSON, TEXT = datasets.Json(), datasets.Value("string")
 JSON_CALL = {
     "type": TEXT, "id": TEXT, "function": {"name": TEXT, "arguments": JSON},
@@ -228,11 +347,24 @@ JSON_MESSAGE = {
     ],
     ids=["structs", "messages as JSON", "arguments as JSON"],
 )
-def test_rows_mean_what_lines_do(columns: Any, tmp_path: Path) -> None:
+def test_rows_mean_what_lines_without_null_fields_do(columns: Any, tmp_path: Path) -> None:
     expected = theirs(write_tokenizer(tmp_path / "tok", TOOLS))
     features = columns and datasets.Features(columns)
     path = write_table(tmp_path / "a.parquet", RECORDS, features=features)
     assert ours(path) == expected
+
+
+def test_null_fields_of_structs_are_missing_in_rows(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+
+    def record(**null: Any) -> Record:
+        tools = [function("f", a={"type": "integer", "enum": [1, None], **null})]
+        return {**calling(call("f", {"a": 1, **null})), "tools": tools}
+
+    line = ours(write_lines(tmp_path / "a.jsonl", [record(b=None)]))
+    assert line == theirs(tmp_path / "tok", [record(b=None)])
+    row = ours(write_table(tmp_path / "a.parquet", [record(b=None)]))
+    assert row == theirs(tmp_path / "tok", [record()]) != line
 
 
 def test_tables_of_other_makers(tmp_path: Path) -> None:
@@ -251,13 +383,13 @@ def test_tables_of_other_makers(tmp_path: Path) -> None:
     assert ours(tmp_path / "a.parquet") == theirs(tmp_path / "tok", [record])
 
 
-def test_a_directory_of_lines_and_tables(tmp_path: Path) -> None:
+def test_a_directory_of_tables(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TOOLS)
     place = tmp_path / "talks"
     place.mkdir()
     said = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
     (place / "a.txt").write_text("no conversation")
-    write_lines(place / "b.jsonl", RECORDS[2:3])
+    write_table(place / "b.parquet", RECORDS[2:3])
     write_table(place / "c.parquet", [{"conversations": said}])
     write_table(place / "d.PARQUET", [{"prompt": "1", "completion": "2", "id": 3}])
     told: list[str] = []
@@ -268,6 +400,13 @@ def test_a_directory_of_lines_and_tables(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [RECORDS[2], *[{"messages": RECORDS[3]["messages"]}] * 2]
     )
     assert TextData.open(configure(again), 0, World.solo()).digest == data.digest
+    write_lines(place / "d.jsonl", RECORDS[2:3])  # May well be the same in another form.
+    for path in (place, place / "[b-d].*"):
+        words = (
+            r"mixes parquet \('b\.parquet'\) and jsonl \('d\.jsonl'\): give a glob of one of them$"
+        )
+        with pytest.raises(DataError, match=words):
+            TextData.open(configure(path, tokenizer=str(tmp_path / "tok")), 0, World.solo())
 
 
 def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
@@ -281,10 +420,6 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
         DataError, match=r"row 1401 of '.*a\.parquet', message 2 is an empty answer"
     ):
         ours(write_table(path, rows))
-
-
-def answered(**answer: Any) -> list[Record]:
-    return [user("Hi"), {"role": "assistant", **answer}]
 
 
 @pytest.mark.parametrize("write", [write_lines, write_table], ids=["lines", "rows"])
@@ -301,6 +436,13 @@ def answered(**answer: Any) -> list[Record]:
         ({"messages": answered(tool_calls=["f"])}, ("'tool_calls' holds ['f'], which",)),
         ({"messages": answered(tool_calls=[])}, ("message 2 holds None, which is no text",)),
         ({"messages": answered(content=" ", tool_calls=[])}, ("message 2 is an empty answer",)),
+        (calling(call("f", "{}"), {"id": "c1"}), ("message 2, call 2: 'name' holds None, which",)),
+        (calling(call(" ", "{}")), ("message 2, call 1: 'name' holds ' ', which names no",)),
+        (calling({"function": "f"}), ("call 1: 'function' holds 'f', which is no object: give",)),
+        (calling(call("f", None)), ("call 1: 'arguments' holds None, which is neither an object",)),
+        (calling(call("f", [1])), ("call 1: 'arguments' holds [1], which is neither",)),
+        ({"tools": [{"type": "function"}]}, ("tool 1: 'name' holds None, which names no",)),
+        ({"tools": "[" * 200_000}, ("'tools' holds '[[", "which is no list of objects")),
         (
             {"messages": [{"role": "tool", "content": {"t": 2}}]},
             ("message 1 holds {'t': 2}, which is no text", "content as a string"),
@@ -336,8 +478,21 @@ def test_what_is_wrong_with_a_table(tmp_path: Path) -> None:
         ours(path)
     whole = pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "tools": json_text})
     pq.write_table(whole, path)
-    with pytest.raises(DataError, match=r"row 2 of .* is not JSON \(.*: mend the file"):
+    words = r"row 2 of .*: column 'tools' holds '\[{', which is not JSON \(.*: mend the file"
+    with pytest.raises(DataError, match=words):
         ours(path)
+    pq.write_table(whole.rename_columns(["prompt", "completion", "prompt"]), path)
+    with pytest.raises(DataError, match=r"a\.parquet' has more than one column 'prompt': rename"):
+        ours(path)
+    dated = [{"name": "f", "since": date(2026, 1, 2)}]
+    pq.write_table(pa.table({"prompt": ["a"], "completion": ["c"], "tools": [dated]}), path)
+    with pytest.raises(DataError, match=r"tool 1 holds datetime\.date\(2026, 1, 2\), which JSON"):
+        ours(path)
+    deep = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[" * 200_000]))
+    pq.write_table(pa.table({"prompt": ["a"], "completion": ["c"], "tools": deep}), path)
+    with pytest.raises(DataError, match=r"row 1 of .*: column 'tools' holds '\[\[.* is not JSON"):
+        ours(path)
+    pq.write_table(whole, path)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"a\.parquet' cannot be read as Parquet: "):
         ours(path)
