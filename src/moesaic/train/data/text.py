@@ -127,14 +127,15 @@ def _kind_of(files: Iterable[Path], kind: str, named: str) -> Kind:
     kinds: dict[Kind, Path] = {}
     for file in files:
         if kind == "chat":
-            kinds.setdefault("parquet" if _is_table(file) else "jsonl", file)
-            continue
-        if _suffix(file) not in SUFFIXES:
+            found: Kind | None = "parquet" if _is_table(file) else "jsonl"
+        else:
+            found = SUFFIXES.get(_suffix(file))
+        if found is None:
             raise DataError(
                 f"{named}: the name of '{file}' does not say what it holds: set data.format to "
                 "'text', 'jsonl' or 'parquet'"
             )
-        kinds.setdefault(SUFFIXES[_suffix(file)], file)
+        kinds.setdefault(found, file)
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(
