@@ -186,7 +186,10 @@ def _function(one: dict[str, Any], where: str) -> dict[str, Any]:
     def refuse(value: Any) -> None:
         raise DataError(f"{where} holds {value!r:.80}, which JSON does not know: give it as text")
 
-    json.dumps(one, default=refuse)
+    try:
+        json.dumps(one, default=refuse)
+    except (TypeError, RecursionError) as error:
+        raise DataError(f"{where} cannot be JSON ({error}): mend the file") from None
     function = function_of(one)
     if not isinstance(function, dict):
         raise DataError(

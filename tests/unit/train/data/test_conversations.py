@@ -19,7 +19,7 @@ from moesaic.facts.job import DataConfig
 from moesaic.models.tokenizer import open_tokenizer
 from moesaic.testing.talks import CHATML, TEMPLATES, unmarked, write_tokenizer
 from moesaic.train.data import TextData, check_text
-from moesaic.train.data.chat import Chat
+from moesaic.train.data.chat import Chat, read_tools
 from moesaic.train.data.text import find_text
 
 Talk = list[dict[str, str]]
@@ -177,6 +177,7 @@ def test_a_template_s_clock_stands_still(tmp_path: Path) -> None:
     ("record", "words"),
     [
         ('{"messages', ("is not JSON", "mend the file")),
+        ("[" * 200_000, ("is not JSON", "mend the file")),
         ([1], ("is not a JSON object",)),
         ({"text": "a", "id": 1}, ("holds no conversation but id, text", "'messages' (role")),
         ({}, ("holds no conversation but nothing",)),
@@ -203,6 +204,12 @@ def test_what_is_wrong_with_a_line(record: Any, words: tuple[str, ...], tmp_path
         TextData.open(configure(tmp_path), 0, World.solo())
     for word in (f"data.path = '{path}': line 2 of '{path}'", *words):
         assert word in str(caught.value)
+
+
+def test_keys_that_json_does_not_know() -> None:
+    """Maps of tables may have them."""
+    with pytest.raises(DataError, match=r"row 1, tool 1 cannot be JSON \(keys must be .*: mend"):
+        read_tools({"tools": [{"name": "f", "parameters": {b"key": 1}}]}, "row 1")
 
 
 REWRITES = """{%- for m in messages %}
