@@ -40,6 +40,8 @@ def convert(
     config = flags.settings(ConvertConfig, sets)
     if out is None:
         raise UserError("--out is missing: name the directory to write, which must not exist yet")
+    for warning in config.idle():
+        screen.warn(warning)
     if dry_run:
         _tell(path, out, config, as_json)
         return 0

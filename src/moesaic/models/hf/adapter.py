@@ -2,8 +2,8 @@
 adapter_model.safetensors, to be put beside the weights that the run started from.
 
 Every matrix has A and B of its own under the name that it has in the base's files, experts one by
-one. vLLM takes them so, and so does peft, which joins those of experts (gate and up as blocks of
-one B) where transformers holds experts stacked.
+one. peft joins those of experts (gate and up as blocks of one B) where transformers holds experts
+stacked.
 """
 
 from __future__ import annotations

@@ -22,3 +22,9 @@ class ConvertConfig(Section):
     """Type of the weights on file; keep: each as it is."""
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     """Size of one weight file, unless one tensor alone is larger; an adapter is always one file."""
+
+    def idle(self) -> list[str]:
+        """A sentence for each setting that was given and has no effect."""
+        if self.to == "adapter" and "max_shard_bytes" in self.model_fields_set:
+            return ['max_shard_bytes has no effect: to = "adapter" writes one file']
+        return []

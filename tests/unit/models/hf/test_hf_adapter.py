@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def run_job(
     router: str = "frozen",
     routing: str = "",
     steps: int = 4,
+    out: str = "run",
+    flags: Sequence[str] = (),
 ) -> None:
     """Train over the directory `base`."""
     Path("text.txt").write_text("Of mosaics and their stones. " * 40)
@@ -88,7 +91,7 @@ def run_job(
             targets=json.dumps(targets), method=method, router=router, routing=routing, steps=steps
         )
     )
-    assert main(["train", "job.toml", "--out", "run"]) == 0
+    assert main(["train", "job.toml", "--out", out, *flags]) == 0
 
 
 def logits(model: torch.nn.Module) -> Tensor:
@@ -140,6 +143,40 @@ def test_base_and_adapter_say_in_peft_what_the_merged_model_says(
         assert distance(tensor, written[key]) < 1e-6, key
 
 
+@pytest.mark.parametrize(
+    ("name", "axis", "targets"),
+    [
+        ("deepseek", "tp", ["attention", "experts", "ffn", "shared"]),
+        ("olmoe", "ep", ["attention", "experts"]),
+    ],
+)
+def test_the_adapter_of_two_ranks_is_that_of_one(
+    name: str,
+    axis: str,
+    targets: list[str],
+    their_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model(name, vocab_size=260).save_pretrained("base")
+    exact = ["--set", "train.precision=fp64"]
+    run_job(targets, out="one", flags=exact)
+    run_job(targets, out="two", flags=[*exact, "--nproc", "2", "--set", f"layout.{axis}=2"])
+    for run in ("one", "two"):
+        assert main(["convert", run, "--out", f"{run}-alone", "--set", "to=adapter"]) == 0
+    one, two = (load_file(Path(f"{run}-alone", FILE_NAME)) for run in ("one", "two"))
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        assert tensor.any(), key
+        assert distance(two[key], tensor) < 1e-9, key
+    assert main(["convert", "two", "--out", "merged", "--set", "dtype=fp32"]) == 0
+    adapted = peft.PeftModel.from_pretrained(opened("base"), "two-alone")
+    merged = logits(opened("merged"))
+    assert distance(logits(opened("base")), merged) > 1e-2, "nothing was learnt"
+    assert distance(logits(adapted), merged) < 1e-5
+
+
 def test_types_on_file(
     their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +184,7 @@ def test_types_on_file(
     their_model("olmoe", vocab_size=260).save_pretrained("base")
     run_job(["attention", "experts"], steps=2)
     for dtype in ("keep", "bf16"):
-        sets = ["--set", "to=adapter", "--set", f"dtype={dtype}", "--set", "max_shard_bytes=9"]
+        sets = ["--set", "to=adapter", "--set", f"dtype={dtype}"]
         assert main(["convert", "run", "--out", dtype, *sets]) == 0
     kept, narrow = (load_file(Path(name, FILE_NAME)) for name in ("keep", "bf16"))
     assert kept.keys() == narrow.keys()
@@ -181,6 +218,30 @@ def test_a_dry_run_counts_what_would_be_written(
     assert main(call) == 0
     written = load_file(Path("adapter", FILE_NAME))
     assert told["parameters"] == {"total": sum(tensor.numel() for tensor in written.values())}
+
+
+def test_a_size_of_files_has_no_effect_and_that_is_said(
+    their_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    their_model("olmoe", vocab_size=260).save_pretrained("base")
+    run_job(["experts"], steps=1)
+    words = 'warning: max_shard_bytes has no effect: to = "adapter" writes one file\n'
+    for to, sets, more, said in (
+        ("adapter", ["max_shard_bytes=9"], ["--dry-run"], 1),
+        ("adapter", ["max_shard_bytes=9"], [], 1),
+        ("adapter", [], ["--dry-run"], 0),
+        ("checkpoint", ["max_shard_bytes=9"], ["--dry-run"], 0),
+    ):
+        given = [word for item in (f"to={to}", *sets) for word in ("--set", item)]
+        capfd.readouterr()
+        assert main(["convert", "run", "--out", "adapter", *given, *more]) == 0
+        assert capfd.readouterr().err.count(words) == said, (to, sets, more)
+        assert Path("adapter").exists() == (not more)
+        shutil.rmtree("adapter", ignore_errors=True)
 
 
 @pytest.mark.parametrize(
