@@ -37,6 +37,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "lora of experts alone, none in the first layer": {
         **SIGMOID, "finetune": {**LORA, "targets": ["experts"]}, "train": {"micro_batches": 2},
     },
+    "mixtral": {"model": {"family": "mixtral", "renormalise": True}, "finetune": LORA},
+    "qwen3_moe": {"model": {"family": "qwen3_moe"}, "finetune": LORA},
     "routers frozen": {**SIGMOID, "finetune": {}, "train": {"micro_batches": 2}},
     "dense, tied": {
         "model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True},

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from layouts import SIGMOID, worst_element
+from table import FAMILIES, SMALL
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.state import Piece
 from moesaic.dist.world import World
+from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.origin import open_origin
 from moesaic.serve.loading import load_model
@@ -186,6 +188,25 @@ def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
             assert rest[0] == whole[0][2:]
             same = read_state(end(piped), sizes=sizes["model"])
             assert all(np.array_equal(state[key], same[key]) for key in state)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_on_in_another_layout(
+    ranks: Ranks, text: Path, tmp_path: Path, family: str
+) -> None:
+    given = FAMILIES[family]
+    sizes = {**PRESETS[family], **SMALL, **given["model"], "vocab": 260}
+    changes = {"model": sizes, "routing": given.get("routing", {})}
+    ep = 2 if sizes["experts"] else 1
+    (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "one"), {}, None, changes)
+    first, out = tmp_path / "sliced", tmp_path / "parts"
+    layout = {"tp": 2, "ep": ep, "shard": 2}
+    ranks.run(4, run_job, str(text), str(first), layout, None, changes)
+    layout = {"pp": 2, "ep": ep}
+    rest = ranks.run(2 * ep, run_job, str(text), str(out), layout, middle(first), changes)
+    assert rest[0] == pytest.approx(losses[2:], rel=1e-9)
+    expected, found = (read_state(end(tmp_path / name), sizes=sizes) for name in ("one", "parts"))
+    assert worst_element(found, expected) < 1e-9
 
 
 def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:

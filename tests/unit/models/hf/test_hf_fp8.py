@@ -16,6 +16,7 @@ from moesaic.base.errors import ConfigError, WeightsError
 from moesaic.cli.main import main
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import Family
 from moesaic.facts.workload import expert_name, parameters
 from moesaic.models.hf import fp8, names
 from moesaic.models.hf.config import config_text, from_huggingface
@@ -33,6 +34,13 @@ RAGGED = ModelConfig(
     family="olmoe", vocab=40, hidden=136, layers=1, heads=4, kv_heads=4, head_dim=34, ffn=130,
     experts=3, top_k=2,
 )  # fmt: skip
+
+MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "layers": 2, "dense_layers": 1, "dense_ffn": 140, "shared": 1,
+        "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+    },
+}  # fmt: skip
 
 
 def quantise(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -63,7 +71,7 @@ def put(
     for parameter in parameters(model):
         name = names.written_name(model, parameter)
         weight = torch.randn(parameter.shape, generator=draws) / 8
-        if ".mlp." in name and "gate.weight" not in name:
+        if ".mlp." in name and ".gate." not in name:
             tensors[name], scales = quantise(weight, scale_dtype)
             tensors[f"{name}_scale_inv"] = scales
             meant[parameter.name] = meaning(tensors[name], scales)
@@ -144,13 +152,15 @@ def test_values_equal_theirs(tmp_path: Path) -> None:
     assert torch.equal(fp8.dequantise(bits, scales, box), theirs["weight"])
 
 
-def test_what_is_written_is_plain(tmp_path: Path) -> None:
-    meant = put(tmp_path / "from", RAGGED)
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3"])
+def test_what_is_written_is_plain(family: Family, tmp_path: Path) -> None:
+    ragged = ModelConfig(**{**RAGGED.model_dump(), **MORE.get(family, {}), "family": family})
+    meant = put(tmp_path / "from", ragged)
     for dtype, held in (("keep", None), ("bf16", torch.bfloat16)):
         out = tmp_path / dtype
         convert(tmp_path / "from", out, dtype=dtype)
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
-        source = HFSource(out, RAGGED)
+        source = HFSource(out, ragged)
         for name, expected in meant.items():
             assert torch.equal(source.read(name), expected.to(held or expected.dtype)), name
     model = load_model(open_origin(tmp_path / "from"), torch.device("cpu"), "bf16")
