@@ -10,6 +10,7 @@ import pytest
 import torch
 from layouts import sparing
 
+from moesaic.dist import products
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -47,6 +48,10 @@ FAMILIES["latent"] = {  # In DeepSeek-V3's proportions, in which heads are wider
 FAMILIES["deep"] = {**FAMILIES["olmoe"], "layers": 4}
 FAMILIES["wide vocabulary"] = {**FAMILIES["dense"], "vocab": 6000}
 FAMILIES["wide vocabulary, tied"] = {**FAMILIES["wide vocabulary"], "tied": True}
+FAMILIES["wide"] = {
+    **FAMILIES["mixtral"], "layers": 1, "hidden": 512, "head_dim": 64, "ffn": 1024, "experts": 2,
+    "top_k": 2,
+}  # fmt: skip
 EVEN = {"router": "balanced", "balance_loss": 0.0}
 AGAIN, PARTS = {"recompute": True}, {"micro_batches": 2}
 CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
@@ -122,6 +127,29 @@ def test_torch_allocates_what_is_predicted(
     assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
     # A thread of gloo may still hold a message then, the more so where cores are busy.
     assert first == pytest.approx(min(later), rel=0.1)
+
+
+def peaks_by(world: World, job: Job, onednn: bool) -> list[int]:
+    """The same with one library or the other."""
+    if onednn and not torch.backends.mkldnn.is_available():
+        return []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "prefers_onednn", lambda: onednn)
+        return peaks(world, job)
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["onednn", "torch"])
+@pytest.mark.parametrize("train", [{"batch": 32}, AGAIN], ids=str)
+def test_it_is_the_same_for_either_library(
+    ranks: Ranks, train: dict[str, Any], onednn: bool
+) -> None:
+    """oneDNN's results stand beside their places: wide experts of many rows would show it."""
+    job = make_job({}, "wide", train)
+    (found,) = ranks.run(1, peaks_by, job, onednn, timeout_s=60.0)
+    if not found:
+        pytest.skip("this build of torch has no oneDNN")
+    needs = memory(job, lay_out(job.layout, job.model, 1))
+    assert needs.peak_bytes == pytest.approx(min(found), rel=0.02)
 
 
 TWO, FOUR = {"tp": 2}, {"micro_batches": 4}

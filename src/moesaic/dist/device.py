@@ -119,7 +119,8 @@ def prefers_onednn() -> bool:
 @cache
 def multiplies_bf16() -> bool:
     """Whether oneDNN multiplies bf16 on this CPU."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    there = torch.backends.mkldnn.is_available()
+    return there and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def num_cores() -> int:

@@ -22,6 +22,9 @@ _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
 _STEP = 16
 _FEW, _MANY = 16, 64
+_MOST = 256
+"""Rows of a product from which on more of them make it no faster; results stand beside the place
+where they belong, and this many are few."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -68,12 +71,15 @@ def _grouped_mm_into(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
 ) -> None:
     start = 0
+    if rows.device.type != "cpu":
+        weight = weight.to(rows.dtype)
     for slot, count in enumerate(counts.tolist()):
         if count:
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             outwards = matrix if transposed else matrix.T
-            if _evenly(rows, count, matrix, transposed):
-                _even_rows(rows, slice(start, stop), outwards, out)
+            if _evenly(rows, count, matrix, transposed=transposed):
+                for first in range(start, stop, _MOST):
+                    _even_rows(rows, slice(first, min(first + _MOST, stop)), outwards, out)
             else:
                 torch.mm(rows[start:stop], outwards.T, out=out[start:stop])
             start = stop
@@ -82,11 +88,11 @@ def _grouped_mm_into(
 def _even_rows(rows: Tensor, own: slice, outwards: Tensor, out: Tensor) -> None:
     """A slot's own rows @ outwards.T into their place in `out`, with others beside them, so that
     their number is one of a few; what stands behind them in `out` is still to be written."""
-    size, first, fits = _even(own.stop - own.start), own.start, True
+    size, first = _even(own.stop - own.start), own.start
+    fits = first + size <= len(rows)
     if size > len(rows):
-        rows, fits = _padded(rows[own], size), False
+        rows = _padded(rows[own], size)
     else:
-        fits = first + size <= len(rows)
         first = min(first, len(rows) - size)
         rows = rows[first : first + size]
     if rows.dtype != torch.float32:  # torch asks oneDNN for these itself, and it writes to a place.
@@ -96,7 +102,7 @@ def _even_rows(rows: Tensor, own: slice, outwards: Tensor, out: Tensor) -> None:
         found = _onednn(outwards, rows).T
     else:
         found = _onednn(rows, outwards)
-    if found.dtype == torch.float32 or not fits:
+    if rows.dtype == torch.float32 or not fits:
         out[own] = found[own.start - first : own.stop - first]
 
 
@@ -110,28 +116,36 @@ def _even(count: int) -> int:
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    return F.pad(rows, (0, 0, 0, size - len(rows)))
+    return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
 def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
-    direct = out.dtype == left.dtype
     start = 0
     for slot, count in enumerate(counts.tolist()):
-        if not count:
-            out[slot].zero_()
-            continue
-        stop = start + count
-        some, others = left[start:stop], right[start:stop]
-        even = _evenly(left, count, out[slot], False)
-        if even:
-            some, others = _padded(some, _even(count)), _padded(others, _even(count))
-        if even and left.dtype == torch.float32:
-            out[slot].copy_(_onednn(some.T, others.T))
-        elif direct:
-            torch.mm(some.T, others, out=out[slot])
+        if count:
+            stop = start + count
+            _outer(left[start:stop], right[start:stop], out[slot])
+            start = stop
         else:
-            out[slot].copy_(some.T @ others)
-        start = stop
+            out[slot].zero_()
+
+
+def _outer(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """left.T @ right into `out`; zeros that are added to their rows add nothing."""
+    even = _evenly(left, len(left), out, transposed=False)
+    if even and left.dtype == torch.float32:
+        right = _padded(right, _even(len(right)))
+        for first in range(0, left.shape[1], _MOST):
+            columns = slice(first, first + _MOST)
+            block = _padded(left[:, columns], len(right))
+            out[columns] = _onednn(block.T, right.T)
+        return
+    if even:
+        left, right = (_padded(rows, _even(len(rows))) for rows in (left, right))
+    if out.dtype == left.dtype:
+        torch.mm(left.T, right, out=out)
+    else:
+        out.copy_(left.T @ right)
 
 
 def _empty(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
@@ -170,6 +184,7 @@ torch.library.register_fake("moesaic::grouped_outer", _fake_outer, lib=_OPS)
 
 def product(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None) -> Tensor:
     """Rows @ weight, or rows @ weight.T if `transposed`; for sizes that come again and again."""
+    _refuse_graph(rows, weight)
     if out is None:
         out = torch.ops.moesaic.product.default(rows, weight, transposed)
     else:
@@ -183,7 +198,7 @@ def by_onednn(rows: Tensor, weight: Tensor) -> bool:
     return kinds == {(torch.float32, "cpu")} and rows.numel() > 0 and prefers_onednn()
 
 
-def _evenly(rows: Tensor, count: int, matrix: Tensor, transposed: bool) -> bool:
+def _evenly(rows: Tensor, count: int, matrix: Tensor, *, transposed: bool) -> bool:
     """Whether oneDNN multiplies so many rows and a matrix of a slot, in even numbers of rows; in
     bf16 it would do so in any case where the processor has such products."""
     single = count == 1 and not transposed  # The other library is quicker at that.
@@ -198,6 +213,7 @@ def grouped_mm(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
     """rows[s] @ weight[s] for every slot s, or rows[s] @ weight[s].T if `transposed`."""
+    _refuse_graph(rows, weight)
     if out is None:
         out = torch.ops.moesaic.grouped_mm.default(rows, weight, counts, transposed)
     else:
@@ -207,14 +223,21 @@ def grouped_mm(
 
 def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
     """left[s].T @ right[s] for every slot s, into out[s]; zero for a slot without rows."""
+    _refuse_graph(left, right)
     torch.ops.moesaic.grouped_outer.default(left, right, counts, out)
+
+
+def _refuse_graph(*tensors: Tensor) -> None:
+    """These have no gradients of their own: whoever calls them inside a function has written it."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        raise NotImplementedError("products of slots record no gradients: call them without")
 
 
 def engine(weight: Tensor) -> str:
     """What multiplies rows of experts by such a `weight`, for a person."""
     if weight.device.type != "cpu":
         return "torch's grouped product in bf16, else torch.mm, one after another"
-    by = "oneDNN" if prefers_onednn() else "torch.mm"
+    by = "oneDNN where they are large enough, else torch.mm" if prefers_onednn() else "torch.mm"
     crew = threads.crew()
     alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
     return f"{by}, one after another{alone}"

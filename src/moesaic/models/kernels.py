@@ -218,11 +218,14 @@ def _see_slots(seen: Seen, args: Any) -> None:
 
 
 def _see_casts(seen: Seen, args: Any) -> None:
-    """Matrices of slots that have rows, narrowed to the type of those."""
+    """Matrices narrowed to the type of rows: on a CPU one by one where there are some, on a GPU all
+    at once."""
     rows, weight, busy = args[0], args[1], int((args[2] > 0).sum())
     if rows.dtype != weight.dtype:
-        seen.calls += busy
-        seen.moved_bytes += busy * weight[0].numel() * (rows.itemsize + weight.itemsize)
+        on_cpu = rows.device.type == "cpu"
+        matrices = busy if on_cpu else len(weight)
+        seen.calls += busy if on_cpu else 1
+        seen.moved_bytes += matrices * weight[0].numel() * (rows.itemsize + weight.itemsize)
 
 
 SLOTWISE = {

@@ -20,6 +20,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: onednn)
     monkeypatch.setattr(products, "_WORTH", 0)
     return str(request.param)
 
@@ -50,27 +51,92 @@ def test_strided_slots_equal_a_loop(counts: list[int], transposed: bool, engine:
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_rows_beside_a_slots_own_leave_no_trace(counts: list[int], engine: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_types_equal_a_loop_in_fp64(
+    counts: list[int], dtype: torch.dtype, engine: str
+) -> None:
+    """Matrices are wider than rows, and narrowed one by one."""
+    rows, others = torch.randn(sum(counts), 48).to(dtype), torch.randn(sum(counts), 32).to(dtype)
+    weight, each = torch.randn(3, 32, 48), torch.tensor(counts)
+    exact = [w.to(dtype).double() for w in weight]
+    of_rows, of_others = (one.double().split(counts) for one in (rows, others))
+    outer = torch.empty(3, 32, 48)
+    grouped_outer(others, rows, each, outer)
+    for found, parts in (
+        (
+            grouped_mm(rows, weight, each, True),
+            [x @ w.T for x, w in zip(of_rows, exact, strict=True)],
+        ),
+        (
+            grouped_mm(others, weight, each, False),
+            [x @ w for x, w in zip(of_others, exact, strict=True)],
+        ),
+        (outer.flatten(0, 1), [y.T @ x for x, y in zip(of_rows, of_others, strict=True)]),
+    ):
+        whole = torch.cat(parts)
+        near = 1e-5 if dtype == torch.float32 else 8e-3
+        assert (found.double() - whole).norm() <= near * whole.norm()
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dirty", range(3))
+def test_rows_beside_a_slots_own_leave_no_trace(counts: list[int], dirty: int, engine: str) -> None:
     """oneDNN is given more rows than a slot has: others' must not show, whatever they are."""
-    rows, weight = torch.randn(sum(counts), 4), torch.randn(3, 6, 4)
-    clean = grouped_mm(rows, weight, torch.tensor(counts), True)
+    rows, weight, each = torch.randn(sum(counts), 4), torch.randn(3, 6, 4), torch.tensor(counts)
+    first = sum(counts[:dirty])
+    own = slice(first, first + counts[dirty])
+    others = torch.ones(len(rows), dtype=torch.bool)
+    others[own] = False
     spoilt, outer = rows.clone(), torch.empty(3, 4, 4)
-    spoilt[sum(counts[:2]) :] = torch.nan
-    found = grouped_mm(spoilt, weight, torch.tensor(counts), True)
-    first = sum(counts[:2])
-    assert torch.equal(found[:first], clean[:first])
-    assert bool(found[first:].isnan().all())
-    grouped_outer(spoilt, spoilt, torch.tensor(counts), outer)
-    assert not bool(outer[:2].isnan().any())
+    spoilt[own] = torch.nan
+    found = grouped_mm(spoilt, weight, each, True)
+    assert torch.equal(found[others], grouped_mm(rows, weight, each, True)[others])
+    assert bool(found[own].isnan().all())
+    grouped_outer(spoilt, spoilt, each, outer)
+    assert [bool(one.isnan().any()) for one in outer] == [
+        slot == dirty and counts[slot] > 0 for slot in range(3)
+    ]
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_matrices_are_narrowed_to_the_type_of_rows(transposed: bool, engine: str) -> None:
-    counts, rows = torch.tensor([5, 0, 20]), torch.randn(25, 16).bfloat16()
-    weight = torch.randn(3, 16, 16)
-    narrow = grouped_mm(rows, weight.bfloat16(), counts, transposed)
-    assert torch.equal(grouped_mm(rows, weight, counts, transposed), narrow)
-    assert narrow.dtype == torch.bfloat16
+def test_slots_of_more_rows_than_a_product_takes(engine: str) -> None:
+    counts = [300, 0, 531]
+    rows, weight = torch.randn(831, 24), torch.randn(3, 288, 24)
+    found = grouped_mm(rows, weight, torch.tensor(counts), True)
+    parts = [x @ w.T for x, w in zip(rows.split(counts), weight, strict=True)]
+    torch.testing.assert_close(found, torch.cat(parts))
+    outer = torch.empty(3, 288, 24)
+    grouped_outer(found, rows, torch.tensor(counts), outer)
+    expected = [y.T @ x for x, y in zip(rows.split(counts), found.split(counts), strict=True)]
+    torch.testing.assert_close(outer, torch.stack(expected), rtol=1e-4, atol=1e-3)
+
+
+def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is the quicker, for all but small products and a single row from the left."""
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
+
+    def asked(count: int, columns: int, dtype: torch.dtype, transposed: bool = True) -> bool:
+        rows, matrix = torch.empty(count, 512, dtype=dtype), torch.empty(columns, 512)
+        return products._evenly(rows, count, matrix, transposed=transposed)
+
+    assert asked(2, 1024, torch.float32)
+    assert not asked(2, 1023, torch.float32)
+    assert asked(1, 4096, torch.float32)
+    assert not asked(1, 4096, torch.float32, transposed=False)
+    assert not asked(64, 1024, torch.bfloat16)
+    assert not asked(64, 1024, torch.float64)
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: True)
+    assert asked(64, 1024, torch.bfloat16)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
+    assert not asked(64, 1024, torch.float32)
+
+
+def test_no_gradient_is_lost_without_a_word() -> None:
+    rows, weight = torch.randn(5, 4, requires_grad=True), torch.randn(1, 6, 4)
+    with pytest.raises(NotImplementedError, match="record no gradients"):
+        grouped_mm(rows, weight, torch.tensor([5]), True)
+    with pytest.raises(NotImplementedError, match="record no gradients"):
+        grouped_outer(rows, rows, torch.tensor([5]), torch.empty(1, 4, 4))
 
 
 def test_few_numbers_of_rows_are_met() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moesaic.facts.workload.loads import Routed
 from moesaic.facts.workload.ops import SLOTS, Op, Part, Product, both
@@ -111,7 +111,7 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
     """
     hidden, ffn = s.model.hidden, s.ffn
     rows = sum(slots)
-    busy = {count: slots.count(count) for count in sorted(set(slots)) if count}
+    busy = _busy(slots)
     num_busy = sum(busy.values())
     arena = 3 * ffn * hidden
     inner = rows * ffn * s.narrow
@@ -128,8 +128,9 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
             ]
         if of_tokens:
             backward += [Product(count, hidden, 2 * ffn, times)]
-    cast, casts = s.cast(num_busy * arena), s.casts * num_busy
-    written = cast + (len(slots) - num_busy) * arena * s.wide
+    narrowed, casts = _narrowed(s, slots)
+    cast = s.cast(narrowed * arena)
+    written = s.cast(num_busy * arena) + (len(slots) - num_busy) * arena * s.wide
     copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
     named, stays = 2 * rows * INDEX_BYTES, 1 - travels
     ahead = Op(
@@ -137,22 +138,35 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
         6 + 2 * casts, s.precision, kind=SLOTS, specials=rows * ffn,
     )  # fmt: skip
     behind = Op(
-        "experts", tuple(backward), s.cast(num_busy * arena * (1 + 2 * of_tokens) // 3)
+        "experts", tuple(backward), s.cast(narrowed * arena * (1 + 2 * of_tokens) // 3)
         + learns * written + (14 + (6 + 2 * learns) * stays) * inner
         + (1 + learns + travels) * copied
         + 2 * stays * named,
-        11 + 4 * learns + 6 * stays + (1 + of_tokens + 2 * learns) * casts, s.precision,
+        11 + 4 * learns + 6 * stays + (1 + of_tokens) * casts
+        + 2 * num_busy * learns * s.casts, s.precision,
         kind=SLOTS, specials=2 * rows * ffn,
     )  # fmt: skip
     if rank:
-        more, back = _adapted_experts(s, busy, rank, of_tokens)
+        more, back = _adapted_experts(s, slots, rank, of_tokens)
         return both(ahead, more), both(behind, back)
     return ahead, behind if learns or of_tokens else Op("experts")
 
 
-def _adapted_experts(s: Sizes, busy: Mapping[int, int], rank: int, of_tokens: bool) -> Part:
-    """What adapters beside the matrices of experts add; `busy` slots by their rows."""
-    hidden, ffn, rows = s.model.hidden, s.ffn, sum(n * times for n, times in busy.items())
+def _busy(slots: Sequence[int]) -> dict[int, int]:
+    """How many slots have so many rows, of those that have some."""
+    return {count: slots.count(count) for count in sorted(set(slots)) if count}
+
+
+def _narrowed(s: Sizes, slots: Sequence[int]) -> tuple[int, int]:
+    """How many slots' matrices are narrowed for a product, and in how many calls: those that have
+    rows, one by one; on a GPU all at once."""
+    busy = sum(_busy(slots).values())
+    return (busy, s.casts * busy) if s.on_cpu else (len(slots), s.casts)
+
+
+def _adapted_experts(s: Sizes, slots: Sequence[int], rank: int, of_tokens: bool) -> Part:
+    """What adapters beside the matrices of experts add; `slots` by their rows."""
+    hidden, ffn, rows, busy = s.model.hidden, s.ffn, sum(slots), _busy(slots)
     ahead, behind = list[Product](), list[Product]()
     for columns, inner in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
         for count, times in busy.items():
@@ -164,17 +178,18 @@ def _adapted_experts(s: Sizes, busy: Mapping[int, int], rank: int, of_tokens: bo
                 Product(count, rank, inner, times, of_weights=True),
                 Product(count, inner, rank, times),
             ]  # fmt: skip
-    num_busy = sum(busy.values())
-    own, casts = s.cast(3 * num_busy * rank * (hidden + ffn)), s.casts * num_busy
-    again = s.cast(num_busy * rank * (2 * hidden + ffn))  # A is read twice.
+    num_busy, (narrowed, casts) = sum(busy.values()), _narrowed(s, slots)
+    own = s.cast(3 * narrowed * rank * (hidden + ffn))
+    again = s.cast(narrowed * rank * (2 * hidden + ffn))  # A is read twice.
+    written = s.cast(3 * num_busy * rank * (hidden + ffn))
     scaled, outputs = 3 * 2 * rows * rank, 3 * rows * (2 * ffn + hidden)
     # Its own copy of rows, and what is between the products weighed in a tensor of its own.
     copied = rows * (2 * hidden * s.narrow + INDEX_BYTES) + 2 * rows * ffn * s.narrow
     inputs = 3 * rows * (ffn + hidden + of_tokens * hidden)
     return (
         Op("", tuple(ahead), own + (scaled + outputs) * s.narrow, 12 + 6 * casts),
-        Op("", tuple(behind), 2 * own + again + (2 * scaled + inputs) * s.narrow + copied,
-           27 + of_tokens + 15 * casts),
+        Op("", tuple(behind), own + again + written + (2 * scaled + inputs) * s.narrow + copied,
+           27 + of_tokens + 9 * casts + 6 * num_busy * s.casts),
     )  # fmt: skip
 
 
