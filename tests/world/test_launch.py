@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,9 +94,12 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     assert process.returncode == 0, err
     facts = json.loads(out)
     assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
-    first, *others = err.splitlines()
+    first, engines, *others = err.splitlines()
     shared = "experts over 2, tokens once to each expert, dense parameters on every rank"
     assert first == f"plan: 2 ranks, {shared}"
+    assert re.fullmatch(
+        r"experts: (oneDNN|torch\.mm), one by one; tokens carried by memory", engines
+    )
     assert all(line.startswith("step ") for line in others)
     assert (place / "run" / "report.html").is_file()
     for rank in (0, 1):

@@ -77,7 +77,7 @@ def bench(
     layer = ExpertLayer(config.model, device)
     limits, speeds, left_out = _measured(layer, config)
     found = {
-        "device": devices.describe(device), "engine": layer.engine(),
+        "device": devices.describe(device), "engines": layer.engines(config.dtypes),
         "experts": _experts(config), "limits": [asdict(one) for one in limits],
         "speeds": [asdict(one) for one in speeds],
         "left_out": [asdict(one) for one in left_out],
@@ -161,7 +161,8 @@ def _experts(config: BenchConfig) -> str:
 
 def _tell(found: dict[str, Any], limits: Sequence[Limit], speeds: Sequence[Speed]) -> None:
     screen.say(f"{found['experts']}; {found['device']}")
-    screen.say(f"experts by {found['engine']}")
+    for dtype, engine in found["engines"].items():
+        screen.say(f"experts in {dtype} by {engine}")
     products = ", ".join(f"{one.dtype} {screen.quantity(one.flops, 'FLOP/s')}" for one in limits)
     read = screen.quantity(limits[0].bytes, "B/s")
     screen.say(f"at best: products {products}; weights are read at {read}\n")

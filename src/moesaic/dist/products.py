@@ -204,9 +204,14 @@ def _evenly(rows: Tensor, count: int, matrix: Tensor, *, transposed: bool) -> bo
     single = count == 1 and not transposed  # The other library is quicker at that.
     if rows.device.type != "cpu" or single or count * matrix.numel() < _WORTH:
         return False
-    if rows.dtype == torch.float32:
+    return _has_onednn(rows.dtype)
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether it multiplies such numbers of experts on this CPU, unless there are too few."""
+    if dtype == torch.float32:
         return prefers_onednn()
-    return rows.dtype == torch.bfloat16 and multiplies_bf16()
+    return dtype == torch.bfloat16 and multiplies_bf16()
 
 
 def grouped_mm(
@@ -233,14 +238,14 @@ def _refuse_graph(*tensors: Tensor) -> None:
         raise NotImplementedError("products of slots record no gradients: call them without")
 
 
-def engine(weight: Tensor) -> str:
-    """What multiplies rows of experts by such a `weight`, for a person."""
-    if weight.device.type != "cpu":
-        return "torch's grouped product in bf16, else torch.mm, one after another"
-    by = "oneDNN where they are large enough, else torch.mm" if prefers_onednn() else "torch.mm"
+def engine(device: torch.device, dtype: torch.dtype) -> str:
+    """What multiplies rows of experts there, for a person."""
+    if device.type != "cpu":
+        return "torch's grouped product" if dtype == torch.bfloat16 else "torch.mm, one by one"
+    by = "oneDNN" if _has_onednn(dtype) else "torch.mm"
     crew = threads.crew()
     alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
-    return f"{by}, one after another{alone}"
+    return f"{by}, one by one{alone}"
 
 
 def _by_library(rows: Tensor, weight: Tensor) -> bool:

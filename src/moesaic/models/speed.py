@@ -77,9 +77,9 @@ class ExpertLayer:
         ((_, self._moe),) = whole.expert_layers()
         _fill(self._moe)
 
-    def engine(self) -> str:
-        """What computes its experts, for a person."""
-        return engine(self._moe.bank.arena)
+    def engines(self, dtypes: Sequence[str]) -> dict[str, str]:
+        """What multiplies its experts in each type of numbers, for a person."""
+        return {name: engine(self._device, NARROW.get(name, torch.float32)) for name in dtypes}
 
     def limits(self, dtypes: Sequence[str], budget_s: float) -> list[Limit]:
         """What the device does at best, each found in about so many seconds."""

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from moesaic.dist.collectives import gather, sum_, sum_buckets_
+from moesaic.dist.products import engine
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
-from moesaic.nn.context import Context, computing_in
+from moesaic.nn.context import NARROW, Context, computing_in
 from moesaic.train import scale
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
@@ -224,6 +225,17 @@ class Run:
     def precision(self) -> AbstractContextManager[object]:
         """A stretch in which products take the job's precision."""
         return computing_in(self.job.train.precision, self.world.device)
+
+    def engines(self) -> str | None:
+        """What multiplies experts on this rank, and what carries tokens to those of others, for a
+        person; None where it has no experts."""
+        moe = next((moe for _, moe in self.model.expert_layers()), None)
+        if moe is None:
+            return None
+        kind = NARROW.get(self.job.train.precision, moe.bank.arena.dtype)
+        found = f"experts: {engine(self.world.device, kind)}"
+        carriers = [one.name for one in moe.dispatcher.ranks.carriers]
+        return f"{found}; tokens carried by {' and then '.join(carriers)}" if carriers else found
 
     def _reduce(self) -> None:
         """Sum gradients over all ranks of a part that learn the same: experts' over copies, slices'
