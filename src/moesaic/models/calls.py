@@ -40,6 +40,8 @@ class Mark(NamedTuple):
     """What tells whether a part of a conversation was written."""
 
     text: str
+    name: str
+    """What is there without a mark: the function's; empty of a result."""
     said: bool
     """Whether the assistant says that part."""
     lost: str
@@ -68,7 +70,7 @@ class Marked:
 
     def _put(self, said: bool, lost: str, number: int, name: str = "") -> str:
         text = f"{self._seal}{len(self.marks):08}"
-        self.marks.append(Mark(text, said, lost.format(number=number, name=name)))
+        self.marks.append(Mark(text, name, said, lost.format(number=number, name=name)))
         return text
 
 

@@ -100,7 +100,7 @@ class ChatTemplate:
                 "calls: take a model whose template does, or write them into the answer's content"
             )
         parts = self._run(messages, tools, answered=True).split(self._mark)
-        self._check(messages, tools)
+        self._check(messages, tools, parts)
         text = "".join(parts)
         if program.marked:
             stops = [0, *accumulate(len(part) for part in parts)]
@@ -110,19 +110,20 @@ class ChatTemplate:
             spans = [self._answer(messages[: i + 1], tools, text, tuple(ends)) for i in said]
         return text, [(start, stop) for start, stop in spans if start < stop]
 
-    def _check(self, messages: Messages, tools: Tools) -> None:
-        """That the template leaves out no tool, call or result."""
+    def _check(self, messages: Messages, tools: Tools, parts: Sequence[str]) -> None:
+        """That the template leaves out no tool, call or result of what it wrote in `parts`."""
         program, marked = self._program(tools), Marked(messages, tools)
         if not marked.marks:
             return
+        sought = [mark.text for mark in marked.marks]
         try:
             parts = self._run(marked.messages, marked.tools, answered=True).split(self._mark)
-        except DataError:
-            return  # Marks are in the way of a template that looks closely, and so loses little.
+        except DataError:  # It takes no names or arguments but those it knows: these have to do.
+            sought = [mark.name for mark in marked.marks]
         text = "".join(parts)
         said = "".join(parts[1::2]) if program.marked else text
-        for mark in marked.marks:
-            if mark.text not in (said if mark.said else text):
+        for mark, words in zip(marked.marks, sought, strict=True):
+            if words not in (said if mark.said else text):
                 raise DataError(f"{program.origin} {mark.lost}")
 
     def _program(self, tools: Tools) -> _Program:

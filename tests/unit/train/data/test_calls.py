@@ -294,6 +294,21 @@ def test_a_call_is_learnt_or_refused(content: Record, tmp_path: Path) -> None:
             ours(path)
 
 
+def test_a_template_that_takes_no_names_but_those_it_knows(tmp_path: Path) -> None:
+    """What it leaves out shows by the names themselves."""
+    known = (
+        "{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
+        "{%- if c.function.name not in ('find', 'drop') %}{{ raise_exception('no') }}{% endif %}"
+        "{%- endfor %}{%- endfor %}"
+    )
+    path = write_lines(tmp_path / "a.jsonl", [calling(call("find", {}))])
+    write_tokenizer(tmp_path / "tok", known + TOOLS)
+    ours(path)
+    write_tokenizer(tmp_path / "tok", known + TOOLS.replace("called.name", "'drop'"))
+    with pytest.raises(DataError, match="leaves a call of 'find' out of message 2"):
+        ours(path)
+
+
 def test_arguments_in_a_form_that_a_template_does_not_take(tmp_path: Path) -> None:
     template = TOOLS.replace("(given if given is string else given | tojson)", "given")
     write_tokenizer(tmp_path / "tok", template)
