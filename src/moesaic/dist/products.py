@@ -242,7 +242,7 @@ def engine(device: torch.device, dtype: torch.dtype) -> str:
     """What multiplies rows of experts there, for a person."""
     if device.type != "cpu":
         return "torch's grouped product" if dtype == torch.bfloat16 else "torch.mm, one by one"
-    by = "oneDNN" if _has_onednn(dtype) else "torch.mm"
+    by = "oneDNN (torch.mm where they are small)" if _has_onednn(dtype) else "torch.mm"
     crew = threads.crew()
     alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
     return f"{by}, one by one{alone}"

@@ -94,6 +94,13 @@ def run_job(
     assert main(["train", "job.toml", "--out", out, *flags]) == 0
 
 
+@pytest.fixture
+def base(their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory `base` to train over, where the test is."""
+    monkeypatch.chdir(tmp_path)
+    their_model("olmoe", vocab_size=260).save_pretrained("base")
+
+
 def logits(model: torch.nn.Module) -> Tensor:
     tokens = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -221,13 +228,8 @@ def test_a_dry_run_counts_what_would_be_written(
 
 
 def test_a_size_of_files_has_no_effect_and_that_is_said(
-    their_model: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    base: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    their_model("olmoe", vocab_size=260).save_pretrained("base")
     run_job(["experts"], steps=1)
     words = 'warning: max_shard_bytes has no effect: to = "adapter" writes one file\n'
     for to, sets, more, said in (
@@ -267,14 +269,7 @@ def test_what_an_adapter_cannot_say_is_refused(
     assert main(["convert", "run", "--out", "merged"]) == 0
 
 
-def test_whole_weights_hold_no_adapters(
-    their_model: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    their_model("olmoe", vocab_size=260).save_pretrained("base")
+def test_whole_weights_hold_no_adapters(base: None, capfd: pytest.CaptureFixture[str]) -> None:
     run_job(["experts"], steps=1)
     assert main(["convert", "run", "--out", "merged", "--set", "to=checkpoint"]) == 0
     for source in ("base", "merged"):
