@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 from benchmarks import generate, measure
@@ -24,8 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="take rows of the simulator anew; those of a clock stay as they were",
     )  # fmt: skip
     parser.add_argument(
-        "--parts", action="store_true",
-        help="take a part anew: of facts single operations, of families training, of layer experts",
+        "--parts", nargs="?", const="", metavar="PART",
+        help="take a part anew: of facts operations, of families training, bubbles or conversion, "
+        "of layer "
+        "experts; without a name, the first",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.
@@ -36,16 +38,26 @@ def main(arguments: list[str] | None = None) -> int:
         print("The tree differs from its commit: the records will say so, and no page is made.")
     for theme in options.themes or THEMES:
         module = importlib.import_module(f"benchmarks.{theme}")
-        if options.simulated or options.parts:
+        if options.simulated or options.parts is not None:
             if options.simulated and hasattr(module, "simulated_rows"):
                 run_some((row for row in module.simulated_rows() if row.simulated), theme)
-            if options.parts and hasattr(module, "part_rows"):
-                run_some(module.part_rows(options.rounds), theme)
+            if options.parts is not None:
+                run_some(part(module, theme, options.parts)(options.rounds), theme)
         else:
             run(module, theme, options.rounds)
     complaints = generate.generate()
     print("\n".join(complaints) or "The result pages and the README's table are current.")
     return 0
+
+
+def part(module: ModuleType, theme: str, name: str) -> Callable[[int], Iterator[measure.Row]]:
+    """What takes the part `name` of a theme, or its first one."""
+    parts: dict[str, Callable[[int], Iterator[measure.Row]]] = getattr(module, "PARTS", {})
+    name = name or next(iter(parts), "")
+    if name not in parts:
+        known = f"take one of {', '.join(parts)}" if parts else "take all of it"
+        raise SystemExit(f"theme '{theme}' has no part '{name}': {known}")
+    return parts[name]
 
 
 def run(module: ModuleType, theme: str, rounds: int) -> None:

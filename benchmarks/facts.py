@@ -134,7 +134,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
     steps = min(rounds, STEPS)
     yield from predicted_steps(cases(), steps)
-    yield from part_rows(rounds)
+    yield from operations(rounds)
     yield from predicted_memory(cases())
     yield from simulated_rows()
 
@@ -298,7 +298,7 @@ def take_steps(
     return taken, references
 
 
-def part_rows(rounds: int) -> Iterator[measure.Row]:
+def operations(rounds: int) -> Iterator[measure.Row]:
     """Median errors of single products and collectives, at sizes between those of the probe."""
     draw, pool = random.Random(SEED), Ranks()
     shapes = [(draw.randrange(16, 1025), *_widths(draw)) for _ in range(PRODUCTS)]
@@ -342,6 +342,9 @@ def part_rows(rounds: int) -> Iterator[measure.Row]:
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
         f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes; {words}",
     )  # fmt: skip
+
+
+PARTS = {"operations": operations}
 
 
 def _widths(draw: random.Random) -> tuple[int, int]:

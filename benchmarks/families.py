@@ -73,15 +73,23 @@ class Unlike(Exception):
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
-    yield from part_rows(rounds)
+    yield from all_training(rounds)
     yield from bubble.rows(rounds)
+    yield from conversions(rounds)
+
+
+def conversions(rounds: int) -> Iterator[measure.Row]:
+    """Every conversion, a few times."""
     yield from conversion.rows(min(rounds, CONVERSIONS))
 
 
-def part_rows(rounds: int) -> Iterator[measure.Row]:
-    """Training alone."""
+def all_training(rounds: int) -> Iterator[measure.Row]:
+    """Training of every family."""
     for family in SHAPES:
         yield from training(family, rounds)
+
+
+PARTS = {"training": all_training, "bubbles": bubble.rows, "conversion": conversions}
 
 
 def job_of(family: str, batch: int = BATCH, sequence: int = SEQUENCE, **sizes: Any) -> Job:

@@ -43,9 +43,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     yield from between_hosts(rounds)
 
 
-def part_rows(rounds: int) -> Iterator[measure.Row]:
-    """Experts of a layer alone."""
-    yield from experts.rows(rounds)
+PARTS = {"experts": experts.rows}
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:

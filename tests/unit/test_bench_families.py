@@ -131,7 +131,7 @@ def test_conversions_are_measured_and_leave_nothing(
     monkeypatch.setattr(conversion.measure, "ROOT", tmp_path)
     monkeypatch.setattr(conversion.measure, "wait_for_quiet", lambda: True)
     rows = list(conversion.rows(1, conversion.NOTHING, 20_000))
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert {row.name.rpartition(", ")[2] for row in rows} == {"time", "memory"}
     assert list((tmp_path / "build").iterdir()) == []
 

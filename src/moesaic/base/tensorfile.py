@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ ITEM_BYTES = {
 """Bytes of one element, by the format's name of its type."""
 
 _CHUNK_BYTES = 4 << 20
-"""What is hashed and written at a time: it is still in the processor's cache for the second."""
+"""What is hashed and written at a time."""
 
 
 @dataclass(frozen=True)
@@ -64,37 +64,32 @@ def header(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
     return len(text).to_bytes(8, "little") + text
 
 
-def write(
-    path: Path,
+def content(
     entries: Sequence[Entry],
     buffers: Iterable[memoryview],
     metadata: dict[str, str] | None = None,
     digest: Digest | None = None,
-    *,
-    synced: bool = True,
-) -> None:
-    """Write `buffers` (one per entry, in order) to `path`, and sync it, unless somebody else does;
-    `digest` takes all bytes.
+) -> Iterator[bytes | memoryview]:
+    """All bytes of a file that holds `buffers`, one per entry, in order; `digest` takes them too.
 
     Hashing takes as long as a quick disk does, so nobody does it for nothing.
     """
-    with path.open("wb") as file:
-        opening = header(entries, metadata)
-        file.write(opening)
+    for chunk in _chunks(entries, buffers, metadata):
         if digest is not None:
-            digest.update(opening)
-        for entry, buffer in zip(entries, buffers, strict=True):
-            if buffer.nbytes != entry.num_bytes:
-                raise ValueError(f"{entry.name}: {buffer.nbytes} bytes for {entry}")
-            flat = buffer.cast("B")
-            for start in range(0, flat.nbytes, _CHUNK_BYTES):
-                chunk = flat[start : start + _CHUNK_BYTES]
-                if digest is not None:
-                    digest.update(chunk)
-                file.write(chunk)
-        file.flush()
-        if synced:
-            os.fsync(file.fileno())
+            digest.update(chunk)
+        yield chunk
+
+
+def _chunks(
+    entries: Sequence[Entry], buffers: Iterable[memoryview], metadata: dict[str, str] | None
+) -> Iterator[bytes | memoryview]:
+    yield header(entries, metadata)
+    for entry, buffer in zip(entries, buffers, strict=True):
+        if buffer.nbytes != entry.num_bytes:
+            raise ValueError(f"{entry.name}: {buffer.nbytes} bytes for {entry}")
+        flat = buffer.cast("B")
+        for start in range(0, flat.nbytes, _CHUNK_BYTES):
+            yield flat[start : start + _CHUNK_BYTES]
 
 
 def sync(path: Path) -> None:

@@ -1,8 +1,9 @@
 """Loading: a checkpoint is a source that fills pieces of any layout, from files it has hashed.
 
 Files are memory-mapped and only the boxes that are wanted are copied out of them, so loading needs
-no memory of its own. Nothing is read from a file before its hash has been found right, by `verify`,
-by another rank in `verify_shared`, or, where neither was called, by `fill` itself.
+no memory of its own; who reads everything once has one file at a time in memory instead. Nothing
+is read from a file before its hash has been found right, by `verify`, by another rank in
+`verify_shared`, or, where neither was called, by `fill` itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moesaic.base import tensorfile
+from moesaic.base import direct, tensorfile
 from moesaic.base.errors import StoreError
 from moesaic.base.tensorfile import Entry
 from moesaic.dist.checkpoint.directory import candidates
@@ -48,20 +49,28 @@ class _Copy(NamedTuple):
 class Checkpoint:
     """A committed checkpoint. It is a `Source`."""
 
-    def __init__(self, path: Path, manifest: Manifest, cast: bool = False) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, cast: bool = False, once: bool = False
+    ) -> None:
         self.path = path
         self._manifest, self._cast = manifest, cast
+        self._once = once and all(len(t.pieces) == 1 for t in manifest.tensors.values())
+        self._memory: memoryview | None = None
+        self._held: str | None = None
+        """The file that was hashed last, which is in that memory."""
         self._verified: set[str] = set()
         self._entries: dict[str, dict[str, tuple[Entry, int]]] = {}
 
     @classmethod
-    def open(cls, path: Path, cast: bool = False) -> Checkpoint:
+    def open(cls, path: Path, cast: bool = False, once: bool = False) -> Checkpoint:
         """The checkpoint in directory `path`, its manifest verified.
 
-        `cast` lets floating-point tensors be filled from those of another precision.
+        `cast` lets floating-point tensors be filled from those of another precision. `once`: no
+        tensor will be read again, so that a file goes through memory and not the page cache, if
+        one rank has written all.
         """
         try:
-            return _open(path, cast)
+            return _open(path, cast, once)
         except StoreError as error:
             raise StoreError(f"{error}; {_advise(path)}") from None
 
@@ -176,13 +185,26 @@ class Checkpoint:
             size = file.stat().st_size
             if size != record.num_bytes:
                 return f"'{name}' has {size} bytes where {record.num_bytes} were written"
-            if read and tensorfile.sha256(file) != record.sha256:
+            if read and self._sha256(name) != record.sha256:
                 return f"'{name}' is not what was written: its SHA-256 differs"
         except FileNotFoundError:
             return f"'{name}' is missing"
         except OSError as error:
             return f"'{name}' cannot be read ({error})"
         return ""
+
+    def _sha256(self, name: str) -> str:
+        file, self._held = self.path / name, None
+        if not self._once:
+            return tensorfile.sha256(file)
+        if self._memory is None:
+            sizes = (record.num_bytes for record in self._manifest.files.values())
+            self._memory = direct.memory(max(sizes))
+        digest = hashlib.sha256()
+        for part in direct.parts(file, self._memory):
+            digest.update(part)
+        self._held = name
+        return digest.hexdigest()
 
     def _raise_damage(self, damage: Sequence[str], advice: str | None = None) -> None:
         if damage:
@@ -194,13 +216,16 @@ class Checkpoint:
         if name not in self._entries:
             self._entries[name] = tensorfile.read_entries(file)
         entries, num_bytes = self._entries[name], self._manifest.files[name].num_bytes
-        mapped = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
+        if self._memory is not None and self._held == name:
+            content = torch.frombuffer(self._memory, dtype=torch.uint8)
+        else:
+            content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
         for copy in wanted:
             expected = Entry(copy.record.entry, copy.dtype, copy.record.size)
             entry, start = entries.get(copy.record.entry, (None, 0))
             if entry != expected or start + expected.num_bytes > num_bytes:
                 raise StoreError(f"'{file}' does not hold {expected} as its manifest says")
-            raw = mapped[start : start + expected.num_bytes]
+            raw = content[start : start + expected.num_bytes]
             values = raw.view(_TORCH_TYPES[copy.dtype]).view(copy.record.size)
             copy.target.copy_(values[copy.source])
 
@@ -233,7 +258,7 @@ def _newest_intact(
     return None
 
 
-def _open(path: Path, cast: bool) -> Checkpoint:
+def _open(path: Path, cast: bool = False, once: bool = False) -> Checkpoint:
     if not path.is_dir():
         raise StoreError(f"there is no checkpoint '{path}'")
     record = _read(path / COMMIT, f"checkpoint '{path}' was never finished: it has no {COMMIT}")
@@ -252,7 +277,7 @@ def _open(path: Path, cast: bool) -> Checkpoint:
         raise StoreError(f"checkpoint '{path}' cannot be used: {error}") from None
     if record != commit_record(manifest, data):
         raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' is not what was written")
-    return Checkpoint(path, manifest, cast)
+    return Checkpoint(path, manifest, cast, once)
 
 
 def _read(path: Path, missing: str) -> bytes:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moesaic.base import tensorfile
+from moesaic.base import direct, tensorfile
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint import directory as checkpoints
 from moesaic.dist.checkpoint.board import Board
@@ -391,7 +391,7 @@ class Saver:
     def _write_part(self, path: Path, part: Part, pieces: Sequence[Piece]) -> dict[str, Any]:
         buffers = self._staging.staged(part) if self._asynchronous else live(part, pieces)
         file, digest = path / part.file, hashlib.sha256()
-        tensorfile.write(file, part.entries, buffers, digest=digest)
+        direct.write(file, tensorfile.content(part.entries, buffers, digest=digest))
         return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
     def _explain(self, error: BaseException, save: _Save) -> BaseException:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import torch
+
 from moesaic.base.errors import ConfigError
+from moesaic.dist import device as devices
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -58,7 +61,8 @@ def convert(
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes = {max_shard_bytes}: give a size from 1")
     refuse_occupied(target)
-    origin = open_origin(source)
+    devices.activate(torch.device("cpu"))
+    origin = open_origin(source, once=True)
     if to == "checkpoint":
         _write_checkpoint(target, origin, dtype, max_shard_bytes, progress)
     elif to == "adapter":

@@ -59,12 +59,12 @@ class Origin:
             piece.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in spans)])
 
 
-def open_origin(path: Path) -> Origin:
-    """The model at `path`, whatever form it has there."""
+def open_origin(path: Path, once: bool = False) -> Origin:
+    """The model at `path`, whatever form it has there; `once` if nothing will be read again."""
     if (path / CONFIG_NAME).is_file():
-        return _from_huggingface(path)
+        return _from_huggingface(path, once)
     if (path / COMMIT).exists() or (path / MANIFEST).exists():
-        return _from_checkpoint(Checkpoint.open(path))
+        return _from_checkpoint(Checkpoint.open(path, once=once))
     for directory in (path / "checkpoints", path):
         if directory.is_dir() and any(directory.glob("step-*")):
             passed_over: list[str] = []
@@ -86,9 +86,9 @@ def open_origin(path: Path) -> Origin:
     )
 
 
-def _from_huggingface(path: Path) -> Origin:
+def _from_huggingface(path: Path, once: bool) -> Origin:
     model, warnings = read_config(path)
-    source = HFSource(path, model)
+    source = HFSource(path, model, once)
     facts = {"model": model.model_dump(mode="json"), "source": str(path)}
     return Origin(path, model, source, find_companions(path), facts, [*warnings, *source.notes])
 

@@ -2,12 +2,14 @@
 
 The headers of all files are read first: every parameter must be there with the shape that
 config.json means, and every tensor must belong to a parameter. Then values are taken row by row
-from memory-mapped files, one file at a time, so that a reader never holds more than one shard.
+from memory-mapped files, one file at a time, so that a reader never holds more than one shard; or
+tensor by tensor past the page cache, if each is read but once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moesaic.base import direct, tensorfile
 from moesaic.base.errors import WeightsError
+from moesaic.base.tensorfile import Entry
 from moesaic.dist.state import PARAMETER, Piece
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
@@ -43,9 +47,12 @@ class Stored:
 class HFSource:
     """The weights of `directory` as those of `model`: fills pieces, or gives whole parameters."""
 
-    def __init__(self, directory: Path, model: ModelConfig) -> None:
+    def __init__(self, directory: Path, model: ModelConfig, once: bool = False) -> None:
+        """`once`: nothing will be read again, so that the system need not keep it in memory."""
+        self._once = once
         self._stored = scan(directory)
         self._open: tuple[Path, Any] | None = None
+        self._starts: dict[Path, dict[str, tuple[Entry, int]]] = {}
         chosen = names.choose(model, self._stored)
         _check(directory, model, self._stored, chosen)
         self._places = {name: place for name, place in chosen.items() if place is not None}
@@ -82,7 +89,7 @@ class HFSource:
         return torch.float32 if dtype == fp8.DTYPE else DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter; a view of the mapped file, unless it is stored as scaled blocks."""
+        """One whole parameter; a view of the mapped file, if that is what it is read from."""
         place = self._places[name]
         box = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
         return self._slice(place.tensor, box).reshape(_parameter_size(place))
@@ -118,12 +125,23 @@ class HFSource:
     def _raw(self, tensor: str, box: Sequence[slice]) -> Tensor:
         stored = self._stored[tensor]
         whole = all(s.stop - s.start == n for s, n in zip(box, stored.shape, strict=True))
-        file = self._opened(stored.file)
-        if whole:
-            result: Tensor = file.get_tensor(tensor)
-            return result
-        part: Tensor = file.get_slice(tensor)[tuple(box)]
+        if self._once and whole and stored.dtype in DTYPES:
+            return self._whole(tensor, stored)
+        part: Tensor = self._opened(stored.file).get_slice(tensor)[tuple(box)]
         return part
+
+    def _whole(self, tensor: str, stored: Stored) -> Tensor:
+        if stored.file not in self._starts:
+            self._starts[stored.file] = tensorfile.read_entries(stored.file)
+        _, start = self._starts[stored.file][tensor]
+        dtype = DTYPES[stored.dtype]
+        if 0 in stored.shape:
+            return torch.empty(stored.shape, dtype=dtype)
+        data = direct.read(stored.file, start, math.prod(stored.shape) * dtype.itemsize)
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # The file's header has an odd length.
+        return raw.view(dtype).view(stored.shape)
 
     def _opened(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path:

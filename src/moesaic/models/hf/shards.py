@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moesaic.base import tensorfile
+from moesaic.base import direct, tensorfile
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.base.tensorfile import ITEM_BYTES, Digest, Entry
 from moesaic.dist.state import PRECISIONS, Piece
@@ -95,7 +95,8 @@ def cut(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
 class Stream:
     """Takes tensors out of one place and into files, counting bytes.
 
-    The disk takes a file while the next one is read: whoever is done with all has it wait.
+    One thread reads, converts and hashes what the next one writes, and the disk takes a file while
+    the one behind it is written: whoever is done with all has it wait.
     """
 
     def __init__(self, tensors: Tensors, total_bytes: int, progress: Progress | None) -> None:
@@ -122,7 +123,8 @@ class Stream:
     ) -> None:
         """Write one file; `digest` takes all of its bytes."""
         entries = [item.entry for item in shard]
-        tensorfile.write(path, entries, self._buffers(shard), metadata, digest, synced=False)
+        content = tensorfile.content(entries, self._buffers(shard), metadata, digest)
+        direct.write(path, content, synced=False)
         self._syncing.append(self._pool.submit(tensorfile.sync, path))
 
     def _buffers(self, shard: Sequence[Item]) -> Iterator[memoryview]:

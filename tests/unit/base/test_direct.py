@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moesaic.base import direct
+from moesaic.base.errors import StoreError
+
+UNIT = direct._ALIGNMENT
+BLOCK = 4 * UNIT
+SIZES = [0, 1, UNIT - 1, UNIT, UNIT + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 7 * BLOCK + 5]
+SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file on a disk, and one on a file system that may have no disk below it."""
+    if request.param == "disk":
+        yield tmp_path / "file"
+        return
+    if not SHARED.is_dir():
+        pytest.skip("there is no /dev/shm")
+    path = SHARED / f"moesaic-{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_BLOCK_BYTES", BLOCK)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("chunk", [1000, UNIT, 3 * BLOCK + 7])
+def test_what_is_written_is_read(place: Path, size: int, chunk: int) -> None:
+    data = os.urandom(size)
+    direct.write(place, (data[at : at + chunk] for at in range(0, size, chunk)))
+    assert place.read_bytes() == data
+    assert b"".join(bytes(part) for part in direct.parts(place, direct.memory(size))) == data
+    for start, end in ((0, size), (size // 3, size), (size // 3, size // 2), (size, size)):
+        assert direct.read(place, start, end - start) == data[start:end]
+
+
+def test_files_go_past_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("this system knows no way past its page cache")
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError:
+            pytest.skip("the file system of the test has one way only")
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        direct._go_past(file, True)
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+        direct._go_past(file, False)
+        assert not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_a_disk_with_another_alignment_is_reached_through_the_cache(tmp_path: Path) -> None:
+    data, path = os.urandom(3 * UNIT), tmp_path / "file"
+    odd = direct.memory(4 * UNIT)[1:]
+    odd[: len(data)] = data
+    with path.open("wb", buffering=0) as file:
+        direct._write_whole(file, odd[: len(data)], past=True)
+    assert path.read_bytes() == data
+    odd[:] = bytes(len(odd))
+    with path.open("rb", buffering=0) as file:
+        direct._go_past(file, True)
+        assert direct._read_whole(file, odd) == len(data)
+    assert odd[: len(data)] == data
+
+
+def test_a_file_that_ends_too_soon_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(bytes(100))
+    with pytest.raises(StoreError, match=r"short' ends before byte 101: restore it"):
+        direct.read(path, 1, 100)
+
+
+def test_what_a_maker_raises_is_raised(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield bytes(5 * BLOCK)
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError, match="no more"):
+        direct.write(tmp_path / "file", chunks())
+
+
+def test_a_full_disk_is_raised(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full")
+    for blocks in (1, 5):
+        with pytest.raises(OSError, match="No space left"):
+            direct.write(full, [bytes(blocks * BLOCK + 1)])
+
+
+def test_whoever_has_enough_ends_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(9 * BLOCK))
+    parts = direct.parts(path, direct.memory(9 * BLOCK))
+    assert len(next(parts)) == BLOCK
+    parts.close()  # type: ignore[attr-defined]
