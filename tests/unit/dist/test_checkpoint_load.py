@@ -122,6 +122,36 @@ def test_damage_is_named_and_the_newest_intact_one_offered(
     assert intact.path.name == "step-00000002"
 
 
+def test_what_is_read_once_is_lent_from_one_memory(tmp_path: Path) -> None:
+    (world,) = worlds(1)
+    saver = Saver(tmp_path, world, keep=9)
+    saver.save(State(cut(TENSORS, ONE, 0), {"step": 1}), 1, {})
+    saver.wait()
+    path = committed(tmp_path)[0]
+    names = [f"{PARAMETER}/{name}" for name in TENSORS]
+    once, often = Checkpoint.open(path, once=True), Checkpoint.open(path)
+    assert [often.lend(name) for name in names] == [None] * len(names)
+    lent = [once.lend(name) for name in names]
+    for tensor, values in zip(TENSORS.values(), lent, strict=True):
+        assert values is not None
+        assert torch.equal(values, tensor)
+    assert len({values.untyped_storage().data_ptr() for values in lent if values is not None}) == 1
+    file = path / "rank-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoreError, match=r"'rank-0\.safetensors' is not what was written"):
+        Checkpoint.open(path, once=True).lend(names[0])
+
+
+def test_nothing_is_lent_of_what_two_ranks_have_written(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save(tmp_path, 1), once=True)
+    assert checkpoint.lend(f"{PARAMETER}/a") is None
+    pieces = blank(cut(TENSORS, ONE, 0))
+    checkpoint.fill(pieces)
+    assert same_bits(pieces, cut(TENSORS, ONE, 0))
+
+
 def test_filling_looks_before_it_reads(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     file = path / "rank-1.safetensors"

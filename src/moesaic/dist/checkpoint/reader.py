@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,6 +147,16 @@ class Checkpoint:
         for name, wanted in copies.items():
             self._copy_out(name, wanted)
 
+    def lend(self, key: str) -> torch.Tensor | None:
+        """A whole tensor, valid until anything else is read: only where all is read once."""
+        if not self._once:
+            return None
+        (record,) = self._manifest.tensors[key].pieces
+        if self._held != record.file:
+            self._raise_damage(self._find_damage([record.file]))
+        (values,) = self._find(record.file, [(record, self._manifest.tensors[key].dtype)])
+        return values
+
     def _check(self, piece: Piece) -> None:
         record = self._manifest.tensors.get(piece.key)
         if record is None:
@@ -212,6 +222,12 @@ class Checkpoint:
             raise StoreError(f"checkpoint '{self.path}' is damaged: {', '.join(damage)}; {advice}")
 
     def _copy_out(self, name: str, wanted: Sequence[_Copy]) -> None:
+        found = self._find(name, [(copy.record, copy.dtype) for copy in wanted])
+        for copy, values in zip(wanted, found, strict=True):
+            copy.target.copy_(values[copy.source])
+
+    def _find(self, name: str, wanted: Iterable[tuple[PieceRecord, str]]) -> Iterator[torch.Tensor]:
+        """The values of some pieces where they are: in one file, or in the memory that has it."""
         file = self.path / name
         if name not in self._entries:
             self._entries[name] = tensorfile.read_entries(file)
@@ -220,14 +236,13 @@ class Checkpoint:
             content = torch.frombuffer(self._memory, dtype=torch.uint8)
         else:
             content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
-        for copy in wanted:
-            expected = Entry(copy.record.entry, copy.dtype, copy.record.size)
-            entry, start = entries.get(copy.record.entry, (None, 0))
+        for record, dtype in wanted:
+            expected = Entry(record.entry, dtype, record.size)
+            entry, start = entries.get(record.entry, (None, 0))
             if entry != expected or start + expected.num_bytes > num_bytes:
                 raise StoreError(f"'{file}' does not hold {expected} as its manifest says")
             raw = content[start : start + expected.num_bytes]
-            values = raw.view(_TORCH_TYPES[copy.dtype]).view(copy.record.size)
-            copy.target.copy_(values[copy.source])
+            yield raw.view(_TORCH_TYPES[dtype]).view(record.size)
 
 
 def newest_intact(

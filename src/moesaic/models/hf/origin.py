@@ -161,9 +161,11 @@ class CheckpointTensors:
 
     def read(self, name: str) -> Tensor:
         """One whole parameter; what is adapted is merged in fp64."""
-        tensor, stem = self._stored(name), adapter_stem(name)
+        stem = adapter_stem(name)
         if f"{stem}{A}" not in self._shapes:
-            return tensor
+            lent = self._checkpoint.lend(f"{PARAMETER}/{name}")
+            return self._stored(name) if lent is None else lent
+        tensor = self._stored(name)
         a, b = (self._stored(f"{stem}{end}").double() for end in (A, B))
         return torch.addmm(tensor.double(), b, a, alpha=self._scale).to(tensor.dtype)
 

@@ -39,7 +39,7 @@ class Tensors(Protocol):
         """The dtype of one parameter."""
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter."""
+        """One whole parameter; what is read once may lie where the next one will."""
 
 
 class PieceTensors:
