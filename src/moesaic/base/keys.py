@@ -298,8 +298,8 @@ def _list_phrase(kind: object, constraints: Iterable[Any]) -> str:
     if typing.get_origin(kind) is typing.Literal:
         size = "one or more of " if shortest and not longest else size
         return f"a list of {size}{one}"
-    many = one.replace("list of", "lists of", 1) if one.startswith("list of") else f"{one}s"
-    return f"a list of {size}{many}"
+    word, space, rest = one.partition(" ")
+    return f"a list of {size}{word}s{space}{rest}"
 
 
 def _range(constraints: Iterable[Any]) -> str:

@@ -20,6 +20,7 @@ from moesaic.cli.start import at_once
 from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.job.model import PRESETS
+from moesaic.train.jobfile import fill_from
 
 if TYPE_CHECKING:
     from moesaic.models.speed import ExpertLayer, Least, Limit, Speed
@@ -102,14 +103,25 @@ def _settings(model: str | None, sets: Sequence[str]) -> BenchConfig:
             f"--model is missing: give a preset ({keys.listed(list(PRESETS))}) or sizes of your "
             "own (--set model.hidden=1024 ...)"
         )
-    changed = fill_preset(apply_sets(raw, sets), "--set")
+    warnings: list[str] = []
+    changed = fill_from(fill_preset(apply_sets(raw, sets), "--set"), "--set", warnings)
+    changed.pop("source", None)
+    for warning in warnings:
+        screen.warn(warning)
     return parse(BenchConfig, changed, "--set", sets)
 
 
 def _preset(name: str) -> str:
-    """The preset that begins with `name`, if one does alone."""
+    """The preset that `name` is, or is the beginning of."""
     found = [preset for preset in PRESETS if preset.startswith(name)]
-    return found[0] if len(found) == 1 else name
+    if name in PRESETS:
+        return name
+    if not found:
+        known = keys.listed(list(PRESETS))
+        raise UserError(f"--model {name} is not known: give {known}, or a beginning of one")
+    if len(found) > 1:
+        raise UserError(f"--model {name} may be {keys.listed(found)}: give more of its name")
+    return found[0]
 
 
 def _measured(

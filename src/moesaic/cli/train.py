@@ -243,12 +243,14 @@ def _close(out: Path, as_json: bool) -> None:
 
     page = out / "report.html"
     write_report([out], page)
-    facts = summary(RunFacts.read(out))
+    run = RunFacts.read(out)
+    facts = summary(run)
     if as_json:
         screen.as_json({**facts, "report": str(page)})
         return
     screen.say(_headline(facts))
-    prompt = f'moesaic generate {shlex.quote(str(out))} --prompt "..."'
+    chat = " --chat" if run.setting("data.format") == "chat" else ""
+    prompt = f'moesaic generate {shlex.quote(str(out))}{chat} --prompt "..."'
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
         screen.say(

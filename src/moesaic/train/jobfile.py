@@ -48,7 +48,7 @@ def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     warnings: list[str] = []
-    raw = fill_preset(_fill_from(raw, origin, warnings), origin)
+    raw = fill_preset(fill_from(raw, origin, warnings), origin)
     job = parse(Job, raw, origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
@@ -93,7 +93,7 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     return replace(loaded, job=job, text=text, warnings=warnings, plan=plan, plan_origin=origin)
 
 
-def _fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:
+def fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:
     """`raw` with `[model] from = DIR` replaced by the model that DIR holds."""
     model = raw.get("model")
     if not isinstance(model, dict) or "from" not in model:

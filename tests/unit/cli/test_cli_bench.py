@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.models.hf.config import config_text
 
 LINE = ["bench", "layer", "--model", "tiny-mixtral", "--set", "seconds=0.2"]
 FEW = ["--set", "tokens=[1, 40]", "--set", 'dtypes=["fp32"]']
@@ -59,13 +62,23 @@ def test_what_it_would_measure(capfd: pytest.CaptureFixture[str]) -> None:
     assert "experts = 64" in said
 
 
+def test_a_layer_of_a_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = ModelConfig(**PRESETS["tiny-mixtral"])
+    (tmp_path / "config.json").write_text(config_text(model, "float32"))
+    assert main(["bench", "layer", "--set", f"model.from={tmp_path}", "--dry-run"]) == 0
+    assert f"experts = {model.experts}\n" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("bench", "what to measure is missing: moesaic bench layer"),
         ("bench disk", "'disk' is nothing to measure: moesaic bench layer"),
         ("bench layer", "--model is missing: give a preset (tiny-dense, "),
-        ("bench layer --model tiny", 'model.preset = "tiny" is not known: give "tiny-dense"'),
+        ("bench layer --model tiny", "--model tiny may be tiny-dense, tiny-mixtral, "),
+        ("bench layer --model nope", "--model nope is not known: give tiny-dense, "),
+        ("bench layer --set model.from=nope", 'model.from = "nope" is no directory: give a Hug'),
+        ("bench layer --model olmoe --set tokens=8", "give a list of integers from 1 and up to"),
         ("bench layer --model tiny-dense", "model.experts = 0: a dense model has no expert layer"),
         ("bench layer --model olmoe --set tokens=[0]", "tokens[0] = 0 is out of range"),
         ("bench layer --model olmoe --set token=[1]", "did you mean 'tokens'?"),

@@ -52,6 +52,7 @@ def test_the_example(
     small = ["train.steps=2", "schedule.warmup=1", "model.layers=1", "log.tensorboard=false"]
     sets = [word for item in small for word in ("--set", item)]
     assert main(["train", JOB, "--out", "run", *sets]) == 0
+    assert 'moesaic generate run --chat --prompt "..."' in capfd.readouterr().out
     ask = ["generate", "run", "--chat", "--prompt", "Hello!", "--set", "max_tokens=2"]
     assert main(ask) == 0, capfd.readouterr().err
 

@@ -37,6 +37,8 @@ FORMS = ("messages", "conversations", "prompt")
 COLUMNS = (*FORMS, "completion", "tools")
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"human": "user", "gpt": "assistant"}
+FORMER_NAMES = {"function": "tool", "developer": "system"}
+"""What others call roles, where more than the name may differ."""
 READING = 3
 """Goes up when the same line comes to mean other tokens, or none."""
 
@@ -85,6 +87,7 @@ class Chat:
             for where, record in read_records(file, COLUMNS):
                 form, messages = read_messages(record, where)
                 tools = read_tools(record, where)
+                check_calls(messages, tools, where)
                 if self._system is not None and messages[0]["role"] != "system":
                     messages = [{"role": "system", "content": self._system}, *messages]
                 yield self._write(form, messages, tools, where)
@@ -139,7 +142,9 @@ def read_messages(record: dict[str, Any], where: str) -> tuple[str, list[Message
     else:
         said = record[form]
     if not isinstance(said, list) or not said:
-        raise DataError(f"{where}: '{form}' is no list of messages: give it some")
+        raise DataError(
+            f"{where}: '{form}' holds {said!r:.80}, which is no list of messages: give it some"
+        )
     messages = [_message(one, f"{where}, message {i}") for i, one in enumerate(said, start=1)]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
@@ -155,6 +160,38 @@ def read_messages(record: dict[str, Any], where: str) -> tuple[str, list[Message
     return form, messages
 
 
+def check_calls(messages: Sequence[Message], tools: Sequence[Tool] | None, where: str) -> None:
+    """Refuse calls of what is not among `tools`, and results of what nobody called.
+
+    Where nothing is said of tools, or calls stand in the text of answers, nothing is known of that.
+    """
+    offered = {function_of(tool)["name"] for tool in tools or ()}
+    called, answered = list[Any](), False
+    for number, message in enumerate(messages, start=1):
+        named, role = f"{where}, message {number}", message["role"]
+        for call in message.get(CALLS) or () if role == "assistant" else ():
+            name = function_of(call)["name"]
+            if offered and name not in offered:
+                raise DataError(
+                    f"{named} calls '{name}', which is not among 'tools' "
+                    f"({', '.join(sorted(offered))}): add it, or mend the call"
+                )
+            called.append(call.get("id"))
+        answered |= role == "assistant"
+        of = message.get("tool_call_id")
+        if role == "tool" and (not answered or not _known(of, called)):
+            what = "a result" if of is None else f"the result of tool_call_id = {of!r}"
+            raise DataError(
+                f"{named} is {what}, and nobody called for it: put the assistant's call before it, "
+                "or remove it"
+            )
+
+
+def _known(of: Any, called: Sequence[Any]) -> bool:
+    """Whether a result is that of one of the calls, as far as either says which it is."""
+    return of is None or not called or None in called or of in called
+
+
 def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
     """What the assistant of a line may call; None where it does not say.
 
@@ -165,6 +202,8 @@ def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
         with suppress(ValueError, RecursionError):  # Text that is no JSON is no list either.
             tools = json.loads(tools) if tools.strip() else None
     if tools is None:
+        if record.get("functions"):
+            raise DataError(f"{where} holds 'functions': write 'tools', which came in its place")
         return None
     found = _objects(tools, f"{where}: 'tools'", "or its JSON, or none")
     for number, tool in enumerate(found, start=1):
@@ -213,6 +252,19 @@ def _calls(value: Any, where: str) -> None:
                 f"{where}, call {number}: 'arguments' holds {arguments!r:.80}, which is neither an "
                 "object nor text: give {} if there are none"
             )
+        if isinstance(arguments, str) and not _is_object(arguments):
+            raise DataError(
+                f"{where}, call {number}: 'arguments' holds {arguments!r:.80}, which is no object "
+                "in JSON: mend it, or give {} if there are none"
+            )
+
+
+def _is_object(text: str) -> bool:
+    """Whether `text` is an object in JSON."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _message(one: Any, where: str) -> Message:
@@ -221,6 +273,12 @@ def _message(one: Any, where: str) -> Message:
     rest = {key: value for key, value in one.items() if key not in ("from", "value")}
     role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
     role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str) and role in FORMER_NAMES:
+        raise DataError(f"{where} is of role '{role}': write '{FORMER_NAMES[role]}'")
+    if one.get("function_call") is not None:
+        raise DataError(
+            f"{where} holds 'function_call': write '{CALLS}', a list, which came in its place"
+        )
     if role not in ROLES:
         raise DataError(
             f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "

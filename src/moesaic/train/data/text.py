@@ -35,6 +35,8 @@ COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 """Suffixes after which text and JSON lines are unpacked on the way."""
 
 _SAVED = ("dataset_dict.json", "state.json")
+CONVERSATIONS = frozenset({"messages", "conversations"})
+"""Keys by which a file of conversations is known."""
 _ROWS = 1024
 
 
@@ -289,6 +291,11 @@ def _check_type(kind: pa.DataType, where: str, text_key: str) -> None:
 def _no_column(where: str, text_key: str, names: Iterable[str]) -> str:
     known = sorted(names)
     shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    if CONVERSATIONS & set(known):
+        return (
+            f"{where} has no '{text_key}', but {shown}: set data.format = \"chat\", or "
+            "data.text_key to a column of text"
+        )
     return f"{where} has no '{text_key}': set data.text_key to one of its columns ({shown})"
 
 

@@ -199,7 +199,8 @@ def _sample_talks(
     if samples.num_cut or samples.num_left_out:
         told += (
             f"; longer than data.sequence = {config.sequence}: {samples.num_cut:,} lose the end "
-            f"of their answers, {samples.num_left_out:,} have none within it and are left out"
+            f"of their answers, {samples.num_left_out:,} have none within it and are left out "
+            "(raise it to have them whole)"
         )
     tell(told)
     return samples

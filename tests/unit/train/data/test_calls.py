@@ -467,6 +467,27 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
             ("message 1 holds None, which is no text",),
         ),
         ({"messages": None, "id": 1}, ("'messages'",)),
+        (calling(call("f", "{'a': ")), ("call 1: 'arguments' holds \"{'a': \", which is no",)),
+        (calling(call("f", "[1]")), ("'arguments' holds '[1]', which is no object in JSON: mend",)),
+        (
+            {**calling(call("f", "{}")), "tools": json.dumps([function("g"), function("h")])},
+            ("message 2 calls 'f', which is not among 'tools' (g, h): add it",),
+        ),
+        (
+            {"messages": answered(function_call={"name": "f", "arguments": "{}"})},
+            ("message 2 holds 'function_call': write 'tool_calls'",),
+        ),
+        (
+            {"messages": [user("a"), {"role": "tool", "content": "1"}, *answered(content="a")]},
+            ("message 2 is a result, and nobody called for it: put the assistant's call",),
+        ),
+        (
+            {"messages": [
+                *answered(tool_calls=[call("f", "{}", id="1")]),
+                {"role": "tool", "tool_call_id": "2", "content": "a"},
+            ]},
+            ("message 3 is the result of tool_call_id = '2', and nobody called",),
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_line_or_row(

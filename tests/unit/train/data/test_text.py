@@ -177,6 +177,9 @@ def test_errors_of_content(tmp_path: Path) -> None:
     _raises(r"line 2 of '.*a\.jsonl' has no 'text': set data\.text_key .*\(body, id\)", lines)
     write_lines(lines, [{"text": 3}])
     _raises(r"line 1 of .*: data\.text_key = 'text' holds 3, which is no text", lines)
+    talks = tmp_path / "talks.jsonl"
+    talks.write_text('{"messages": [], "id": 1}\n')
+    _raises(r"has no 'text', but id, messages: set data\.format = \"chat\", or data", talks)
     write_lines(lines, ["text"])
     _raises(r"line 1 of .* is not a JSON object", lines)
     lines.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
