@@ -78,10 +78,12 @@ def look(path: Path, verify: bool) -> dict[str, Any]:
         return _look_at_checkpoint(path, verify)
     if (path / "job.json").is_file() or (path / "checkpoints").is_dir():
         return _look_at_run(path, verify)
-    what = "is not there" if not path.exists() else "is none of these"
+    from moesaic.models.hf.config import what_else
+
     other = "; plans, workloads and clusters are for `moesaic plan`" if path.is_file() else ""
     raise ConfigError(
-        f"'{path}' {what}: give a run, a checkpoint or a Hugging Face model directory{other}"
+        f"'{path}' {what_else(path)}: "
+        f"give a run, a checkpoint or a Hugging Face model directory{other}"
     )
 
 

@@ -33,6 +33,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "old" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "old" / "job.json").write_text("{}")
     (tmp_path / "file").write_text("a file")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     return tmp_path
 
 
@@ -145,10 +147,12 @@ VERBS = [
     ("convert old", "--out is missing"),
     ("convert nowhere --out new", "'nowhere' is not there"),
     ("convert nowhere --out old", "'old' is not empty"),
+    ("convert adapter --out new", "'adapter' is an adapter, which holds no model of its own: give"),
     ("convert nowhere --out new --set dtype=int8", 'dtype = "int8" is not known'),
     ("inspect", "PATH is missing"),
     ("inspect nowhere", "'nowhere' is not there"),
     ("inspect file", "'file' is none of these"),
+    ("inspect adapter", "'adapter' is an adapter, which holds no model of its own: give a run"),
     ("report", "RUN is missing"),
     ("report nowhere", "there is no run directory 'nowhere'"),
     ("report old old", "--out is missing"),

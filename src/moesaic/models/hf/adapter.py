@@ -19,6 +19,7 @@ from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import Parameter, parameters
 from moesaic.facts.workload.finetune import A, B, adapter_stem, adapters
 from moesaic.models.hf import names
+from moesaic.models.hf.config import ADAPTER_NAME
 from moesaic.models.hf.origin import Origin
 from moesaic.models.hf.settings import Precision
 from moesaic.models.hf.shards import (
@@ -30,7 +31,6 @@ from moesaic.models.hf.shards import (
     total_bytes,
 )
 
-CONFIG_NAME = "adapter_config.json"
 FILE_NAME = "adapter_model.safetensors"
 _ENDS = {A: ".lora_A.weight", B: ".lora_B.weight"}
 _MERGED = 'write the merged model instead (to = "huggingface")'
@@ -79,7 +79,7 @@ def write_adapter(
         with Stream(origin.tensors, total_bytes(items), progress) as stream:
             stream.write(partial / FILE_NAME, items, {"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (partial / CONFIG_NAME).write_text(text, encoding="utf-8")
+        (partial / ADAPTER_NAME).write_text(text, encoding="utf-8")
 
 
 def alone(origin: Origin) -> FinetuneConfig:

@@ -22,6 +22,7 @@ from moesaic.models.hf import fp8
 from moesaic.models.hf.families import FAMILIES
 
 CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
 
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,), "attention_dropout": (0.0,), "decoder_sparse_step": (1,),
@@ -87,6 +88,13 @@ MODEL_KEYS = frozenset(
     )
 )  # fmt: skip
 """Keys of more than one family that ModelConfig has a field for."""
+
+
+def what_else(path: Path) -> str:
+    """What is at `path`, in words, where no model of ours is."""
+    if (path / ADAPTER_NAME).is_file():
+        return "is an adapter, which holds no model of its own"
+    return "is none of these" if path.exists() else "is not there"
 
 
 def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:

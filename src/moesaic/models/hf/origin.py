@@ -23,7 +23,7 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
 from moesaic.facts.workload.finetune import A, B, adapter_stem, adapters
-from moesaic.models.hf.config import CONFIG_NAME, read_config
+from moesaic.models.hf.config import CONFIG_NAME, read_config, what_else
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import Tensors
 from moesaic.models.hf.tokens import ROLES, special_token_ids
@@ -80,9 +80,9 @@ def open_origin(path: Path, once: bool = False) -> Origin:
                 used = f"what follows is of step {checkpoint.step}, '{checkpoint.path}'"
                 origin.warnings[:0] = [*passed_over, used]
             return origin
-    what = "is not there" if not path.exists() else "is none of these"
     raise ConfigError(
-        f"'{path}' {what}: give a Hugging Face model directory, a checkpoint or a run directory"
+        f"'{path}' {what_else(path)}: "
+        "give a Hugging Face model directory, a checkpoint or a run directory"
     )
 
 

@@ -246,17 +246,16 @@ def _calls(value: Any, where: str) -> None:
     """Refuse what are no calls of functions."""
     found = _objects(value, f"{where}: '{CALLS}'", "or leave it out")
     for number, call in enumerate(found, start=1):
-        arguments = _function(call, f"{where}, call {number}").get("arguments")
+        named = f"{where}, call {number}"
+        function = _function(call, named)
+        if "arguments" not in function:
+            raise DataError(f"{named} has no 'arguments': give {{}} if there are none")
+        arguments = function["arguments"]
+        holds = f"{named}: 'arguments' holds {arguments!r:.80}, which is"
         if not isinstance(arguments, (dict, str)):
-            raise DataError(
-                f"{where}, call {number}: 'arguments' holds {arguments!r:.80}, which is neither an "
-                "object nor text: give {} if there are none"
-            )
+            raise DataError(f"{holds} neither an object nor text: give {{}} if there are none")
         if isinstance(arguments, str) and not _is_object(arguments):
-            raise DataError(
-                f"{where}, call {number}: 'arguments' holds {arguments!r:.80}, which is no object "
-                "in JSON: mend it, or give {} if there are none"
-            )
+            raise DataError(f"{holds} no object in JSON: mend it, or give {{}} if there are none")
 
 
 def _is_object(text: str) -> bool:

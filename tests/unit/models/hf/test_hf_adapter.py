@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moesaic.cli.main import main
-from moesaic.models.hf.adapter import CONFIG_NAME, FILE_NAME
+from moesaic.models.hf.adapter import FILE_NAME
+from moesaic.models.hf.config import ADAPTER_NAME
 
 RANK, ALPHA = 4, 6.5
 JOB = """
@@ -130,9 +131,9 @@ def test_base_and_adapter_say_in_peft_what_the_merged_model_says(
     run_job(targets)
     assert main(["convert", "run", "--out", "merged"]) == 0
     assert main(["convert", "run", "--out", "adapter", "--set", "to=adapter"]) == 0
-    assert {path.name for path in Path("adapter").iterdir()} == {CONFIG_NAME, FILE_NAME}
+    assert {path.name for path in Path("adapter").iterdir()} == {ADAPTER_NAME, FILE_NAME}
 
-    config = json.loads(Path("adapter", CONFIG_NAME).read_text())
+    config = json.loads(Path("adapter", ADAPTER_NAME).read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
     assert config["base_model_name_or_path"] == str(Path("base").resolve())
     assert set(config["target_modules"]) == set(modules)
