@@ -248,9 +248,9 @@ def _calls(value: Any, where: str) -> None:
     for number, call in enumerate(found, start=1):
         named = f"{where}, call {number}"
         function = _function(call, named)
-        if "arguments" not in function:
+        arguments = function.get("arguments")
+        if arguments is None:  # As columns, tables do not tell what is null from what is missing.
             raise DataError(f"{named} has no 'arguments': give {{}} if there are none")
-        arguments = function["arguments"]
         holds = f"{named}: 'arguments' holds {arguments!r:.80}, which is"
         if not isinstance(arguments, (dict, str)):
             raise DataError(f"{holds} neither an object nor text: give {{}} if there are none")

@@ -455,7 +455,7 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
         (calling(call(" ", "{}")), ("message 2, call 1: 'name' holds ' ', which names no",)),
         (calling({"function": "f"}), ("call 1: 'function' holds 'f', which is no object: give",)),
         (calling({"name": "f"}), ("message 2, call 1 has no 'arguments': give {} if",)),
-        (calling(call("f", None)), ("call 1: 'arguments' holds None, which is neither an object",)),
+        (calling(call("f", None)), ("call 1 has no 'arguments': give {}",)),
         (calling(call("f", [1])), ("call 1: 'arguments' holds [1], which is neither",)),
         ({"tools": [{"type": "function"}]}, ("tool 1: 'name' holds None, which names no",)),
         ({"tools": "[" * 200_000}, ("'tools' holds '[[", "which is no list of objects")),
