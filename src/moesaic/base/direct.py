@@ -57,7 +57,7 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, synced: bool = Tr
 
 def _next_block(waiting: deque[tuple[Future[None], memoryview]]) -> memoryview:
     """A block that nothing is written from."""
-    if len(waiting) < _BLOCKS - 1:
+    if len(waiting) < _BLOCKS:
         return memory(_BLOCK_BYTES)
     written, block = waiting.popleft()
     written.result()

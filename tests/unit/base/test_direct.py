@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,25 @@ def test_what_is_written_is_read(place: Path, size: int, chunk: int) -> None:
     assert b"".join(bytes(part) for part in direct.parts(place, direct.memory(size))) == data
     for start, end in ((0, size), (size // 3, size), (size // 3, size // 2), (size, size)):
         assert direct.read(place, start, end - start) == data[start:end]
+
+
+def test_a_block_is_written_while_the_next_one_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, write = threading.Event(), direct._write_whole
+
+    def write_late(file: FileIO, data: memoryview, past: bool) -> None:
+        assert asked.wait(20)
+        write(file, data, past)
+
+    def chunks() -> Iterator[bytes]:
+        yield b"a" * BLOCK
+        asked.set()
+        yield b"b" * BLOCK
+
+    monkeypatch.setattr(direct, "_write_whole", write_late)
+    direct.write(tmp_path / "file", chunks())
+    assert (tmp_path / "file").read_bytes() == b"a" * BLOCK + b"b" * BLOCK
 
 
 def test_files_go_past_the_page_cache_where_they_can(tmp_path: Path) -> None:
