@@ -86,7 +86,10 @@ def parts(path: Path, buffer: memoryview) -> Iterator[memoryview]:
             places = [slice(at, at + _BLOCK_BYTES) for at in range(0, size, _BLOCK_BYTES)]
             coming = [pool.submit(_read_whole, file, buffer[place]) for place in places]
             for place, count in zip(places, coming, strict=True):
-                yield buffer[place][: count.result()]
+                end = min(place.stop, size)
+                if count.result() < end - place.start:
+                    raise StoreError(f"'{path}' ends before byte {end}: restore it")
+                yield buffer[place.start : end]
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -128,8 +131,6 @@ def _read_whole(file: FileIO, buffer: memoryview) -> int:
     filled = 0
     while filled < len(buffer) and (count := _retrying(file, file.readinto, buffer[filled:])):
         filled += count
-        if filled % _ALIGNMENT:
-            break  # The end of the file.
     return filled
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -101,6 +101,40 @@ def test_a_file_that_ends_too_soon_is_named(tmp_path: Path) -> None:
     path.write_bytes(bytes(100))
     with pytest.raises(StoreError, match=r"short' ends before byte 101: restore it"):
         direct.read(path, 1, 100)
+
+
+def test_a_disk_may_give_less_than_it_has_been_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is reached over a network does; what follows is where it belongs."""
+    retrying = direct._retrying
+    data, path = os.urandom(3 * BLOCK + 5), tmp_path / "file"
+
+    def grudging(file: FileIO, move: Callable[[memoryview], int], data: memoryview) -> int:
+        return retrying(file, move, data[: min(len(data), UNIT + 100)])
+
+    monkeypatch.setattr(direct, "_retrying", grudging)
+    direct.write(path, [data])
+    assert path.read_bytes() == data
+    buffer = direct.memory(len(data))
+    assert b"".join(bytes(part) for part in direct.parts(path, buffer)) == data
+    assert buffer[: len(data)] == data
+    assert direct.read(path, 7, 2 * BLOCK) == data[7 : 7 + 2 * BLOCK]
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "file", direct._read_whole
+    path.write_bytes(bytes(2 * BLOCK))
+
+    def cut(file: FileIO, buffer: memoryview) -> int:
+        os.truncate(path, BLOCK + 3)
+        return whole(file, buffer)
+
+    monkeypatch.setattr(direct, "_read_whole", cut)
+    with pytest.raises(StoreError, match=f"file' ends before byte {2 * BLOCK}: restore it"):
+        list(direct.parts(path, direct.memory(2 * BLOCK)))
 
 
 def test_what_a_maker_raises_is_raised(tmp_path: Path) -> None:

@@ -196,10 +196,11 @@ class Checkpoint:
             if size != record.num_bytes:
                 return f"'{name}' has {size} bytes where {record.num_bytes} were written"
             if read and self._sha256(name) != record.sha256:
+                self._held = None
                 return f"'{name}' is not what was written: its SHA-256 differs"
         except FileNotFoundError:
             return f"'{name}' is missing"
-        except OSError as error:
+        except (OSError, StoreError) as error:
             return f"'{name}' cannot be read ({error})"
         return ""
 
