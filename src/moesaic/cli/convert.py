@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +41,8 @@ def convert(
     config = flags.settings(ConvertConfig, sets)
     if out is None:
         raise UserError("--out is missing: name the directory to write, which must not exist yet")
+    if ".." in out.parts:  # What is written takes its name at the end, wherever that is then.
+        out = Path(os.path.realpath(out))
     for warning in config.idle():
         screen.warn(warning)
     if dry_run:

@@ -90,6 +90,10 @@ MODEL_KEYS = frozenset(
 """Keys of more than one family that ModelConfig has a field for."""
 
 
+NULL_IS_FALSE = ("norm_topk_prob", "rope_interleave")
+"""Keys whose null transformers reads as false, where without the key it may take true."""
+
+
 def what_else(path: Path) -> str:
     """What is at `path`, in words, where no model of ours is."""
     if (path / ADAPTER_NAME).is_file():
@@ -114,6 +118,11 @@ def read_config(directory: Path) -> tuple[ModelConfig, list[str]]:
         raise ConfigError(f"'{path}' cannot be read as JSON ({error}): restore it") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' is not a JSON object: give a Hugging Face model directory")
+    if (directory / ADAPTER_NAME).is_file():
+        raise ConfigError(
+            f"'{directory}' holds an adapter beside the model, which transformers would apply and "
+            f"nothing here does: merge the two, or take {ADAPTER_NAME} away for the model alone"
+        )
     return from_huggingface(raw, str(path))
 
 
@@ -125,7 +134,9 @@ def from_huggingface(raw: Mapping[str, Any], origin: str) -> tuple[ModelConfig, 
             f"{origin}: model_type = {json.dumps(family)} is not supported: "
             f"use one of {', '.join(get_args(Family))}"
         )
-    known = Keys({key: value for key, value in raw.items() if value is not None}, family, origin)
+    falsy = {key: False for key in NULL_IS_FALSE if key in raw and raw[key] is None}
+    given = {key: value for key, value in raw.items() if value is not None}
+    known = Keys(given | falsy, family, origin)
     known.refuse_unbuilt()
     fields: dict[str, Any] = {
         "family": family,
@@ -351,7 +362,8 @@ def _extras(raw: Mapping[str, Any], family: str, origin: str) -> tuple[dict[str,
         if key in MODEL_KEYS or key in FIXED or key in OUTDATED or keys.meaningful(key):
             continue
         if key == "architectures":
-            if keys.architecture not in (value or [keys.architecture]):
+            names = value if isinstance(value, list) else [value]
+            if value and keys.architecture not in names:
                 warnings.append(
                     f"{origin}: architectures = {json.dumps(value)} is read as "
                     f"{keys.architecture}, which model_type = '{family}' means"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,8 +198,19 @@ def scan(directory: Path) -> dict[str, Stored]:
     return stored
 
 
+def refuse_loose(path: Path) -> None:
+    """Raise for a link to what is not there, as a cache has it of a file that it has not got."""
+    if path.is_symlink() and not path.exists():
+        raise WeightsError(
+            f"'{path}' is a link to '{os.readlink(path)}', which is not there: fetch that file, or "
+            "remove the link"
+        )
+
+
 def _weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    refuse_loose(single)
+    refuse_loose(index)
     if single.exists() and index.exists():
         raise WeightsError(f"'{directory}' has both {SINGLE_NAME} and {INDEX_NAME}: remove one")
     if single.exists():

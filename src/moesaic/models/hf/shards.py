@@ -146,17 +146,31 @@ def _bytes(tensor: Tensor, item: Item) -> memoryview:
         raise ValueError(f"{item.logical} has shape {tuple(tensor.shape)}, not {entry.shape}")
     dtype = DTYPES[entry.dtype]
     result = tensor.detach().to("cpu", dtype).contiguous()
-    if dtype == torch.float16 and tensor.dtype != dtype and not bool(result.isfinite().all()):
+    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and not bool(result.isfinite().all()) and _overflows(tensor, result):
+        wider = "bf16" if dtype == torch.float16 else "keep"
         raise WeightsError(
-            f"tensor '{entry.name}' holds values that float16 cannot: convert to bf16 instead"
+            f"tensor '{entry.name}' holds values that {str(dtype).removeprefix('torch.')} cannot: "
+            f"set dtype to {wider}"
         )
     data: memoryview = result.reshape(-1).view(torch.uint8).numpy().data
     return data
 
 
+def _overflows(tensor: Tensor, narrow: Tensor) -> bool:
+    """Whether something that was finite is not any more."""
+    return bool((narrow.isinf() & tensor.detach().cpu().isfinite()).any())
+
+
 def refuse_occupied(directory: Path) -> None:
     """Raise unless `directory` can be created: absent, or empty."""
     if directory.is_dir() and not any(directory.iterdir()):
+        if directory.is_symlink() or os.path.ismount(directory):
+            what = "a link" if directory.is_symlink() else "where something is mounted"
+            raise ConfigError(
+                f"'{directory}' is {what}, and what is written takes its name at the end: "
+                "name a directory in it"
+            )
         return
     if directory.exists() or directory.is_symlink():
         kind = "is not empty" if directory.is_dir() else "is a file"
@@ -166,7 +180,7 @@ def refuse_occupied(directory: Path) -> None:
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """A new directory that takes the name `target` at the end, and is gone if anything fails."""
-    target = Path(os.path.abspath(target))
+    target = Path(os.path.realpath(target))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         if partial.exists():

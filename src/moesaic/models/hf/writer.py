@@ -17,7 +17,7 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import CONFIG_NAME, config_text
-from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME
+from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME, refuse_loose
 from moesaic.models.hf.settings import Precision
 from moesaic.models.hf.shards import (
     Item,
@@ -45,7 +45,10 @@ COMPANIONS = (
 
 def find_companions(directory: Path) -> list[Path]:
     """The tokenizer and generation files of `directory`, if it is there."""
-    return [path for name in COMPANIONS if (path := directory / name).is_file()]
+    found = [directory / name for name in COMPANIONS]
+    for path in found:
+        refuse_loose(path)
+    return [path for path in found if path.is_file()]
 
 
 def copy_companions(companions: Sequence[Path], directory: Path) -> None:

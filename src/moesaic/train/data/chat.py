@@ -283,7 +283,9 @@ def _message(one: Any, where: str) -> Message:
             f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
             f"{keys.listed(list(OTHER_NAMES))})"
         )
-    calls = one.get(CALLS) if role == "assistant" else None
+    calls = one.get(CALLS)
+    if calls and role != "assistant":
+        raise DataError(f"{where} is of role '{role}' and holds '{CALLS}': remove them")
     if calls:
         _calls(calls, where)
         if content is None:

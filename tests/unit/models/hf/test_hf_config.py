@@ -92,6 +92,28 @@ def refuse(raw: dict[str, Any], *words: str) -> None:
         assert word in str(caught.value)
 
 
+def test_null_is_false_where_transformers_reads_it_so() -> None:
+    assert not parse({**DEEPSEEK, "norm_topk_prob": None}).renormalise
+    assert parse({k: v for k, v in DEEPSEEK.items() if k != "norm_topk_prob"}).renormalise
+    refuse({**DEEPSEEK, "rope_interleave": None}, "rope_interleave = false")
+
+
+@pytest.mark.parametrize("value", [5, "Other", ["Other"], {"a": 1}])
+def test_architectures_are_read_past(value: Any) -> None:
+    _, warnings = from_huggingface({**MIXTRAL, "architectures": value}, "config.json")
+    assert "is read as MixtralForCausalLM" in warnings[0]
+    _, warnings = from_huggingface({**MIXTRAL, "architectures": "MixtralForCausalLM"}, "c")
+    assert not warnings
+
+
+def test_an_adapter_beside_a_model_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"an adapter beside the model.*adapter_config\.json"):
+        read_config(tmp_path)
+
+
 def test_torch_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"

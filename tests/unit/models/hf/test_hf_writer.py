@@ -18,6 +18,7 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
+from moesaic.models.hf.settings import Precision
 from moesaic.models.hf.shards import PieceTensors
 from moesaic.models.hf.writer import find_companions, write_model
 
@@ -118,6 +119,47 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"'model\.norm\.weight'.*bf16"):
         write_model(tmp_path / "out", OLMOE, tensors, dtype="fp16")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "asked"),
+    [
+        (torch.float64, 1e300, "fp32"),
+        (torch.float64, 1e300, "bf16"),
+        (torch.float32, 3.4028e38, "bf16"),
+    ],
+    ids=str,
+)
+def test_what_becomes_infinite_is_refused_and_what_was_is_kept(
+    dtype: torch.dtype, value: float, asked: Precision, tmp_path: Path
+) -> None:
+    tensors = weights(dtype=dtype)
+    tensors.read("head.weight").view(-1)[3] = float("inf")
+    write_model(tmp_path / "kept", OLMOE, tensors, dtype=asked)
+    assert read_back(tmp_path / "kept")["lm_head.weight"].isinf().sum() == 1
+    tensors.read("head.weight").view(-1)[4] = value
+    with pytest.raises(WeightsError, match=r"lm_head\.weight.*cannot: set dtype to keep"):
+        write_model(tmp_path / "refused", OLMOE, tensors, dtype=asked)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_companion_that_is_a_loose_link_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("blobs/missing")
+    with pytest.raises(WeightsError, match="is a link to 'blobs/missing', which is not there"):
+        find_companions(tmp_path)
+
+
+def test_a_target_that_is_a_link_or_a_mount_point_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with pytest.raises(ConfigError, match=r"'.*link' is a link.*: name a directory in it"):
+        write_model(tmp_path / "link", OLMOE, weights())
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "empty")
+    with pytest.raises(ConfigError, match=r"'.*empty' is where something is mounted"):
+        write_model(tmp_path / "empty", OLMOE, weights())
+    assert not any((tmp_path / "empty").iterdir())
 
 
 def test_companions_are_carried_byte_for_byte(tmp_path: Path) -> None:

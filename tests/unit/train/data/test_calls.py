@@ -465,7 +465,16 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
         ),
         (
             {"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}, *answered(content="a")]},
-            ("message 1 holds None, which is no text",),
+            ("message 1 is of role 'user' and holds 'tool_calls': remove them",),
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "hi", "tool_calls": [{"x": "y"}]},
+                    *answered(content="a"),
+                ]
+            },
+            ("message 1 is of role 'user' and holds 'tool_calls': remove them",),
         ),
         ({"messages": None, "id": 1}, ("'messages'",)),
         (calling(call("f", "{'a': ")), ("call 1: 'arguments' holds \"{'a': \", which is no",)),
