@@ -100,7 +100,8 @@ class Layer:
         """Forward."""
         counted = self._dispatcher.count(self.choices, training=True)
         sent = self._dispatcher.start(self.tokens, self.weights, counted)
-        return sent.bring_back(self.bank.compute(*sent.arrive()))
+        with self.bank.at_work() as compute:
+            return sent.through(compute)
 
     def transformers(self, mode: str) -> Tensor:
         """Forward."""

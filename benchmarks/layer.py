@@ -20,6 +20,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload.loads import routed, visit_bytes
 from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.routes import Routes
 from moesaic.testing.hosts import impossible, met, sent_bytes, two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import ranks_of
@@ -41,9 +42,14 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
     yield from experts.rows(rounds)
     yield from between_hosts(rounds)
+    yield from overlapping(rounds)
 
 
-PARTS = {"experts": experts.rows}
+def overlapping(rounds: int) -> Iterator[measure.Row]:
+    """What chunks hide."""
+    from benchmarks import overlap  # It takes from this module.
+
+    yield from overlap.rows(rounds)
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:
@@ -63,6 +69,9 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
             finally:
                 pool.close()
         yield from _host_rows(name, bar, found[0], rounds)
+
+
+PARTS = {"experts": experts.rows, "hosts": between_hosts, "overlap": overlapping}
 
 
 @dataclass(frozen=True)
@@ -160,11 +169,7 @@ class Pass:
     def __call__(self) -> Tensor:
         """One pass."""
         counted = self._dispatcher.count(self._choices, training=False)
-        sent = self._dispatcher.start(self._tokens, self._weights, counted)
-        results, _, weights_NK = sent.arrive()
-        if weights_NK is not None:
-            results = results * weights_NK.sum(dim=1, keepdim=True)
-        return sent.bring_back(results)
+        return self._dispatcher.start(self._tokens, self._weights, counted).through(nothing)
 
     def counted(self) -> tuple[int, int]:
         """Bytes that this host sends over the link in a pass, and those of rows and visits.
@@ -174,7 +179,7 @@ class Pass:
         sent = min(self._sent() for _ in range(COUNTED))
         counted = self._dispatcher.count(self._choices, training=False)
         known = [counted.counts_RE]
-        known += [] if counted.visits is None else [counted.visits.counts_RP]
+        known += [] if counted.visits_RP is None else [counted.visits_RP]
         load = torch.cat(known, dim=1).tolist()
         first = self._world.rank // 2 * 2
         due = sum(self._due(rank, load) for rank in (first, first + 1))
@@ -199,6 +204,11 @@ class Pass:
             for other, to, back in zip(trip.group, trip.to, trip.back, strict=True):
                 due += (other // 2 != rank // 2) * (to * there + back * row)
         return due
+
+
+def nothing(rows: Tensor, routes: Routes, weights_NK: Tensor | None) -> Tensor:
+    """What comes of experts that give back what they get."""
+    return rows if weights_NK is None else rows * weights_NK.sum(dim=1, keepdim=True)
 
 
 def layer_job(layout: dict[str, Any]) -> Job:

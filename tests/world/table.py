@@ -17,8 +17,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "visits": {"dispatch": "visits"},
     "rows by hosts": {"dispatch": "rows", "hosts": 2},
     "visits by hosts": {"dispatch": "visits", "hosts": 2},
+    "visits by hosts in parts": {"dispatch": "visits", "hosts": 2, "chunks": 3},
 }
-"""How tokens travel to experts; by way of hosts where each has several of the ranks."""
+"""How tokens travel to experts; by way of hosts where each has several of the ranks, whole or in
+parts of a rank's tokens."""
 LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
 SMALL: dict[str, Any] = {
     "vocab": 60, "hidden": 32, "layers": 4, "heads": 4, "head_dim": 8, "ffn": 24, "init_std": 0.2,

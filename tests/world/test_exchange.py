@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.base.errors import as_user_error
 from moesaic.dist import shared
-from moesaic.dist.exchange import ByGroup, Carrier, Depart, Flight, Land, travel
+from moesaic.dist.exchange import ByGroup, ByPairs, Carrier, Depart, Flight, Journey, Land
 from moesaic.dist.world import World, lost_peer
 from moesaic.testing.ranks import RankFailed, Ranks
 
@@ -63,21 +63,21 @@ def exchange_all(world: World) -> list[str]:
     """Which carriers there were; every case went through each of them as it should."""
     group = world.everyone
     assert group is not None
-    carriers = [ByGroup(group), shared.carrier_of(group, 30.0)]
+    carriers = [ByGroup(group), ByPairs(group), shared.carrier_of(group, 30.0)]
     for carrier in carriers:
         for case in range(14):
-            # complex and bool are no types of gloo's.
-            if carrier.name == "memory" or DTYPES[case % len(DTYPES)] not in DTYPES[4:]:
+            # complex and bool are no types of gloo's all-to-all.
+            if not isinstance(carrier, ByGroup) or DTYPES[case % len(DTYPES)] not in DTYPES[4:]:
                 goes_through(world, carrier, case, (WIDTH,))
         several_at_once(world, carrier)
         backward_is_the_way_back(world, carrier)
-    goes_through(world, carriers[-1], 7, ())
-    goes_through(world, carriers[-1], 8, (WIDTH,), apart=True)
-    result, work = carriers[-1].start(
-        torch.empty(2 * world.size, 0), [2] * world.size, [2] * world.size
-    )
-    work.wait()
-    assert result.shape == (2 * world.size, 0)
+    for carrier in carriers[1:]:
+        goes_through(world, carrier, 7, ())
+        goes_through(world, carrier, 8, (WIDTH,), apart=True)
+        each = [2] * world.size
+        result, work = carrier.start(torch.empty(2 * world.size, 0), each, each)
+        work.wait()
+        assert result.shape == (2 * world.size, 0)
     return [carrier.name for carrier in carriers]
 
 
@@ -115,10 +115,10 @@ def backward_is_the_way_back(world: World, carrier: Carrier) -> None:
     rows = torch.rand(sum(sent[world.rank]), WIDTH, dtype=torch.float64, requires_grad=True)
     there = Flight(carrier, sent[world.rank], receive)
     departed = Depart.apply(rows, there)
-    other = travel(rows, carrier, sent[world.rank], receive)  # While the first are on their way.
+    other = Journey(rows, carrier, sent[world.rank], receive).end()  # While these are on their way.
     result = Land.apply(departed, there)
     assert torch.equal(result, other)
-    again = travel(result, carrier, receive, sent[world.rank])
+    again = Journey(result, carrier, receive, sent[world.rank]).end()
     assert torch.equal(again, rows)
     (again * rows.detach()).sum().backward()
     assert rows.grad is not None
@@ -127,7 +127,7 @@ def backward_is_the_way_back(world: World, carrier: Carrier) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rows_arrive(ranks: Ranks, size: int) -> None:
-    assert ranks.run(size, exchange_all) == [["gloo", "memory"]] * size
+    assert ranks.run(size, exchange_all) == [["gloo", "gloo", "memory"]] * size
 
 
 def which_carrier(world: World, hosts: list[str]) -> str:
@@ -251,9 +251,10 @@ def test_a_rank_agrees_with_itself(ranks: Ranks) -> None:
         ranks.run(2, exchange_once, [[2, 1], [1, 1]], [[1, 1], [1, 1]])
 
 
-def one_dies(world: World) -> None:
+def one_dies(world: World, by_pairs: bool) -> None:
     carrier = world.carrier([range(world.size)])
     assert carrier is not None
+    carrier = ByPairs(carrier.group) if by_pairs else carrier
     if world.rank == 1:
         os._exit(3)
     with pytest.raises(RuntimeError) as lost:
@@ -268,9 +269,13 @@ def exchange_twice(carrier: Carrier) -> None:
         work.wait()
 
 
-def test_a_rank_that_dies_is_noticed(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match="rank 1 is gone: connection closed by peer"):
-        ranks.run(2, one_dies)
+@pytest.mark.parametrize(
+    ("by_pairs", "said"),
+    [(False, "rank 1 is gone: connection closed by peer"), (True, "closed by peer|reset by peer")],
+)
+def test_a_rank_that_dies_is_noticed(ranks: Ranks, by_pairs: bool, said: str) -> None:
+    with pytest.raises(RankFailed, match=f"(?i){said}"):
+        ranks.run(2, one_dies, by_pairs)
 
 
 def one_is_late(world: World) -> None:

@@ -13,12 +13,12 @@ from layouts import sparing
 from moesaic.dist import products
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, RoutingConfig
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import memory
 from moesaic.facts.workload.kept import activations
 from moesaic.models.initial import InitialSource
-from moesaic.testing.blocks import watch
+from moesaic.testing.blocks import Watched, watch
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
@@ -281,15 +281,56 @@ def test_what_ranks_hold_is_what_runs_have(
         assert (needs.parameters_bytes, needs.moments_bytes, needs.staging_bytes) == held
 
 
-def kept(world: World, job: Job) -> dict[str, int]:
-    return watch(job, lay_out(job.layout, job.model, world.size), world).kept
+CHUNKS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
+    # ranks, layout, family, train
+    (2, {"ep": 2, "chunks": 4}, "olmoe", {}),
+    (
+        2, {"ep": 2, "dispatch": "visits", "chunks": 2}, "deepseek",
+        {"precision": "bf16", **AGAIN},
+    ),
+    (4, {"ep": 4, "shard": 2, "dispatch": "visits", "hosts": 2, "chunks": 4}, "mixtral", PARTS),
+    (4, {"ep": 4, "dispatch": "rows", "hosts": 2, "chunks": 2}, "qwen3", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHUNKS, ids=str)
+def test_chunks_allocate_what_is_predicted(
+    ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
+) -> None:
+    size, layout, family, train = case
+    job = make_job(layout, family, train)
+    needs = memory(job, lay_out(job.layout, job.model, size))
+    found = min(ranks.run(size, peaks, job)[-1])
+    assert needs.peak_bytes == pytest.approx(found, rel=0.02)
+
+
+def seen(world: World, job: Job) -> Watched:
+    return watch(job, lay_out(job.layout, job.model, world.size), world)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3", "deepseek", "latent", "dense"])
 def test_slices_keep_what_is_predicted(ranks: Ranks, family: str, precision: str) -> None:
     job = make_job({"tp": 2}, family, {"precision": precision})
-    plan = lay_out(job.layout, job.model, 2)
-    for rank, found in enumerate(ranks.run(2, kept, job)):
-        expected = activations(job, plan, rank)
-        assert found == {name: num for name, num in expected.items() if name != "context"}
+    assert_kept(ranks, job, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "train"), [("olmoe", {"precision": "bf16"}), ("deepseek", {})], ids=["olmoe", "deep"]
+)
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("dispatch", ["rows", "visits"])
+def test_however_tokens_travel_ranks_keep_what_is_predicted(
+    ranks: Ranks, dispatch: str, hosts: int, num: int, train: dict[str, Any], family: str
+) -> None:
+    layout = {"ep": 2 * hosts, "dispatch": dispatch, "hosts": hosts, "chunks": num}
+    job = make_job(layout, family, {**train, "batch": 6 * hosts})
+    assert_kept(ranks, job.model_copy(update={"routing": RoutingConfig()}), 2 * hosts)
+
+
+def assert_kept(ranks: Ranks, job: Job, size: int) -> None:
+    plan = lay_out(job.layout, job.model, size)
+    for rank, found in enumerate(ranks.run(size, seen, job)):
+        expected = activations(job, plan, rank, found.loads)
+        assert found.kept == {name: num for name, num in expected.items() if name != "context"}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from layouts import SIGMOID, sparing
 from torch import Tensor
 
-from moesaic.dist.exchange import ByGroup
+from moesaic.dist.exchange import ByPairs
 from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -143,7 +143,7 @@ class Wire:
     @contextmanager
     def on(self) -> Iterator[None]:
         """While this holds, calls are kept. FSDP calls the forms of one tensor."""
-        by_group = mock.patch.object(ByGroup, "start", self._exchange(ByGroup))
+        by_pairs = mock.patch.object(ByPairs, "start", self._exchange(ByPairs))
         by_memory = mock.patch.object(ByMemory, "start", self._exchange(ByMemory))
         collectives = mock.patch.multiple(
             dist,
@@ -154,7 +154,7 @@ class Wire:
                 "reduce_scatter", dist.reduce_scatter_single, "input", 1
             ),
         )
-        with by_group, by_memory, collectives:
+        with by_pairs, by_memory, collectives:
             yield
 
     def _around(self, operation: str, real: Any, name: str, at: int) -> Any:
@@ -167,7 +167,7 @@ class Wire:
 
         return call
 
-    def _exchange(self, kind: type[ByGroup] | type[ByMemory]) -> Any:
+    def _exchange(self, kind: type[ByPairs] | type[ByMemory]) -> Any:
         real: Any = kind.start
 
         def call(carrier: Any, rows: Tensor, send: list[int], receive: list[int]) -> Any:
@@ -252,6 +252,47 @@ def test_messages_are_those_that_are_sent(
     exchanges = [m for m in everything if m.operation == "all_to_all"]
     assert bool(exchanges) == (ep > 1)
     assert sum(sum(m.send) for m in exchanges) == sum(sum(m.receive) for m in exchanges)
+
+
+@pytest.mark.parametrize("tables", [{}, SIGMOID], ids=["olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"ep": 2}),
+        (4, {"ep": 2, "shard": 2, **VISITS}),
+        (4, {"ep": 4, "hosts": 2}),
+        (4, {"ep": 4, "hosts": 2, **VISITS}),
+    ],
+    ids=str,
+)
+def test_chunks_send_what_is_predicted_between_them(
+    ranks: Ranks, size: int, layout: dict[str, Any], recompute: bool, tables: dict[str, Any]
+) -> None:
+    """As many messages, and of all those of an exchange as many bytes: which chunk has how many
+    tokens of an expert is not said."""
+    layout = {"dispatch": "rows", **layout, "chunks": 3}
+    job = tiny_job(**{**tables, "layout": layout, "train": {"recompute": recompute}})
+    for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job)):
+        found = [as_sent(message) for message in predicted(job, size, rank, loads)]
+        assert _by_exchange(found) == _by_exchange(sent), rank
+
+
+def _by_exchange(
+    messages: list[Sent],
+) -> tuple[Counter[Sent], dict[tuple[int, ...], tuple[int, list[int]]]]:
+    """What is no exchange; and by the ranks of one how many there are, and bytes to and from each
+    of them."""
+    others: Counter[Sent] = Counter()
+    sums: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+    for message in messages:
+        operation, ranks, _, to, back = message
+        if operation != "all_to_all":
+            others[message] += 1
+            continue
+        count, numbers = sums.get(ranks, (0, [0] * (2 * len(ranks))))
+        sums[ranks] = count + 1, [a + b for a, b in zip(numbers, (*to, *back), strict=True)]
+    return others, sums
 
 
 def cut_job(name: str, layout: dict[str, Any]) -> Job:

@@ -128,7 +128,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
             loaded = obey(loaded, given, items)
         job_, chosen = loaded.job, _chosen(loaded, nproc, where)
         paths, others = travel.traffic(where, chosen.ranks), list[dict[str, Any]]()
-        if loaded.plan is None and job_.layout.dispatch == "auto":
+        if loaded.plan is None and "auto" in (job_.layout.dispatch, job_.layout.chunks):
             recorded = None if loads is None else _recorded(loads, job_)
             chosen, others = travel.cheapest(job_, chosen, where, recorded, paths)
         facts, timeline = predict(job_, chosen, where, loads, paths)

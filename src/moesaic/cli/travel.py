@@ -31,18 +31,20 @@ def cheapest(
     loads: Sequence[NDArray[np.float64]] | None,
     traffic: Traffic,
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """`plan`, in which tokens travel in the way that makes a step the shortest; and other ways,
-    with about how much longer it would be.
+    """`plan`, in which tokens travel in the way, and in as many chunks, that make a step the
+    shortest, where `job` leaves that open; and other ways, with about how much longer it would be.
 
     Without `loads` all expert layers are alike, and as few as there can be show which one it is.
     """
     from moesaic.policy.cost.step import Costs
-    from moesaic.policy.dispatch import ways
+    from moesaic.policy.dispatch import cuts, ways
     from moesaic.sim.timeline import run
 
-    found = ways(plan, [place.host for place in plan.places])
-    if len(found) == 1:
+    if plan.ep == 1:
         return plan, []
+    found = [plan]
+    if job.layout.dispatch == "auto":
+        found = ways(plan, [place.host for place in plan.places])
     model = job.model
     if loads is None:
         layers = min(model.layers, max(plan.num_stages, model.dense_layers + 1))
@@ -55,10 +57,22 @@ def cheapest(
 
     known = [step_s(one) for one in found]
     least = known.index(min(known))
+    if job.layout.chunks == "auto":
+        cut = cuts(found[least], job)
+        taken = [step_s(one) for one in cut]
+        if taken and min(taken) < known[least]:
+            found.append(cut[taken.index(min(taken))])
+            known.append(min(taken))
+            least = len(found) - 1
     times = len(job.model.expert_layers) / max(len(model.expert_layers), 1)
     others = [
-        {"dispatch": one.dispatch, "hosts": one.hosts, "more_s": times * (taken - known[least])}
-        for one, taken in zip(found, known, strict=True)
+        {
+            "dispatch": one.dispatch,
+            "hosts": one.hosts,
+            "chunks": one.chunks,
+            "more_s": times * (step - known[least]),
+        }
+        for one, step in zip(found, known, strict=True)
     ]
     del others[least]
     return found[least], others
@@ -80,9 +94,10 @@ def warn_of_hosts(plan: Plan) -> None:
 def in_a_line(facts: dict[str, Any]) -> str:
     """How tokens get to their experts, and what other ways would cost, in a line."""
     layout, ep = facts["plan"], facts["plan"]["ep"]
-    chosen = travel_words(layout["dispatch"], layout["hosts"], ep)
+    chosen = travel_words(layout["dispatch"], layout["hosts"], ep, layout["chunks"])
     others = [
-        f"{outlook.time(one['more_s'])} if {travel_words(one['dispatch'], one['hosts'], ep)}"
+        f"{outlook.time(one['more_s'])} if "
+        + travel_words(one["dispatch"], one["hosts"], ep, one["chunks"])
         for one in facts["other_ways"]
     ]
     return f"{chosen}; longer by about {', '.join(others)}" if others else chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,52 @@ class ByGroup:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class ByPairs:
+    """Rank by rank over sockets, where every rank first says that it is ready to receive.
+
+    gloo's all-to-all lets a rank say so to another only when what it sends to that one has left, if
+    that one had been ready before: both ways over a link then come one after the other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.name: str = dist.get_backend(group)
+
+    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
+        """As `Carrier` says."""
+        result, rows = rows.new_empty((sum(receive), *rows.shape[1:])), rows.contiguous()
+        coming, going = result.split(receive), rows.split(send)
+        me, size = self.group.rank(), self.group.size()
+        others = [(me + step) % size for step in range(1, size)]
+        works = [
+            dist.irecv(coming[one], group=self.group, group_src=one)
+            for one in others
+            if coming[one].numel()
+        ]
+        works += [
+            dist.isend(going[one], group=self.group, group_dst=one)
+            for one in others
+            if going[one].numel()
+        ]
+        coming[me].copy_(going[me])
+        return result, _Several(works)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Several:
+    """Several works, which end together."""
+
+    def __init__(self, works: Sequence[Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            assert work is not None
+            work.wait()
 
 
 class Flight:
@@ -123,8 +170,16 @@ class Land(torch.autograd.Function):
         return grads[0], None
 
 
-def travel(rows: Tensor, carrier: Carrier, send: list[int], receive: list[int]) -> Tensor:
-    """Rows to ranks, awaited at once."""
-    flight = Flight(carrier, send, receive)
-    landed: Tensor = Land.apply(Depart.apply(rows, flight), flight)
-    return landed
+class Journey:
+    """Rows that leave when it is made and are there when it ends, as `Flight` has it."""
+
+    def __init__(self, rows: Tensor, carrier: Carrier, send: list[int], receive: list[int]) -> None:
+        """Launch them."""
+        self._flight = Flight(carrier, send, receive)
+        self._landing: Tensor | None = Depart.apply(rows, self._flight)
+
+    def end(self) -> Tensor:
+        """Wait; the rows that came from others."""
+        landing, self._landing = self._landing, None
+        landed: Tensor = Land.apply(landing, self._flight)
+        return landed

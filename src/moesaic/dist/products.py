@@ -35,7 +35,9 @@ _OPS.define(
     "grouped_mm_into(Tensor rows, Tensor weight, Tensor counts, bool transposed, Tensor(a!) out)"
     " -> ()"
 )
-_OPS.define("grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out) -> ()")
+_OPS.define(
+    "grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out, bool added) -> ()"
+)
 
 
 def _product(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
@@ -119,33 +121,42 @@ def _padded(rows: Tensor, size: int) -> Tensor:
     return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
-def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
+def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
     start = 0
     for slot, count in enumerate(counts.tolist()):
         if count:
             stop = start + count
-            _outer(left[start:stop], right[start:stop], out[slot])
+            _outer(left[start:stop], right[start:stop], out[slot], added)
             start = stop
-        else:
+        elif not added:
             out[slot].zero_()
 
 
-def _outer(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """left.T @ right into `out`; zeros that are added to their rows add nothing."""
+def _outer(left: Tensor, right: Tensor, out: Tensor, added: bool) -> None:
+    """left.T @ right into `out`, or added to it; zeros at the end of their rows add nothing."""
     even = _evenly(left, len(left), out, transposed=False)
     if even and left.dtype == torch.float32:
         right = _padded(right, _even(len(right)))
         for first in range(0, left.shape[1], _MOST):
             columns = slice(first, first + _MOST)
             block = _padded(left[:, columns], len(right))
-            out[columns] = _onednn(block.T, right.T)
+            _put(out[columns], _onednn(block.T, right.T), added)
         return
     if even:
         left, right = (_padded(rows, _even(len(rows))) for rows in (left, right))
-    if out.dtype == left.dtype:
-        torch.mm(left.T, right, out=out)
+    if out.dtype != left.dtype:
+        _put(out, left.T @ right, added)
+    elif added:
+        out.addmm_(left.T, right)
     else:
-        out.copy_(left.T @ right)
+        torch.mm(left.T, right, out=out)
+
+
+def _put(place: Tensor, values: Tensor, added: bool) -> None:
+    if added:
+        place.add_(values)
+    else:
+        place.copy_(values)
 
 
 def _empty(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
@@ -166,7 +177,7 @@ def _fake_mm_into(
     return None
 
 
-def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
+def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
     return None
 
 
@@ -226,10 +237,13 @@ def grouped_mm(
     return out
 
 
-def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor) -> None:
-    """left[s].T @ right[s] for every slot s, into out[s]; zero for a slot without rows."""
+def grouped_outer(
+    left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool = False
+) -> None:
+    """left[s].T @ right[s] for every slot s, into out[s] or `added` to it; zero for a slot without
+    rows."""
     _refuse_graph(left, right)
-    torch.ops.moesaic.grouped_outer.default(left, right, counts, out)
+    torch.ops.moesaic.grouped_outer.default(left, right, counts, out, added)
 
 
 def _refuse_graph(*tensors: Tensor) -> None:

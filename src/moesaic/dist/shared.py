@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.dist.exchange import ByGroup, Carrier, Work
+from moesaic.dist.exchange import ByPairs, Carrier, Work
 
 _RECORD = struct.Struct("=BxxxIQQQ")
 """What is said, the number of a box; of rows the exchange, where they begin, how many bytes."""
@@ -54,7 +54,7 @@ def carrier_of(group: dist.ProcessGroup, deadline_s: float) -> Carrier:
             group, (host, "" if door is None else door.address, secrets.token_bytes(16))
         )
         if door is None or {at for at, _, _ in said} != {host}:
-            return ByGroup(group)
+            return ByPairs(group)
         # After each round what the others did in it is done: nobody waits for one who is gone.
         lines = _Lines(group.rank(), [secret for _, _, secret in said])
         held.callback(lines.close)
@@ -62,7 +62,7 @@ def carrier_of(group: dist.ProcessGroup, deadline_s: float) -> Carrier:
         _say_all(group, None)
         lines.answer(door)
         if not all(_say_all(group, lines.complete)):
-            return ByGroup(group)
+            return ByPairs(group)
         held.pop_all()
         door.close()
         return ByMemory(group, lines.by_rank, deadline_s)

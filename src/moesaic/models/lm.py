@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
             bank = Bank(plan.homes_at(ranks.rank), config.hidden, config.ffn, ranks.slices)
             dispatcher = Dispatcher(
                 config.experts, ranks, routing.capacity, plan.slots(),
-                visits=plan.dispatch == "visits",
+                visits=plan.dispatch == "visits", chunks=plan.chunks,
             )  # fmt: skip
             beside = config.shared * config.ffn
             shared = FeedForward(config.hidden, beside, self.slices) if beside else None

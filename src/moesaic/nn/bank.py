@@ -7,15 +7,20 @@ so neither has anything to do yet; backward reads the arena after `release`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.nn.grouped import GatedExperts, arena_views
+from moesaic.nn.grouped import GatedExperts, Total, arena_views
 from moesaic.nn.lora import AdaptedExperts, Adapters
 from moesaic.nn.routes import Routes
 from moesaic.nn.slices import WHOLE, Slices
+
+Compute = Callable[[Tensor, Routes, Tensor | None], Tensor]
+"""Tokens through their experts along their routes, weighted if there are weights."""
 
 
 class Bank(nn.Module):
@@ -42,16 +47,26 @@ class Bank(nn.Module):
     def release(self) -> None:
         """Forward is through with the slots; backward may not be."""
 
-    def compute(self, tokens: Tensor, routes: Routes, weights_NK: Tensor | None = None) -> Tensor:
-        """Each token's rows through their experts, added up, weighted if there are weights."""
-        arena = self.acquire()
+    @contextmanager
+    def at_work(self, times: int = 1) -> Iterator[Compute]:
+        """What computes so many times in one forward pass of the layer."""
+        yield partial(self._compute, self.acquire(), Total(times))
+        self.release()
+
+    def _compute(
+        self,
+        arena: Tensor,
+        total: Total,
+        tokens: Tensor,
+        routes: Routes,
+        weights_NK: Tensor | None,
+    ) -> Tensor:
         results: Tensor
         if self.adapters is None:
-            results = GatedExperts.apply(tokens, arena, weights_NK, self.ffn, *routes)
+            results = GatedExperts.apply(tokens, arena, weights_NK, self.ffn, total, *routes)
         else:
             own, shape = self.adapters.arena, self.adapters.shape
             results = AdaptedExperts.apply(tokens, arena, own, weights_NK, shape, *routes)
-        self.release()
         return results
 
     def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:

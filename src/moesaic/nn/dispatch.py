@@ -8,14 +8,17 @@ travel, rows come about in order of (slot, global token), the same whatever the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.collectives import gather
+from moesaic.facts.workload.loads import even
+from moesaic.nn.bank import Compute
 from moesaic.nn.router import NOBODY
 from moesaic.nn.travel import ByRows, Leaving, Ranks, RowsByHosts, Sent, Stay
 from moesaic.nn.visits import ByHosts, ByVisits, Visits, stops
@@ -29,21 +32,34 @@ class Counted:
     """Choices of this rank's tokens, NOBODY where given up or dropped."""
     asked_KE: Tensor
     """Assignments that routers asked for, over all ranks."""
-    counts_RE: Tensor
-    """Assignments that are carried out."""
+    counts_RCE: Tensor
+    """Assignments that are carried out, of each chunk of a rank's tokens."""
     num_tokens: int
     """Tokens over all ranks."""
     dropped: int
     """Assignments dropped for want of capacity, over all ranks."""
-    visits: Visits | None
-    """Where tokens go that travel once to each rank."""
+    visits: list[Visits]
+    """Where tokens go, of each chunk, that travel once to each rank; none: they do not."""
+
+    @property
+    def counts_RE(self) -> Tensor:
+        """Assignments that are carried out."""
+        return self.counts_RCE.sum(1)
+
+    @property
+    def visits_RP(self) -> Tensor | None:
+        """Visits of all of a rank's tokens, by stop."""
+        if not self.visits:
+            return None
+        return torch.stack([chunk.counts_RP for chunk in self.visits]).sum(0)
 
 
 class Dispatcher:
     """Carries the tokens of one layer; it holds no parameters.
 
     `slots` are the experts of all slots of the group, rank by rank; absent: in turn. A token
-    travels once for each of its experts, or in `visits`, once to each rank that has some.
+    travels once for each of its experts, or in `visits`, once to each rank that has some. A rank's
+    tokens go in so many `chunks`, one after another: experts compute with one while others travel.
     """
 
     def __init__(
@@ -54,7 +70,9 @@ class Dispatcher:
         slots: Sequence[int] | None = None,
         *,
         visits: bool = False,
+        chunks: int = 1,
     ) -> None:
+        self.chunks = chunks
         self.experts, self.ranks, self.capacity = experts, ranks, capacity
         in_turn = slots is None or list(slots) == list(range(experts))
         self._slots = None if in_turn or slots is None else list(slots)
@@ -66,40 +84,59 @@ class Dispatcher:
         num_tokens, top_k = experts_TK.shape
         known_TK = torch.where(experts_TK == NOBODY, self.experts, experts_TK)
         ids = known_TK + torch.arange(top_k, device=known_TK.device) * (self.experts + 1)
-        local = torch.bincount(ids.reshape(-1), minlength=top_k * (self.experts + 1))
+        each = top_k * (self.experts + 1)
+        local = [torch.bincount(one.reshape(-1), minlength=each) for one in self._cut(ids)]
         slots_TK = self._to_slots(known_TK) if self._stops else known_TK
         asked_TP = [stops(slots_TK, self.experts, places) for places in self._stops]
-        said = torch.cat((local, local.new_tensor([num_tokens]), *(one.sum(0) for one in asked_TP)))
+        stopping = [part.sum(0) for one in asked_TP for part in self._cut(one)]
+        said = torch.cat((*local, local[0].new_tensor([num_tokens]), *stopping))
         everywhere = gather(said, self.ranks.everyone).cpu()
-        asked_R, tokens_R, visits_RP = everywhere.split((len(local), 1, sum(self._stops)), dim=1)
-        asked_RKE = asked_R.view(-1, top_k, self.experts + 1)[:, :, : self.experts]
-        visits = Visits(slots_TK, torch.cat(asked_TP, dim=1), visits_RP) if asked_TP else None
-        tokens = int(tokens_R.sum())
+        sizes = [self.chunks * each, 1, *(self.chunks * places for places in self._stops)]
+        asked_R, tokens_R, *visits_R = everywhere.split(sizes, dim=1)
+        asked_RCKE = asked_R.view(-1, self.chunks, top_k, self.experts + 1)[..., : self.experts]
+        visits = list[Visits]()
+        if asked_TP:
+            visits_RCP = torch.cat([one.view(len(one), self.chunks, -1) for one in visits_R], dim=2)
+            own = self._cut(slots_TK), self._cut(torch.cat(asked_TP, dim=1)), visits_RCP.unbind(1)
+            visits = [Visits(*chunk) for chunk in zip(*own, strict=True)]
+        tokens, asked_KE = int(tokens_R.sum()), asked_RCKE.sum((0, 1))
         if self.capacity is None or not training:
-            asked_KE = asked_RKE.sum(0)
-            return Counted(experts_TK, asked_KE, asked_RKE.sum(1), tokens, 0, visits)
+            return Counted(experts_TK, asked_KE, asked_RCKE.sum(2), tokens, 0, visits)
         share = round(self.capacity * tokens * top_k / self.experts, 9)
         limit = math.ceil(min(share, tokens * top_k))
-        kept_RKE = _within(asked_RKE, limit)
-        kept_TK = _keep_first(experts_TK, kept_RKE[self.ranks.rank], self.experts)
-        dropped = int(asked_RKE.sum() - kept_RKE.sum())
-        return Counted(kept_TK, asked_RKE.sum(0), kept_RKE.sum(1), tokens, dropped, visits)
+        kept_RCKE = _within(asked_RCKE.flatten(0, 1), limit).view(asked_RCKE.shape)
+        kept_TK = _keep_first(experts_TK, kept_RCKE[self.ranks.rank].sum(0), self.experts)
+        dropped = int(asked_RCKE.sum() - kept_RCKE.sum())
+        return Counted(kept_TK, asked_KE, kept_RCKE.sum(2), tokens, dropped, visits)
 
-    def start(self, tokens_TH: Tensor, weights_TK: Tensor, counted: Counted) -> Sent:
+    def start(self, tokens_TH: Tensor, weights_TK: Tensor, counted: Counted) -> Underway:
         """Launch the exchange of tokens."""
         present_TK = counted.experts_TK != NOBODY
         slots_TK = torch.where(present_TK, counted.experts_TK, self.experts)
-        slots_TK, counts_RS = self._to_slots(slots_TK), counted.counts_RE
+        slots_TK, counts_RCS = self._to_slots(slots_TK), counted.counts_RCE
         if self._slots is not None:
-            counts_RS = counts_RS[:, self._slots]
+            counts_RCS = counts_RCS[..., self._slots]
         weights_TK = torch.where(present_TK, weights_TK, 0.0).to(tokens_TH.dtype)
-        leaving = Leaving(tokens_TH, weights_TK, slots_TK, present_TK, counts_RS)
+        columns = (tokens_TH, weights_TK, slots_TK, present_TK)
+        cut = zip(*(self._cut(column) for column in columns), counts_RCS.unbind(1), strict=True)
+        visits: Sequence[Visits | None] = counted.visits or [None] * self.chunks
+        departures = [
+            partial(self._depart, Leaving(*chunk), going)
+            for chunk, going in zip(cut, visits, strict=True)
+        ]
+        return Underway(departures)
+
+    def _depart(self, leaving: Leaving, visits: Visits | None) -> Sent:
         if not self.ranks.carriers:
             return Stay(leaving, self.ranks)
         straight = len(self.ranks.carriers) == 1
-        if counted.visits is None:
+        if visits is None:
             return (ByRows if straight else RowsByHosts)(leaving, self.ranks)
-        return (ByVisits if straight else ByHosts)(leaving, self.ranks, counted.visits)
+        return (ByVisits if straight else ByHosts)(leaving, self.ranks, visits)
+
+    def _cut(self, tokens: Tensor) -> Sequence[Tensor]:
+        """What is of each chunk of this rank's tokens."""
+        return (tokens,) if self.chunks == 1 else tokens.split(even(len(tokens), self.chunks))
 
     def _to_slots(self, experts: Tensor) -> Tensor:
         """The slot of each expert, of all slots of the group, and after them that of nobody."""
@@ -109,6 +146,35 @@ class Dispatcher:
             slots = torch.tensor([*self._slots, self.experts], device=experts.device)
             self._places_E = slots.argsort()
         return self._places_E[experts]
+
+
+class Underway:
+    """The tokens of a layer on their way through its experts, chunk after chunk.
+
+    While experts compute with one chunk, the next one comes and the results of the one before go
+    home; backward likewise, the other way round. At most one chunk travels each way at a time, so
+    that the one that is waited for has the links to itself.
+    """
+
+    def __init__(self, departures: Sequence[Callable[[], Sent]]) -> None:
+        """Launch the first chunk."""
+        first, *self._departures = departures
+        self._coming = first()
+
+    def through(self, compute: Compute) -> Tensor:
+        """Wait; each token's results, added up, weighted."""
+        home, before = list[Tensor](), list[Sent]()
+        for depart in (*self._departures, None):
+            sent = self._coming
+            there = sent.arrive()
+            if depart is not None:
+                self._coming = depart()
+            results = compute(*there)
+            home += [one.come_home() for one in before]
+            sent.go_back(results)
+            before = [sent]
+        home.append(sent.come_home())
+        return home[0] if len(home) == 1 else torch.cat(home)
 
 
 def _stops(ranks: Ranks) -> list[int]:

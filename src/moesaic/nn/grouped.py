@@ -43,9 +43,11 @@ class GatedExperts(torch.autograd.Function):
         arena: Tensor,
         weights_NK: Tensor | None,
         ffn: int,
+        total: Total,
         *routes: Tensor | None,
     ) -> Tensor:
-        """Compute in the dtype of `tokens`, along `Routes.of(routes)`."""
+        """Compute in the dtype of `tokens`, along `Routes.of(routes)`; the gradient of the arena
+        goes to `total`."""
         way = Routes.of(routes)
         gate_up, down = arena_views(arena, ffn, tokens.shape[1])
         parts = shares(tokens, way.counts, ffn)
@@ -59,7 +61,7 @@ class GatedExperts(torch.autograd.Function):
 
         for_each(parts, compute)
         ctx.save_for_backward(tokens, arena, weights_NK, inners.whole, *routes)
-        ctx.ffn, ctx.ahead = ffn, None
+        ctx.ffn, ctx.total, ctx.ahead = ffn, total, None
         return results.add_up(weights_NK)
 
     @staticmethod
@@ -75,7 +77,7 @@ class GatedExperts(torch.autograd.Function):
         of_tokens, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
         of_tokens |= weights_NK is not None and asked_for(ctx, 2)
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
-        grad_arena = torch.empty_like(arena) if of_arena else None
+        total = ctx.total.begun(arena, ffn, tokens.shape[1]) if of_arena else None
         gate_up, down = arena_views(arena, ffn, tokens.shape[1])
         parts = shares(tokens, way.counts, ffn) if known is None else known.parts
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
@@ -95,12 +97,11 @@ class GatedExperts(torch.autograd.Function):
                 del grad_activated, halves
             else:
                 activated = activate(inner)
-            if grad_arena is not None:
-                grad_gate_up, grad_down = arena_views(grad_arena, ffn, tokens.shape[1])
+            if total is not None:
                 weighed.scale(share, activated)
-                grouped_outer(grad, activated, share.counts, grad_down[share.slots])
+                total.of_down(share, grad, activated)
                 del grad, activated
-                grouped_outer(grad_inner, own[share], share.counts, grad_gate_up[share.slots])
+                total.of_gate_up(share, grad_inner, own[share])
             if grad_tokens is not None:
                 grad_tokens.multiply(share, grad_inner, gate_up, transposed=False)
             made[place] = grad_inner if keeps else None
@@ -109,8 +110,44 @@ class GatedExperts(torch.autograd.Function):
         if keeps:
             ctx.ahead = Ahead(grads[0], grads[0]._version, parts, made, weighed)
         of_inputs = None if grad_tokens is None else grad_tokens.add_up()
-        none = [None] * (1 + len(routes))
-        return of_inputs, grad_arena, weighed.gradient() if of_tokens else None, *none
+        whole = None if total is None else total.done()
+        of_weights = weighed.gradient() if of_tokens else None
+        return of_inputs, whole, of_weights, *[None] * (2 + len(routes))
+
+
+class Total:
+    """The gradient of an arena that so many computations have used: the first to come writes what
+    it makes of every slot, others add to it, and the last one has all of it."""
+
+    def __init__(self, times: int = 1) -> None:
+        self._times, self._come = times, 0
+
+    def begun(self, arena: Tensor, ffn: int, hidden: int) -> Total:
+        """Itself, for one more of them."""
+        if not self._come:
+            self._whole = torch.empty_like(arena)
+            self._gate_up, self._down = arena_views(self._whole, ffn, hidden)
+        self._come += 1
+        return self
+
+    def of_down(self, share: Share, grad: Tensor, rows: Tensor) -> None:
+        """What there is for the share's slots of the last product."""
+        self._put(share, grad, rows, self._down)
+
+    def of_gate_up(self, share: Share, grad: Tensor, rows: Tensor) -> None:
+        """What there is for those of the first."""
+        self._put(share, grad, rows, self._gate_up)
+
+    def _put(self, share: Share, grad: Tensor, rows: Tensor, matrices: Tensor) -> None:
+        grouped_outer(grad, rows, share.counts, matrices[share.slots], self._come > 1)
+
+    def done(self) -> Tensor | None:
+        """The whole, if this was the last of them, and then nothing stays here."""
+        if self._come < self._times:
+            return None
+        whole, self._come = self._whole, 0
+        del self._whole, self._gate_up, self._down
+        return whole
 
 
 class Ahead(NamedTuple):

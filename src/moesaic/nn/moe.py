@@ -40,8 +40,8 @@ class MoE(nn.Module):
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
         sent = self.dispatcher.start(tokens_TH, weights_TK, counted)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        results = self.bank.compute(*sent.arrive())
-        combined = slices.sum_runs(sent.bring_back(results)).view(x.shape)
+        with self.bank.at_work(self.dispatcher.chunks) as compute:
+            combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 
     def _facts(self, routing: Routing, counted: Counted) -> LayerFacts:
@@ -53,6 +53,6 @@ class MoE(nn.Module):
             asked=asked_E,
             counts=counted.counts_RE,
             dropped=counted.dropped,
-            visits=None if counted.visits is None else counted.visits.counts_RP,
+            visits=counted.visits_RP,
             flips=routing.flips,
         )

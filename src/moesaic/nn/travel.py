@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moesaic.dist.exchange import Carrier, Depart, Flight, Land, travel
+from moesaic.dist.exchange import Carrier, Journey
 from moesaic.dist.world import Group
 from moesaic.nn.routes import Routes, add_up, inverse
 from moesaic.nn.slices import WHOLE, Slices
@@ -82,8 +82,11 @@ class Sent(Protocol):
     def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
         """Wait; what is there for experts, how they take it, and weights if they are to add up."""
 
-    def bring_back(self, results: Tensor) -> Tensor:
-        """Results of what has arrived, added up, weighted, by token of this rank."""
+    def go_back(self, results: Tensor) -> None:
+        """Launch results of what has arrived."""
+
+    def come_home(self) -> Tensor:
+        """Wait; those results, added up, weighted, by token of this rank."""
 
 
 class Stay:
@@ -97,9 +100,13 @@ class Stay:
         """Tokens themselves."""
         return self._there
 
-    def bring_back(self, results: Tensor) -> Tensor:
+    def go_back(self, results: Tensor) -> None:
         """Experts have added up."""
-        return results
+        self._results = results
+
+    def come_home(self) -> Tensor:
+        """They are here."""
+        return self._results
 
 
 class ByRows:
@@ -111,18 +118,22 @@ class ByRows:
         self._home, mine_RS = leaving.home(ranks.rank), ranks.own_slots(leaving.counts_RS)
         self._send = self._home.counts.view(-1, mine_RS.shape[1]).sum(1).tolist()
         self._receive = mine_RS.sum(1).tolist()
-        self._flight = Flight(self._carrier, self._send, self._receive)
-        self._rows = Depart.apply(Gather.apply(leaving.tokens_TH, *self._home[1:]), self._flight)
+        rows = Gather.apply(leaving.tokens_TH, *self._home[1:])
+        self._there = Journey(rows, self._carrier, self._send, self._receive)
         arrival = turned(mine_RS, 1, 0).to(leaving.tokens_TH.device)
         self._arrived = Routes(mine_RS.sum(0), arrival)
 
     def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
         """Rows, which are of one expert each."""
-        return Land.apply(self._rows, self._flight), self._arrived, None
+        return self._there.end(), self._arrived, None
 
-    def bring_back(self, results: Tensor) -> Tensor:
-        """Each row's result, to be added up here."""
-        results = travel(results, self._carrier, self._receive, self._send)
+    def go_back(self, results: Tensor) -> None:
+        """Each row's result."""
+        self._back = Journey(results, self._carrier, self._receive, self._send)
+
+    def come_home(self) -> Tensor:
+        """They are added up here."""
+        results = self._back.end()
         combined: Tensor = Combine.apply(results, self._weights_TK, *self._home[1:3])
         return combined
 
@@ -145,23 +156,27 @@ class RowsByHosts:
         self._coming_PHS = counts[:, :, host, place].transpose(0, 1)
         self._there = counts[host, place].sum((1, 2)).tolist(), passing_HP.sum(1).tolist()
         self._on = passing_HP.sum(0).tolist(), self._coming_PHS.sum((1, 2)).tolist()
-        device, self._flight = leaving.tokens_TH.device, Flight(self._across, *self._there)
+        device = leaving.tokens_TH.device
         self._order = turned(passing_HP, 1, 0).to(device), turned(passing_HP.T, 1, 0).to(device)
-        self._rows = Depart.apply(Gather.apply(leaving.tokens_TH, *self._home[1:]), self._flight)
+        rows = Gather.apply(leaving.tokens_TH, *self._home[1:])
+        self._first = Journey(rows, self._across, *self._there)
 
     def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
         """Rows, which are of one expert each; they have gone on from the rank that they came to."""
-        rows = Turn.apply(Land.apply(self._rows, self._flight), *self._order)
-        del self._rows
-        rows = travel(rows, self._within, *self._on)
+        rows = Turn.apply(self._first.end(), *self._order)
+        rows = Journey(rows, self._within, *self._on).end()
         arrival = turned(self._coming_PHS, 2, 1, 0).to(rows.device)
         return rows, Routes(self._coming_PHS.sum((0, 1)), arrival), None
 
-    def bring_back(self, results: Tensor) -> Tensor:
-        """Each row's result, to be added up here."""
-        results = travel(results, self._within, *self._on[::-1])
+    def go_back(self, results: Tensor) -> None:
+        """Each row's result, by the way that the row came."""
+        results = Journey(results, self._within, *self._on[::-1]).end()
         results = Turn.apply(results, *self._order[::-1])
-        results = travel(results, self._across, *self._there[::-1])
+        self._back = Journey(results, self._across, *self._there[::-1])
+
+    def come_home(self) -> Tensor:
+        """They are added up here."""
+        results = self._back.end()
         combined: Tensor = Combine.apply(results, self._weights_TK, *self._home[1:3])
         return combined
 

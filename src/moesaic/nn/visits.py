@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moesaic.dist.exchange import Carrier, Flight, travel
+from moesaic.dist.exchange import Carrier, Flight, Journey
 from moesaic.facts.workload.loads import SLOT_BYTES, visit_bytes
 from moesaic.nn.routes import Routes, add_up
 from moesaic.nn.travel import Leaving, Ranks, routes, turned
@@ -92,11 +92,14 @@ class Hop:
         del self._visits
         return rows, weights_NK, slots_NK
 
-    def bring_back(self, results: Tensor) -> Tensor:
-        """Each visit's sum, to be added to those of the token's other visits."""
+    def go_back(self, results: Tensor) -> None:
+        """Launch each visit's sum."""
         carrier, send, receive = self._trip
-        results = travel(results, carrier, receive, send)
-        combined: Tensor = Sum.apply(results, *self._way)
+        self._back = Journey(results, carrier, receive, send)
+
+    def come_home(self) -> Tensor:
+        """Wait; each token's, over its visits."""
+        combined: Tensor = Sum.apply(self._back.end(), *self._way)
         return combined
 
 
@@ -120,9 +123,13 @@ class ByVisits:
         rows, weights_NK, slots_NK = self._hop.arrive()
         return rows, routes(slots_NK, slots_NK < len(self._counts_S), self._counts_S), weights_NK
 
-    def bring_back(self, results: Tensor) -> Tensor:
-        """Each visit's sum, to be added to those of the token's other visits."""
-        return self._hop.bring_back(results)
+    def go_back(self, results: Tensor) -> None:
+        """Each visit's sum."""
+        self._hop.go_back(results)
+
+    def come_home(self) -> Tensor:
+        """They are added to those of the token's other visits."""
+        return self._hop.come_home()
 
 
 class ByHosts:
@@ -160,9 +167,14 @@ class ByHosts:
         found = routes(slots_NK, slots_NK < each, self._counts_S, turn_N)
         return rows, found, weights_NK
 
-    def bring_back(self, results: Tensor) -> Tensor:
-        """Sums of each host, to be added to those of the token's other hosts."""
-        return self._outer.bring_back(self._inner.bring_back(results))
+    def go_back(self, results: Tensor) -> None:
+        """Each visit's sum, to be added to those of the same host."""
+        self._inner.go_back(results)
+        self._outer.go_back(self._inner.come_home())
+
+    def come_home(self) -> Tensor:
+        """They are added to those of the token's other hosts."""
+        return self._outer.come_home()
 
 
 class _Shape(NamedTuple):

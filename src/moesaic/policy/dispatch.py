@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+
+_CUTS = (2, 4, 8)
+_LEAST_TOKENS = 16
+"""Of a chunk: below, its exchanges are all latency."""
 
 
 def ways(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
@@ -20,6 +25,13 @@ def ways(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
     if 1 < several < plan.ep:
         found += [("rows", several), ("visits", several)]
     return [plan.model_copy(update={"dispatch": by, "hosts": num}) for by, num in found]
+
+
+def cuts(plan: Plan, job: Job) -> list[Plan]:
+    """`plan` with every number of chunks above one that the tokens of its ranks may go in."""
+    tokens = job.train.batch // job.train.micro_batches * job.data.sequence // plan.span
+    wanted = (num for num in _CUTS if num * _LEAST_TOKENS <= tokens)
+    return [plan.model_copy(update={"chunks": num}) for num in wanted]
 
 
 def usual(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:

@@ -133,7 +133,7 @@ class _Clock:
             if event.awaits is not None:
                 own = begin = np.maximum(start, self.trips[event.awaits])
             if event.groups:
-                own = np.maximum(begin, self.spoken)
+                own = begin if event.inside else np.maximum(begin, self.spoken)
                 begin = self._meet(event, begin, own)
             else:
                 self.computed = self.computed + event.seconds

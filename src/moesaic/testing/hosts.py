@@ -23,7 +23,8 @@ _LINK = "link0"
 _NEW_NETWORK = 0x40000000
 _ADDRESSES = ("10.213.77.1", "10.213.77.2")
 _PORT = 29517
-_BURST_BYTES = 1 << 20
+_BURST_S, _BURST_BYTES = 1e-3, 1 << 17
+"""What a link lets through at once that has been idle: so long at its rate, or two packets."""
 _QUEUE_MS = 200
 _HEADER_BYTES = 14 + 20 + 32
 """Of a packet: Ethernet, IP, TCP with time stamps."""
@@ -46,6 +47,7 @@ def impossible() -> str:
 def two_hosts(megabits: float | None = None) -> Iterator[tuple[str, str]]:
     """Names of two hosts, joined by a link that lets so many megabits through a second each way."""
     names = _name("a"), _name("b")
+    burst = max(_BURST_BYTES, int((megabits or 0.0) * 1e6 / 8 * _BURST_S))
     try:
         for name in names:
             _do("ip", "netns", "add", name)
@@ -60,7 +62,7 @@ def two_hosts(megabits: float | None = None) -> Iterator[tuple[str, str]]:
             if megabits is not None:
                 _do(
                     "tc", "-n", name, "qdisc", "add", "dev", _LINK, "root", "tbf",
-                    "rate", f"{megabits:g}mbit", "burst", str(_BURST_BYTES),
+                    "rate", f"{megabits:g}mbit", "burst", str(burst),
                     "latency", f"{_QUEUE_MS}ms",
                 )  # fmt: skip
         yield names

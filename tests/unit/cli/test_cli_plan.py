@@ -121,7 +121,7 @@ def test_tokens_travel_in_the_way_that_is_shortest(
     ways = ["dispatch=rows", "dispatch=visits"]
     if "ep=16" in layout:
         ways += [f"{way},hosts=2" for way in ways]
-    free, pinned = told(), [told(way) for way in ways]
+    free, pinned = told("chunks=1"), [told(way, "chunks=1") for way in ways]
     steps_s = sorted(one["step_s"] for one in pinned)
     assert free["step_s"] == steps_s[0]
     assert len(set(steps_s)) == len(pinned)
@@ -130,9 +130,39 @@ def test_tokens_travel_in_the_way_that_is_shortest(
     assert not any(one["other_ways"] for one in pinned)
 
 
+@pytest.mark.parametrize("pipeline", ["", ",pp=2,schedule=1f1b"])
+def test_tokens_go_in_as_many_parts_as_are_shortest(
+    place: Path, capfd: pytest.CaptureFixture[str], pipeline: str
+) -> None:
+    del place
+    if pipeline:
+        Path("cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
+    layout = f"ep=16,dispatch=visits,hosts=2{pipeline}"
+
+    def told(*more: str) -> str:
+        line = [*LINE, "--layout", ",".join((layout, *more))]
+        assert main([*line, "--nproc", "32" if pipeline else "16", *as_json]) == 0
+        return capfd.readouterr().out
+
+    as_json = ["--json"]
+    facts = {num: json.loads(told(f"chunks={num}")) for num in (1, 2, 4, 8)}
+    steps_s = {num: one["step_s"] for num, one in facts.items()}
+    best = min(steps_s, key=lambda num: steps_s[num])
+    assert best > 1
+    free = json.loads(told())
+    assert free["plan"]["chunks"] == best
+    assert free["step_s"] == steps_s[best]
+    (other,) = free["other_ways"]
+    assert (other["dispatch"], other["hosts"], other["chunks"]) == ("visits", 2, 1)
+    assert other["more_s"] == pytest.approx(steps_s[1] - steps_s[best], rel=0.2)
+    assert not any(one["other_ways"] for one in facts.values())
+    as_json = []
+    assert f"once to each of 2 hosts in {best} parts; longer by about" in told()
+
+
 def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     del place
-    line = [*LINE, "--nproc", "16", "--layout"]
+    line = [*LINE, "--nproc", "16", "--set", "layout.chunks=1", "--layout"]
     assert main([*line, "ep=16,dispatch=visits,hosts=2"]) == 0
     said = capfd.readouterr()
     assert "tokens travel      once to each of 2 hosts\n" in said.out

@@ -46,8 +46,11 @@ def test_strided_slots_equal_a_loop(counts: list[int], transposed: bool, engine:
     into.fill_(7.0)
     assert bool((place == 7.0).all()), "nothing beside its place was written"
     out = torch.full((3, 4, 4), 7.0)
+    products = torch.stack([p.T @ p for p in rows.split(counts)])
     grouped_outer(rows, rows, torch.tensor(counts), out)
-    torch.testing.assert_close(out, torch.stack([p.T @ p for p in rows.split(counts)]))
+    torch.testing.assert_close(out, products)
+    grouped_outer(rows, rows, torch.tensor(counts), out, added=True)
+    torch.testing.assert_close(out, 2 * products)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -152,7 +155,7 @@ def test_torch_library_sees_well_formed_ops() -> None:
     weight = arena_views(torch.randn(3, 60), 5, 4)[0]
     torch.library.opcheck(torch.ops.moesaic.grouped_mm.default, (rows, weight, counts, True))
     torch.library.opcheck(
-        torch.ops.moesaic.grouped_outer.default, (rows, rows, counts, torch.empty(3, 4, 4))
+        torch.ops.moesaic.grouped_outer.default, (rows, rows, counts, torch.empty(3, 4, 4), True)
     )
     torch.library.opcheck(
         torch.ops.moesaic.grouped_mm_into.default, (rows, weight, counts, True, torch.empty(5, 10))

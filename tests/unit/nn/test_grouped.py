@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from straight import experts_of, straight
+from straight import experts_of, straight, through
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.dist import threads
@@ -92,14 +92,14 @@ def test_weights_of_rows_may_be_asked_for_at_any_time(
 
     def apply(*given: torch.Tensor) -> torch.Tensor:
         masked = torch.where(routes.present_NK, given[1], 0.0)
-        return bank.compute(given[0], routes, masked)
+        return through(bank, given[0], routes, masked)
 
     assert torch.autograd.gradcheck(apply, (x, weights))
     out, inputs = apply(x, weights), (x, learnt, weights)
     cotangent = torch.randn_like(out)
     whole = torch.autograd.grad(out, inputs, cotangent, retain_graph=True)
     plain, slow = straight([int(n) for n in routes.counts]), torch.zeros_like(out)
-    results = bank.compute(x[routes.tokens_R], plain) * weights.view(-1)[routes.order_R, None]
+    results = through(bank, x[routes.tokens_R], plain) * weights.view(-1)[routes.order_R, None]
     slow = slow.index_add(0, routes.tokens_R, results)
     expected = torch.autograd.grad(slow, inputs, cotangent)
     for a, b in zip((out, *whole), (slow, *expected), strict=True):
@@ -119,7 +119,7 @@ def test_narrow_rows_of_little_weight_stay_close(dtype: torch.dtype) -> None:
     results = []
     for kind in (torch.float32, dtype):
         given = [t.to(kind).requires_grad_() for t in (x, weights)]
-        out = bank.compute(given[0], routes, given[1])
+        out = through(bank, given[0], routes, given[1])
         grads = torch.autograd.grad(out, (*given, bank.arena), cotangent.to(kind))
         results.append([t.float() for t in (out, *grads)])
     for exact, near in zip(*results, strict=True):
@@ -203,7 +203,7 @@ def test_threads_find_the_gradients_of_weights(crew: list[int]) -> None:
     cotangent, results = torch.randn(200, 16), []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        out = bank.compute(x, routes, weights)
+        out = through(bank, x, routes, weights)
         results.append((out, *torch.autograd.grad(out, (x, weights, bank.arena), cotangent)))
     assert len(set(crew)) > 2
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -227,7 +227,7 @@ def test_threads_change_nothing(
     cotangent, results = torch.randn(sum(counts), 16, dtype=dtype), []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        out = bank.compute(rows, straight(counts))
+        out = through(bank, rows, straight(counts))
         results.append((out, *torch.autograd.grad(out, (rows, *learns), cotangent)))
     assert set(crew) == set(range(large, max(crew) + 1))
     for one, other in zip(*results, strict=True):

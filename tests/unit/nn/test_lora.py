@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from straight import experts_of, straight
+from straight import experts_of, straight, through
 from torch import Tensor
 
 from moesaic.nn import grouped
@@ -50,7 +50,7 @@ def test_experts_equal_their_twin(
     monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * FFN * 8)
     bank, adapters = bank_of(torch.float64)
     rows = torch.randn(sum(counts), HIDDEN, dtype=torch.float64, requires_grad=True)
-    out = bank.compute(rows, straight(counts))
+    out = through(bank, rows, straight(counts))
     expected = twin(rows, bank, adapters, adapters.arena, counts)
     cotangent = torch.randn_like(out)
     ours = torch.autograd.grad(out, (rows, adapters.arena), cotangent)
@@ -80,9 +80,9 @@ def test_bf16_rows_over_fp32_adapters() -> None:
     bank, adapters = bank_of(torch.float32, 16, 8)
     routes = straight([25, 0, 15, 9])
     rows = torch.randn(49, 16)
-    out = bank.compute(rows.bfloat16(), routes)
+    out = through(bank, rows.bfloat16(), routes)
     (grad,) = torch.autograd.grad(out.float().square().sum(), adapters.arena)
-    reference = bank.compute(rows, routes)
+    reference = through(bank, rows, routes)
     (exact,) = torch.autograd.grad(reference.square().sum(), adapters.arena)
     assert (out.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
     for a, b in ((out.float(), reference), (grad, exact)):

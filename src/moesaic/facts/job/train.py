@@ -14,6 +14,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Dispatch = Literal["rows", "visits"]
 """Ways in which tokens reach experts of other ranks."""
 
+MOST_CHUNKS = 64
+"""Chunks that a rank's tokens can be cut into."""
+
 MOMENT_BLOCK = 128
 """Numbers of a row that share a scale where moments have eight bits."""
 
@@ -42,6 +45,10 @@ class LayoutConfig(Section):
     """Beside a `dispatch` that is not auto: hosts that the `ep` ranks are on, as many on each.
     Tokens go to the rank of the same place on another host, and from that one to the host's ranks;
     visits once to each host. 1, as if unset: straight, whatever hosts there are."""
+    chunks: Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Literal["auto"] = "auto"
+    """Parts of a rank's tokens that go to experts of other ranks one after another: experts compute
+    with one while the next one and the results of the last one travel. auto: `moesaic plan` takes
+    what costs least; without a plan, 1."""
 
 
 class TrainConfig(Section):

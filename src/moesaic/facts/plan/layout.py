@@ -50,10 +50,17 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             f"layout.hosts = {hosts} does not divide layout.ep = {layout.ep}, and each host "
             f"has as many of those ranks: {ways}"
         )
+    chunks = 1 if layout.chunks == "auto" else layout.chunks
+    if chunks > 1 and layout.ep == 1:
+        raise ConfigError(
+            f"layout.chunks = {chunks} with layout.ep = 1, where no token travels: "
+            "raise layout.ep, or leave layout.chunks out"
+        )
     return Plan(
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
         dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=hosts,
+        chunks=chunks,
     )  # fmt: skip
 
 
@@ -130,12 +137,12 @@ def block_names(model: ModelConfig) -> list[str]:
     return ["embed", *(f"layers.{index}" for index in range(model.layers)), "head"]
 
 
-def travel_words(dispatch: str, hosts: int, ep: int) -> str:
+def travel_words(dispatch: str, hosts: int, ep: int, chunks: int = 1) -> str:
     """How tokens travel between `ep` ranks on so many hosts."""
-    several = 1 < hosts < ep
+    several, parts = 1 < hosts < ep, f" in {chunks} parts" * (chunks > 1)
     if dispatch == "rows":
-        return "once to each expert" + f" by way of {hosts} hosts" * several
-    return f"once to each {f'of {hosts} hosts' if several else 'rank'}"
+        return "once to each expert" + f" by way of {hosts} hosts" * several + parts
+    return f"once to each {f'of {hosts} hosts' if several else 'rank'}{parts}"
 
 
 def in_words(plan: Plan) -> str:
@@ -148,7 +155,7 @@ def in_words(plan: Plan) -> str:
     if plan.experts:
         parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
     if plan.ep > 1:
-        parts.append(f"tokens {travel_words(plan.dispatch, plan.hosts, plan.ep)}")
+        parts.append(f"tokens {travel_words(plan.dispatch, plan.hosts, plan.ep, plan.chunks)}")
     if plan.tp > 1:
         parts.append(f"matrices in {plan.tp} slices")
     if plan.etp > 1:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.model import MOST_EXPERTS
-from moesaic.facts.job.train import Dispatch, Schedule
+from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -69,6 +69,8 @@ class Plan(Section):
     hosts: int = Field(default=1, ge=1)
     """Equal runs of the `ep` ranks: tokens go to the rank of the same place in a run, and from that
     one to the run's ranks; 1: straight to each."""
+    chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
+    """Parts of a rank's tokens that go to experts of other ranks one after another."""
     experts: int = Field(ge=0, lt=MOST_EXPERTS)
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
@@ -193,6 +195,11 @@ class Plan(Section):
             raise ValueError(
                 f"hosts = {self.hosts} does not divide ep = {self.ep}, and each has as many of the "
                 "ranks that share out the experts: choose a divisor"
+            )
+        if self.chunks > 1 and self.ep == 1:
+            raise ValueError(
+                f"chunks = {self.chunks} with ep = 1, where no token travels: raise ep, or set "
+                "chunks = 1"
             )
 
     def _check_copies(self) -> None:

@@ -8,13 +8,17 @@ from moesaic.facts.workload.file import (
     traced_memory,
 )
 from moesaic.facts.workload.memory import Memory, memory
-from moesaic.facts.workload.messages import Message
+from moesaic.facts.workload.messages import RESULTS, TOKENS, Message
 from moesaic.facts.workload.ops import SLOTS, Op, Product
 from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
+from moesaic.facts.workload.sparse import EXPERTS
 
 __all__ = [
+    "EXPERTS",
+    "RESULTS",
     "SLOTS",
     "STEP",
+    "TOKENS",
     "Block",
     "Counts",
     "Memory",

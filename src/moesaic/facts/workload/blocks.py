@@ -15,7 +15,7 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import latent, messages, ops, sparse
 from moesaic.facts.workload.holdings import blocks_on, is_first, model_block
 from moesaic.facts.workload.loads import Routed, Trip, routed, visit_bytes
-from moesaic.facts.workload.messages import Message, Slices, Talk
+from moesaic.facts.workload.messages import RESULTS, TOKENS, Message, Slices, Talk
 from moesaic.facts.workload.ops import Op, Part
 from moesaic.facts.workload.parameters import Parameter, local_size, rank_size
 from moesaic.facts.workload.share import Share
@@ -23,6 +23,8 @@ from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
 
 STEP = "step"
 """Name of the block of what belongs to none."""
+_LAST = ("residual", "shared", "joined")
+"""What nobody needs again that is computed again, of a layer's second half."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +273,9 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, rows: Route
         sparse.router(s),
         sparse.dispatch(s, rows),
         *(_gated(s, s.shared, "shared") if shared else ()),
-        sparse.experts(s, rows.slots, travels=rows.by_rows),
+        *(sparse.experts(s, one.slots, travels=one.by_rows) for one in rows.apart()),
         sparse.combine(s, rows),
+        sparse.joined(s, rows),
         *((sparse.beside(s),) if shared else ()),
         ops.residual(s),
     ]
@@ -290,7 +293,7 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, rows: Route
         slices.sum_results(),
     )
     # Where gradients begin in the shared experts alone, what comes after them is not needed again.
-    idle = ("experts", "combine") if s.begins and not (learns or s.learning.routers) else ()
+    idle = (sparse.EXPERTS, "combine") if s.begins and not (learns or s.learning.routers) else ()
     return _block(name, parts, talk, again=job.train.recompute, sums=s.expert_slices > 1, idle=idle)
 
 
@@ -307,11 +310,13 @@ def _travelling(s: Sizes, rows: Routed) -> tuple[list[Talk], Talk]:
         to, back = [n * each for n in trip.to], [n * each for n in trip.back]
         return messages.exchange(name, trip.group, *((back, to) if returns else (to, back)))
 
-    tokens = [
-        Talk(exchange("tokens", trip, there).forward, exchange("tokens", trip, again).backward)
-        for trip in rows.trips
-    ]
-    results = [exchange("results", trip, row, returns=True) for trip in reversed(rows.trips)]
+    tokens, results = list[Talk](), list[Talk]()
+    for one in rows.apart():
+        tokens += [
+            Talk(exchange(TOKENS, trip, there).forward, exchange(TOKENS, trip, again).backward)
+            for trip in one.trips
+        ]
+        results += [exchange(RESULTS, trip, row, returns=True) for trip in reversed(one.trips)]
     return tokens, Talk().then(*results)
 
 
@@ -344,10 +349,10 @@ def _block(
         )
         said = talk.forward
         if not name.endswith("attention"):
-            repeated = tuple(op for op in repeated if op.name not in ("residual", "shared"))
+            repeated = tuple(op for op in repeated if op.name not in _LAST)
         if sums:
             said = said[:-1]
-        said = tuple(one for one in said if not (one.name == "results" and "combine" in idle))
+        said = tuple(one for one in said if not (one.name == RESULTS and "combine" in idle))
     backward = Work((*repeated, *last), (*said, *talk.backward))
     return Block(name, Work(first, talk.forward), backward, Work())
 

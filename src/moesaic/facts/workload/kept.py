@@ -122,7 +122,7 @@ def _gated_bytes(s: Sizes, ffn: int) -> int:
 
 
 def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
-    model, t, (leaving, slots, trips, visits) = s.model, s.run, routed
+    model, t, (leaving, slots, trips, visits, chunks) = s.model, s.run, routed
     arriving = sum(slots)
     scores, chosen, sent = t * model.experts, t * model.top_k, s.sent * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
@@ -131,15 +131,19 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
     if model.renormalise:
         routing += (chosen + t) * s.wide
     # Counts of its slots are cut from those of all places, unless several ones' are added up.
-    counts = len(slots) * (plan.span // plan.etp if plan.ep == 1 else 1)
-    indices = (2 * sent + leaving + counts) * INDEX_BYTES + sent
+    counts = chunks * len(slots) * (plan.span // plan.etp if plan.ep == 1 else 1)
+    # An order of rows is that of all choices, of which those that were dropped are the last.
+    indices = (3 * sent + counts) * INDEX_BYTES + sent
     rows = 2 * arriving * s.ffn
     if visits:
         choices = trips[-1].arriving * model.top_k
         ways = sum(trip.tokens * len(trip.group) for trip in trips)
         there = sum(trip.leaving for trip in trips)
-        indices = (sent + counts + arriving + choices + there + ways) * INDEX_BYTES
+        order = arriving if len(trips) > 1 else choices
+        indices = (sent + counts + order + choices + 2 * there + ways) * INDEX_BYTES
         indices += sent + choices + ways
+        if len(trips) > 1:  # Where tokens stop lies beside the ranks, and beside nowhere.
+            indices += trips[0].tokens * plan.ep + trips[1].tokens
         indices += trips[-1].arriving * visit_bytes(model.hidden, model.top_k, s.narrow)[0]
         rows += choices - sent
     elif trips:

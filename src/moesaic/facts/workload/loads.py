@@ -168,6 +168,11 @@ def _places(plan: Plan, group: Sequence[int]) -> list[int]:
     return [rank % plan.span // plan.etp for rank in group]
 
 
+def even(total: int, parts: int) -> list[int]:
+    """`total` in so many parts, the larger ones first."""
+    return [total // parts + (at < total % parts) for at in range(parts)]
+
+
 class Trip(NamedTuple):
     """Tokens of one expert layer that one rank exchanges with others: each once for every expert
     there, or once."""
@@ -180,6 +185,11 @@ class Trip(NamedTuple):
     """From each of them."""
     tokens: int
     """That set out: of this rank, or that have come to it."""
+
+    def chunk(self, at: int, chunks: int) -> Trip:
+        """One of so many chunks, as if all were alike."""
+        to, back = ([even(one, chunks)[at] for one in way] for way in (self.to, self.back))
+        return Trip(self.group, to, back, even(self.tokens, chunks)[at])
 
     @property
     def leaving(self) -> int:
@@ -203,11 +213,25 @@ class Routed(NamedTuple):
     """How tokens travel; none: they stay."""
     visits: bool
     """Whether they travel once to each rank."""
+    chunks: int = 1
+    """Parts in which they do, one after another."""
 
     @property
     def by_rows(self) -> bool:
         """Whether each token travels once for every expert."""
         return bool(self.trips) and not self.visits
+
+    def apart(self) -> list[Routed]:
+        """Each chunk, as if all were alike."""
+        if self.chunks == 1:
+            return [self]
+        slots = zip(*(even(rows, self.chunks) for rows in self.slots), strict=True)
+        found = []
+        for at, chunk in enumerate(slots):
+            trips = tuple(trip.chunk(at, self.chunks) for trip in self.trips)
+            leaving = even(self.leaving, self.chunks)[at]
+            found.append(Routed(leaving, list(chunk), trips, self.visits))
+        return found
 
 
 def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -> list[Routed]:
@@ -219,7 +243,7 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
         slots = slots_of(counts, plan, rank, group)
         trips = _trips(job, plan, rank, load, counts)
         visits = plan.dispatch == "visits" and plan.ep > 1
-        return Routed(leaving(counts, plan, rank), slots, trips, visits)
+        return Routed(leaving(counts, plan, rank), slots, trips, visits, plan.chunks)
 
     if loads is None:
         return [rows(None)] * len(job.model.expert_layers)

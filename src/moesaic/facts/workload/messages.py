@@ -19,6 +19,9 @@ from moesaic.facts.workload.sizes import Sizes
 BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buckets of at most so much; a larger one travels alone."""
 
+TOKENS, RESULTS = "tokens", "results"
+"""Names of what travels to experts, and from them."""
+
 _NUMBER_BYTES = 8
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -162,7 +165,8 @@ def counts(job: Job, plan: Plan, rank: int) -> Talk:
     if len(ranks) == 1:
         return Talk()
     visits = sum(stops(plan)) if plan.dispatch == "visits" and plan.ep > 1 else 0
-    own = _NUMBER_BYTES * (job.model.top_k * (job.model.experts + 1) + 1 + visits)
+    chunk = job.model.top_k * (job.model.experts + 1) + visits
+    own = _NUMBER_BYTES * (plan.chunks * chunk + 1)
     return Talk((Message("counts", "all_gather", ranks, len(ranks) * own),))
 
 

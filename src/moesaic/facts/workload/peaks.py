@@ -120,14 +120,18 @@ class Step:
         if index not in self.routed:
             return stream + self._gated(s.inner(index), stays)
         routed = self.routed[index]
-        rows = sum(routed.slots)
+        rows, one, chunks = sum(routed.slots), routed.apart()[0], routed.chunks
+        mine = sum(one.slots)
         if routed.by_rows:
-            handed, named = (rows - routed.leaving) * model.hidden, 0
+            handed, named = (mine - one.leaving) * model.hidden, 0
         else:  # What comes back is of all slices' tokens; which row is whose, and its weight.
-            arrived = routed.trips[-1].arriving if routed.visits else s.sent
-            handed = (s.expert_slices > 1 or routed.visits) * arrived * model.hidden + 2 * rows
-            named = 2 * rows * INDEX_BYTES
-        most = self.arena * s.wide + (handed + self.rows(routed)) * s.narrow + named
+            arrived = one.trips[-1].arriving if one.visits else s.sent
+            handed = (s.expert_slices > 1 or one.visits) * arrived * model.hidden + 2 * mine
+            named = 2 * mine * INDEX_BYTES
+        if chunks > 1:  # Gradients of the next chunk come.
+            trip = one.trips[0]
+            handed += (trip.arriving + one.visits * trip.leaving) * model.hidden
+        most = self.arena * s.wide + (handed + self.rows(one)) * s.narrow + named
         if model.shared:  # Their gradients come when those of experts are done.
             gone = 2 * s.ffn * rows
             gone += bool(routed.trips) * model.hidden * routed.leaving

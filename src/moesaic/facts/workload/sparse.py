@@ -8,6 +8,9 @@ from moesaic.facts.workload.loads import Routed
 from moesaic.facts.workload.ops import SLOTS, Op, Part, Product, both
 from moesaic.facts.workload.sizes import INDEX_BYTES, Sizes
 
+EXPERTS = "experts"
+"""Name of what experts compute, chunk by chunk of their tokens."""
+
 _DISPATCH_BYTES = 132
 """Per token and choice, read and written as indices, masks and counts: an estimate."""
 
@@ -53,12 +56,20 @@ def dispatch(s: Sizes, routed: Routed) -> Part:
     passing = sum(trip.arriving for trip in routed.trips[:-1])
     named = (13 * arrived + 17 * passing) * INDEX_BYTES
     summed = rows + s.sent * hidden * s.narrow
+    joined, cats = _joined(s, routed, hidden + s.model.top_k), 2 * (routed.chunks > 1)
+    calls = 13 + s.casts + routed.chunks * (6 + 18 * travels + 29 * more)
     return (
         Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows + turned
-           + named, 19 + s.casts + 18 * travels + 29 * more),
+           + named, calls),
         Op("dispatch") if s.begins else
-        Op("dispatch", (), summed + turned + s.cast(s.stream), 3 + s.casts + more),
+        Op("dispatch", (), summed + turned + s.cast(s.stream) + joined,
+           3 + s.casts + routed.chunks * more + cats),
     )  # fmt: skip
+
+
+def _joined(s: Sizes, routed: Routed, width: int) -> int:
+    """Bytes of putting chunks together of which tokens have so many numbers."""
+    return 2 * (routed.chunks > 1) * s.sent * width * s.narrow
 
 
 def _turned(s: Sizes, routed: Routed) -> tuple[int, int]:
@@ -92,9 +103,12 @@ def _visits(s: Sizes, routed: Routed) -> Part:
     for trip in trips[1:]:
         ahead += trip.tokens * (40 * top_k + 3 * (len(trip.group) + 1))
         ahead += trip.arriving * (48 + 16 * top_k)
-    back = Op("dispatch", (), behind, 9 + 6 * more + s.casts)
+    behind += _joined(s, routed, s.model.hidden + top_k)
+    cats = 2 * (routed.chunks > 1)
+    back = Op("dispatch", (), behind, 3 + s.casts + routed.chunks * (6 + 6 * more) + cats)
     ends = s.begins and not s.learning.routers
-    return Op("dispatch", (), ahead, 51 + 54 * more + s.casts), Op("dispatch") if ends else back
+    calls = 17 + 3 * more + s.casts + routed.chunks * (34 + 51 * more)
+    return Op("dispatch", (), ahead, calls), Op("dispatch") if ends else back
 
 
 def _added_up(tokens: int, each: int, row: int, weight: int) -> int:
@@ -134,11 +148,11 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
     copied = rows * (2 * hidden * s.narrow + INDEX_BYTES)
     named, stays = 2 * rows * INDEX_BYTES, 1 - travels
     ahead = Op(
-        "experts", tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
+        EXPERTS, tuple(forward), cast + 5 * inner + (1 + travels) * copied + stays * named,
         6 + 2 * casts, s.precision, kind=SLOTS, specials=rows * ffn,
     )  # fmt: skip
     behind = Op(
-        "experts", tuple(backward), s.cast(narrowed * arena * (1 + 2 * of_tokens) // 3)
+        EXPERTS, tuple(backward), s.cast(narrowed * arena * (1 + 2 * of_tokens) // 3)
         + learns * written + (14 + (6 + 2 * learns) * stays) * inner
         + (1 + learns + travels) * copied
         + 2 * stays * named,
@@ -149,7 +163,7 @@ def experts(s: Sizes, slots: Sequence[int], *, travels: bool) -> Part:
     if rank:
         more, back = _adapted_experts(s, slots, rank, of_tokens)
         return both(ahead, more), both(behind, back)
-    return ahead, behind if learns or of_tokens else Op("experts")
+    return ahead, behind if learns or of_tokens else Op(EXPERTS)
 
 
 def _busy(slots: Sequence[int]) -> dict[int, int]:
@@ -196,25 +210,35 @@ def _adapted_experts(s: Sizes, slots: Sequence[int], rank: int, of_tokens: bool)
 def combine(s: Sizes, routed: Routed) -> Part:
     """Results added up by token, by weight; of visits where they are, and where they set out."""
     hidden, chosen, trips = s.model.hidden, s.sent * s.model.top_k, routed.trips
+    chunks = routed.chunks
     if routed.visits:
         row, visits, more = hidden * s.narrow, trips[-1].arriving, len(trips) - 1
         ahead = visits * (s.model.top_k * (row + INDEX_BYTES + s.narrow) + row + 2 * INDEX_BYTES)
         ahead += sum(_added_up(one.tokens, len(one.group), row, s.narrow) for one in trips)
         behind = sum(one.leaving * (2 * row + INDEX_BYTES) for one in trips)
         return (
-            Op("combine", (), ahead, 8 + 2 * more), Op("combine", (), behind, 6 + more),
+            Op("combine", (), ahead, chunks * (8 + 2 * more)),
+            Op("combine", (), behind, chunks * (6 + more)),
         )  # fmt: skip
     travels, (turned, more) = routed.by_rows, _turned(s, routed)
     rows = routed.leaving * hidden * s.narrow
     weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
     back = Op(
-        "combine", (), 8 * travels * rows + turned + 2 * weights, 5 + 6 * travels + s.casts + more
-    )
+        "combine", (), 8 * travels * rows + turned + 2 * weights,
+        s.casts + chunks * (5 + 6 * travels + more),
+    )  # fmt: skip
     idle = s.begins and not travels and not s.learning.routers
     return (
-        Op("combine", (), rows + turned + s.sent * hidden * s.narrow + weights, 5 + s.casts + more),
+        Op("combine", (), rows + turned + s.sent * hidden * s.narrow + weights,
+           s.casts + chunks * (5 + more)),
         Op("combine") if idle else back,
-    )
+    )  # fmt: skip
+
+
+def joined(s: Sizes, routed: Routed) -> Part:
+    """Chunks of results put together; gradients are cut as they are."""
+    moved = _joined(s, routed, s.model.hidden)
+    return Op("joined", (), moved, routed.chunks > 1), Op("joined")
 
 
 def beside(s: Sizes) -> Part:

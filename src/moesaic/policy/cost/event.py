@@ -81,6 +81,8 @@ class Event:
     """What leaves ranks when they are done with it. They do not wait until it has come."""
     beside: Trip | None = None
     """Of a message: ranks go on at once, and it begins as soon as none of theirs is under way."""
+    inside: bool = False
+    """Of a message: it is carried inside hosts, whatever is under way between them."""
     awaits: Trip | None = None
     """What has to be over before it begins; of several of the same trip, the last one."""
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import Block, Message, Op, Work
+from moesaic.facts.workload import EXPERTS, Block, Message, Op, Work
+from moesaic.policy.cost.chunks import woven
 from moesaic.policy.cost.compute import apart_s, op_s
 from moesaic.policy.cost.event import Event, Members, Seconds
 from moesaic.policy.cost.traffic import Pace, Traffic
@@ -104,12 +105,25 @@ class Lanes:
     ) -> Iterator[Event]:
         messages = self.block_messages(phase, name, works, ranks)
         yield from (event for first, event in messages if first)
+        computed, chunks = list[Event](), self.plan.chunks
         for ops in zip(*(work.ops for work in works), strict=True):
             each = self.computing([(op,) for op in ops], ranks)
-            if any(each):
-                said = phase or PHASES.get(ops[0].name, "optimizer")
-                yield Event(ops[0].name, said, name, self.spread(each, ranks))
-        yield from (event for first, event in messages if not first)
+            if any(each) or (chunks > 1 and ops[0].name == EXPERTS):
+                of = phase or PHASES.get(ops[0].name, "optimizer")
+                computed.append(Event(ops[0].name, of, name, self.spread(each, ranks)))
+        said = [event for first, event in messages if not first]
+        if chunks == 1:
+            yield from (*computed, *said)
+        else:
+            yield from woven(computed, said, (chunks, self.plan.trips), self._hides)
+
+    def _hides(self, message: Event) -> bool:
+        """Whether ranks compute while it is under way: those that share a host's memory copy it
+        themselves."""
+        if self.hand_ahead:
+            return True
+        hosts = ({self.places[rank].host for rank in group} for group in message.groups)
+        return all(len(some) > 1 for some in hosts)
 
     def block_messages(
         self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -96,14 +95,6 @@ def awaited(action: Action, last: int) -> Action | None:
     return action._replace(stage=action.stage + 1)
 
 
-class Piece(NamedTuple):
-    """A block one way: seconds of computing by rank, then what it says."""
-
-    block: str
-    seconds: Seconds
-    messages: tuple[Event, ...]
-
-
 @dataclass(frozen=True)
 class Part:
     """One part: what its ranks do in a micro-batch, and once a step."""
@@ -114,19 +105,18 @@ class Part:
     """Its ranks that have equal work, kind by kind."""
     rows: Sequence[Sequence[Block]]
     """Its blocks, each on the first of every kind."""
-    _known: dict[tuple[str, int], list[Piece]] = field(default_factory=dict)
+    _known: dict[tuple[str, int], list[Event]] = field(default_factory=dict)
     """What is the same in all micro-batches, by kind of action and stage."""
 
     def action(self, action: Action) -> list[Event]:
         """One action, without what comes to it before."""
         key = action.kind, action.stage
         if key not in self._known:
-            self._known[key] = list(self._pieces(*key))
-        found = []
-        for piece in self._known[key]:
-            name = f"{action.kind} {action.batch}"
-            found += [Event(name, PIPELINE, piece.block, piece.seconds), *piece.messages]
-        return found
+            self._known[key] = list(self._once(*key))
+        name = f"{action.kind} {action.batch}"
+        return [
+            event if event.is_message else replace(event, name=name) for event in self._known[key]
+        ]
 
     def once(self, stage: int, names: Container[str]) -> Iterator[Event]:
         """What one of its stages does once a step in the pipeline, of such `names`."""
@@ -156,19 +146,25 @@ class Part:
         names = self.flow.stages[stage]
         return [row for row in self.rows if ".".join(row[0].name.split(".")[:2]) in names]
 
-    def _pieces(self, kind: str, stage: int) -> Iterator[Piece]:
-        """The blocks of a stage one way, or one half of it."""
+    def _once(self, kind: str, stage: int) -> Iterator[Event]:
+        """The blocks of a stage one way, or one half of it: each computes, and then speaks; but for
+        what it says of chunks of tokens."""
         lanes, ranks, times = self.lanes, self.ranks, self.flow.micro_batches
         adds, rows = kind in _LAST, self._of(stage)
         for row in rows if kind == "forward" else reversed(rows):
             works = [one_way(block, kind, first=stage == 0) for block in row]
-            each = lanes.computing([work.ops for work in works], ranks)
+            several = lanes.plan.chunks > 1
+            computed = [() if several else work.ops for work in works]
+            each = lanes.computing(computed, ranks)
             if adds:
                 more = lanes.computing([_only(one.update, _ADDING).ops for one in row], ranks)
                 each = tuple(a + b / times for a, b in zip(each, more, strict=True))
-            messages = lanes.block_messages(PIPELINE, row[0].name, works, ranks)
-            said = tuple(event for _, event in messages)
-            yield Piece(row[0].name, lanes.spread(each, ranks), said)
+            yield Event(kind, PIPELINE, row[0].name, lanes.spread(each, ranks))
+            if several:
+                yield from lanes.block_events(PIPELINE, row, works, ranks)
+            else:
+                said = lanes.block_messages(PIPELINE, row[0].name, works, ranks)
+                yield from (event for _, event in said)
 
 
 def _only(work: Work, names: Container[str]) -> Work:
