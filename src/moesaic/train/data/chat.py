@@ -270,19 +270,13 @@ def _message(one: Any, where: str) -> Message:
     if not isinstance(one, dict):
         raise DataError(f"{where} is no object: give it a role and content")
     rest = {key: value for key, value in one.items() if key not in ("from", "value")}
-    role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
-    role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
-    if isinstance(role, str) and role in FORMER_NAMES:
-        raise DataError(f"{where} is of role '{role}': write '{FORMER_NAMES[role]}'")
+    role, content = _role(one, where), one.get("content", one.get("value"))
     if one.get("function_call") is not None:
         raise DataError(
             f"{where} holds 'function_call': write '{CALLS}', a list, which came in its place"
         )
-    if role not in ROLES:
-        raise DataError(
-            f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
-            f"{keys.listed(list(OTHER_NAMES))})"
-        )
+    if role == "assistant":
+        _refuse_left_out(one, where)
     calls = one.get(CALLS)
     if calls and role != "assistant":
         raise DataError(f"{where} is of role '{role}' and holds '{CALLS}': remove them")
@@ -296,4 +290,40 @@ def _message(one: Any, where: str) -> Message:
         )
     if role == "assistant" and not calls and not content.strip():
         raise DataError(f"{where} is an empty answer: write one, or remove the line")
+    _refuse_torn(content, where)
     return {**rest, "role": role, "content": content}
+
+
+def _role(one: Message, where: str) -> str:
+    """Whose a message is, in the words of templates."""
+    role = one.get("role", one.get("from"))
+    role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str) and role in FORMER_NAMES:
+        raise DataError(f"{where} is of role '{role}': write '{FORMER_NAMES[role]}'")
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(
+            f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
+            f"{keys.listed(list(OTHER_NAMES))})"
+        )
+    return role
+
+
+def _refuse_torn(content: str, where: str) -> None:
+    """Raise for halves of a character, which have no bytes."""
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half of a character at {error.start} "
+            f"({content[error.start]!r}): write the character, or remove the half"
+        ) from None
+
+
+def _refuse_left_out(message: Message, where: str) -> None:
+    """Raise for an answer that other programs would not learn."""
+    for key in ("weight", "train"):
+        if key in message and message[key] is not None and not message[key]:
+            raise DataError(
+                f"{where} is an answer with '{key}' = {message[key]!r}, and all answers are learnt "
+                "here: let the user say it, or remove the key"
+            )

@@ -476,6 +476,14 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
             },
             ("message 1 is of role 'user' and holds 'tool_calls': remove them",),
         ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, *answered(content="b", weight=0)]},
+            ("is an answer with 'weight' = 0, and all answers are learnt here",),
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, *answered(content="b", train=False)]},
+            ("is an answer with 'train' = False, and all answers are learnt here",),
+        ),
         ({"messages": None, "id": 1}, ("'messages'",)),
         (calling(call("f", "{'a': ")), ("call 1: 'arguments' holds \"{'a': \", which is no",)),
         (calling(call("f", "[1]")), ("'arguments' holds '[1]', which is no object in JSON: mend",)),
@@ -511,6 +519,13 @@ def test_what_is_wrong_with_a_line_or_row(
     place = f"{'line' if write is write_lines else 'row'} 1 of '{path}'"
     for word in (f"data.path = '{path}': {place}", *words):
         assert word in str(caught.value)
+
+
+def test_half_a_character_is_no_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", TOOLS)
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": answered(content="Hi \ud800")}])
+    with pytest.raises(DataError, match=r"message 2 holds half of a character at 3 .*: write the"):
+        ours(path)
 
 
 def test_what_is_wrong_with_a_table(tmp_path: Path) -> None:
