@@ -57,7 +57,7 @@ def dispatch(s: Sizes, routed: Routed) -> Part:
     named = (13 * arrived + 17 * passing) * INDEX_BYTES
     summed = rows + s.sent * hidden * s.narrow
     joined, cats = _joined(s, routed, hidden + s.model.top_k), 2 * (routed.chunks > 1)
-    calls = 13 + s.casts + routed.chunks * (6 + 18 * travels + 29 * more)
+    calls = 14 + s.casts + routed.chunks * (6 + 18 * travels + 29 * more)
     return (
         Op("dispatch", (), chosen * _DISPATCH_BYTES + s.cast(s.stream) + 2 * travels * rows + turned
            + named, calls),
@@ -107,7 +107,7 @@ def _visits(s: Sizes, routed: Routed) -> Part:
     cats = 2 * (routed.chunks > 1)
     back = Op("dispatch", (), behind, 3 + s.casts + routed.chunks * (6 + 6 * more) + cats)
     ends = s.begins and not s.learning.routers
-    calls = 17 + 3 * more + s.casts + routed.chunks * (34 + 51 * more)
+    calls = 21 + 3 * more + s.casts + routed.chunks * (34 + 51 * more)
     return Op("dispatch", (), ahead, calls), Op("dispatch") if ends else back
 
 
