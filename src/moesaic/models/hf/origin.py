@@ -70,10 +70,11 @@ def open_origin(path: Path, once: bool = False) -> Origin:
             passed_over: list[str] = []
             checkpoint = newest_intact(directory, passed_over.append)
             if checkpoint is None:
-                reasons = "; ".join(passed_over)
+                reasons = "; ".join(passed_over) or (
+                    "what is there is not named as a run names it, step-00001000: say which one"
+                )
                 raise StoreError(
-                    f"'{directory}' holds no intact checkpoint: restore one from a copy"
-                    + (f" ({reasons})" if reasons else "")
+                    f"'{directory}' holds no intact checkpoint: restore one from a copy ({reasons})"
                 )
             origin = _from_checkpoint(checkpoint)
             if passed_over:

@@ -187,9 +187,8 @@ def staged(target: Path) -> Iterator[Path]:
             shutil.rmtree(partial)  # left by a killed process that had our number
         partial.mkdir(parents=True)
         yield partial
-        for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-            tensorfile.sync(path)
-        tensorfile.sync_directory(partial)
+        for path in (*sorted(partial.rglob("*")), partial):
+            (tensorfile.sync_directory if path.is_dir() else tensorfile.sync)(path)
         partial.rename(target)
         tensorfile.sync_directory(target.parent)
     except OSError as error:

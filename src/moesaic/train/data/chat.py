@@ -37,6 +37,9 @@ FORMS = ("messages", "conversations", "prompt")
 COLUMNS = (*FORMS, "completion", "tools")
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"human": "user", "gpt": "assistant"}
+_NEAR = 20
+"""Characters that are shown before one that is wrong."""
+
 FORMER_NAMES = {"function": "tool", "developer": "system"}
 """What others call roles, where more than the name may differ."""
 READING = 3
@@ -99,6 +102,7 @@ class Chat:
             text, spans = self._template.answers(messages, self._ends, tools)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
+        _refuse_torn(text, where)
         if not spans:
             raise DataError(
                 f"{where}: the chat template of '{self._tokenizer.name}' marks nothing of this "
@@ -290,7 +294,6 @@ def _message(one: Any, where: str) -> Message:
         )
     if role == "assistant" and not calls and not content.strip():
         raise DataError(f"{where} is an empty answer: write one, or remove the line")
-    _refuse_torn(content, where)
     return {**rest, "role": role, "content": content}
 
 
@@ -308,14 +311,15 @@ def _role(one: Message, where: str) -> str:
     return role
 
 
-def _refuse_torn(content: str, where: str) -> None:
+def _refuse_torn(text: str, where: str) -> None:
     """Raise for halves of a character, which have no bytes."""
     try:
-        content.encode()
+        text.encode()
     except UnicodeEncodeError as error:
+        near = text[max(0, error.start - _NEAR) : error.start + 1]
         raise DataError(
-            f"{where} holds half of a character at {error.start} "
-            f"({content[error.start]!r}): write the character, or remove the half"
+            f"{where} holds half of a character, at the end of {near!r}: write the character, or "
+            "remove the half"
         ) from None
 
 

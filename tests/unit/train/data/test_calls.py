@@ -523,9 +523,10 @@ def test_what_is_wrong_with_a_line_or_row(
 
 def test_half_a_character_is_no_text(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TOOLS)
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": answered(content="Hi \ud800")}])
-    with pytest.raises(DataError, match=r"message 2 holds half of a character at 3 .*: write the"):
-        ours(path)
+    for answer in ({"content": "Hi \ud800"}, {"tool_calls": [call("f", {"a": "Hi \ud800"})]}):
+        path = write_lines(tmp_path / "a.jsonl", [{"messages": answered(**answer)}])
+        with pytest.raises(DataError, match=r"line 1 of .* holds half of a character, .* write"):
+            ours(path)
 
 
 def test_what_is_wrong_with_a_table(tmp_path: Path) -> None:
