@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from moesaic.base import direct
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint import (
     Checkpoint,
@@ -144,6 +146,44 @@ def test_what_is_read_once_is_lent_from_one_memory(tmp_path: Path) -> None:
     for _ in range(2):  # What has been found wrong once stays wrong.
         with pytest.raises(StoreError, match=r"'rank-0\.safetensors' is not what was written"):
             damaged.lend(names[0])
+
+
+def test_each_of_several_files_is_read_and_hashed_once(tmp_path: Path) -> None:
+    """In whatever order tensors are asked for; a file that was let go of is mapped."""
+    (world,) = worlds(1)
+    saver = Saver(tmp_path, world, keep=9, file_bytes=1)
+    saver.save(State(cut(TENSORS, ONE, 0), {"step": 1}), 1, {})
+    saver.wait()
+    path = committed(tmp_path)[0]
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert len(files) > 1
+    checkpoint, read = Checkpoint.open(path, once=True), list[Path]()
+    real = direct.parts
+
+    def parts(file: Path, buffer: memoryview) -> Iterator[memoryview]:
+        read.append(file)
+        return real(file, buffer)
+
+    with mock.patch.object(direct, "parts", parts):
+        for name in (*TENSORS, *TENSORS):
+            lent = checkpoint.lend(f"{PARAMETER}/{name}")
+            if lent is None:
+                (piece,) = (p for p in blank(cut(TENSORS, ONE, 0)) if p.name == name)
+                checkpoint.fill([piece])
+                lent = piece.tensor
+            assert torch.equal(lent, TENSORS[name])
+    assert sorted(file.name for file in read) == files
+    last = path / files[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"?")
+    damaged = Checkpoint.open(path, once=True)
+    found = list[str]()
+    for name in TENSORS:
+        try:
+            damaged.lend(f"{PARAMETER}/{name}")
+        except StoreError as error:
+            found.append(str(error))
+    assert found
+    assert all(f"'{files[-1]}' is not what was written" in one for one in found)
 
 
 def test_nothing_is_lent_of_what_two_ranks_have_written(tmp_path: Path) -> None:

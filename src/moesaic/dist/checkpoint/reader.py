@@ -54,7 +54,8 @@ class Checkpoint:
     ) -> None:
         self.path = path
         self._manifest, self._cast = manifest, cast
-        self._once = once and all(len(t.pieces) == 1 for t in manifest.tensors.values())
+        alone = all(name.startswith(("rank-0.", "rank-0-")) for name in manifest.files)
+        self._once = once and alone and all(len(t.pieces) == 1 for t in manifest.tensors.values())
         self._memory: memoryview | None = None
         self._held: str | None = None
         """The file that was hashed last, which is in that memory."""
@@ -148,11 +149,14 @@ class Checkpoint:
             self._copy_out(name, wanted)
 
     def lend(self, key: str) -> torch.Tensor | None:
-        """A whole tensor, valid until anything else is read: only where all is read once."""
+        """A whole tensor, valid until anything else is read: only where all is read once, and of
+        a file that has not been let go of for another one."""
         if not self._once:
             return None
         (record,) = self._manifest.tensors[key].pieces
         if self._held != record.file:
+            if record.file in self._verified:
+                return None
             self._raise_damage(self._find_damage([record.file]))
         (values,) = self._find(record.file, [(record, self._manifest.tensors[key].dtype)])
         return values

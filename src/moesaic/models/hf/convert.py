@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from moesaic.dist.checkpoint.manifest import (
     commit_record,
 )
 from moesaic.dist.state import PARAMETER
+from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.adapter import write_adapter
 from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
@@ -46,8 +48,8 @@ def convert(
     dtype: Precision = "keep",
     max_shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
-) -> Origin:
-    """Write the model at `source` as `target`; returns what was read, with its warnings.
+) -> Converted:
+    """Write the model at `source` as `target`; returns where it was read, with warnings.
 
     Args:
         source: a Hugging Face directory, a checkpoint, or a run (its newest intact checkpoint).
@@ -72,7 +74,17 @@ def convert(
             target, origin.model, origin.tensors, dtype=dtype, max_shard_bytes=max_shard_bytes,
             companions=origin.companions, progress=progress,
         )  # fmt: skip
-    return origin
+    return Converted(origin.path, origin.model, origin.warnings)
+
+
+class Converted(NamedTuple):
+    """What has been read."""
+
+    path: Path
+    """The directory that the weights are in."""
+    model: ModelConfig
+    warnings: list[str]
+    """What a person should know."""
 
 
 def _write_checkpoint(

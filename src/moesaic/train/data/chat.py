@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FORMS = ("messages", "conversations", "prompt")
 """The key by which each form is known; the first that a line has goes."""
-COLUMNS = (*FORMS, "completion", "tools")
+COLUMNS = (*FORMS, "completion", "tools", "functions")
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {"human": "user", "gpt": "assistant"}
 _NEAR = 20
@@ -42,7 +42,7 @@ _NEAR = 20
 
 FORMER_NAMES = {"function": "tool", "developer": "system"}
 """What others call roles, where more than the name may differ."""
-READING = 3
+READING = 4
 """Goes up when the same line comes to mean other tokens, or none."""
 
 Message = dict[str, Any]
@@ -205,9 +205,9 @@ def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
     if isinstance(tools, str):
         with suppress(ValueError, RecursionError):  # Text that is no JSON is no list either.
             tools = json.loads(tools) if tools.strip() else None
+    if not tools and record.get("functions"):
+        raise DataError(f"{where} holds 'functions': write 'tools', which came in its place")
     if tools is None:
-        if record.get("functions"):
-            raise DataError(f"{where} holds 'functions': write 'tools', which came in its place")
         return None
     found = _objects(tools, f"{where}: 'tools'", "or its JSON, or none")
     for number, tool in enumerate(found, start=1):
