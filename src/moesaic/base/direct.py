@@ -14,10 +14,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moesaic.base.errors import StoreError
 
@@ -43,7 +45,8 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, synced: bool = Tr
             left = memoryview(chunk).cast("B")
             while left:
                 count = min(len(left), len(block) - filled)
-                block[filled : filled + count] = left[:count]
+                # numpy lets other threads run while it copies; slices of a memoryview do not.
+                np.copyto(_numbers(block[filled : filled + count]), _numbers(left[:count]))
                 filled, left = filled + count, left[count:]
                 if filled == len(block):
                     waiting.append((pool.submit(_write_whole, file, block, past=True), block))
@@ -68,7 +71,7 @@ def read(path: Path, start: int, count: int) -> memoryview:
     """`count` bytes of a file from `start` on, in memory of their own."""
     before = start % _ALIGNMENT
     buffer = memory(before + count)
-    with path.open("rb", buffering=0) as file:
+    with _readable(path), path.open("rb", buffering=0) as file:
         _go_past(file, True)
         file.seek(start - before)
         if _read_whole(file, buffer) < before + count:
@@ -79,7 +82,9 @@ def read(path: Path, start: int, count: int) -> memoryview:
 def parts(path: Path, buffer: memoryview) -> Iterator[memoryview]:
     """All of a file into `buffer`, which is `memory` enough; each part as soon as it is there."""
     pool = ThreadPoolExecutor(1, "direct")
-    with path.open("rb", buffering=0) as file:
+    with _readable(path):
+        file = path.open("rb", buffering=0)
+    with file:
         _go_past(file, True)
         try:
             size = os.fstat(file.fileno()).st_size
@@ -87,7 +92,9 @@ def parts(path: Path, buffer: memoryview) -> Iterator[memoryview]:
             coming = [pool.submit(_read_whole, file, buffer[place]) for place in places]
             for place, count in zip(places, coming, strict=True):
                 end = min(place.stop, size)
-                if count.result() < end - place.start:
+                with _readable(path):
+                    found = count.result()
+                if found < end - place.start:
                     raise StoreError(f"'{path}' ends before byte {end}: restore it")
                 yield buffer[place.start : end]
         finally:
@@ -104,6 +111,19 @@ def memory(num_bytes: int) -> memoryview:
     first = -values.ctypes.data % _ALIGNMENT
     data: memoryview = values.data
     return data[first : first + size]
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the file that cannot be read: whoever writes meanwhile would take it for its own."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"'{path}' cannot be read ({error.strerror}): restore it") from error
+
+
+def _numbers(data: memoryview) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8)
 
 
 def _go_past(file: FileIO, past: bool) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -102,10 +102,26 @@ def read_entries(path: Path) -> dict[str, tuple[Entry, int]]:
     """The tensors of a file by name, each with the byte of the file where its values start."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= path.stat().st_size - 8:
-                raise ValueError(f"a header of {length} bytes does not fit in the file")
-            table = json.loads(file.read(length))
+            size = os.fstat(file.fileno()).st_size
+            return _entries(path, size, lambda start, end: file.read(end - start))
+    except OSError as error:
+        raise StoreError(f"'{path}' cannot be read ({error.strerror}): restore it") from error
+
+
+def entries_of(path: Path, content: memoryview) -> dict[str, tuple[Entry, int]]:
+    """The same of a file whose content is in memory."""
+    return _entries(path, len(content), lambda start, end: bytes(content[start:end]))
+
+
+def _entries(
+    path: Path, size: int, read: Callable[[int, int], bytes]
+) -> dict[str, tuple[Entry, int]]:
+    """`read` is asked for bytes of the file one after another."""
+    try:
+        length = int.from_bytes(read(0, 8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"a header of {length} bytes does not fit in the file")
+        table = json.loads(read(8, 8 + length))
         return {
             name: (Entry(name, item["dtype"], tuple(item["shape"])), 8 + length + start)
             for name, item in table.items()

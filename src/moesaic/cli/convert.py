@@ -48,7 +48,12 @@ def convert(
     if dry_run:
         _tell(path, out, config, as_json)
         return 0
+    import torch
+
+    from moesaic.dist import device
     from moesaic.models.hf.convert import convert as engine
+
+    device.activate(torch.device("cpu"))  # Tensors of many sizes come and go.
 
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),

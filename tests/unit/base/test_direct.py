@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from moesaic.base import direct
@@ -82,6 +86,49 @@ def test_files_go_past_the_page_cache_where_they_can(tmp_path: Path) -> None:
         assert not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
 
 
+def test_each_way_goes_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the disk is asked with the cache out of the way, but for a file's end."""
+    path, data = tmp_path / "file", os.urandom(2 * BLOCK + 5)
+    with path.open("wb", buffering=0) as file:
+        direct._go_past(file, True)
+        if not hasattr(os, "O_DIRECT") or not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            pytest.skip("the file system of the test has one way only")
+    retrying, past = direct._retrying, list[bool]()
+
+    def seen(file: FileIO, move: Callable[[memoryview], int], data: memoryview) -> int:
+        past.append(bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT))
+        return retrying(file, move, data)
+
+    monkeypatch.setattr(direct, "_retrying", seen)
+    direct.write(path, [data])
+    assert past == [True, True, False]
+    past.clear()
+    assert b"".join(direct.parts(path, direct.memory(len(data)))) == data
+    assert len(past) >= 3
+    assert all(past)
+    past.clear()
+    assert direct.read(path, 1, 2 * BLOCK) == data[1 : 1 + 2 * BLOCK]
+    assert past
+    assert all(past)
+
+
+def test_a_part_is_there_when_it_is_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the disk gives it."""
+    path, whole, data = tmp_path / "file", direct._read_whole, os.urandom(3 * BLOCK)
+    path.write_bytes(data)
+    buffer = direct.memory(len(data))
+    buffer[:] = bytes(len(buffer))
+
+    def late(file: FileIO, buffer: memoryview) -> int:
+        time.sleep(0.05)
+        return whole(file, buffer)
+
+    monkeypatch.setattr(direct, "_read_whole", late)
+    assert b"".join(bytes(part) for part in direct.parts(path, buffer)) == data
+
+
 def test_a_disk_with_another_alignment_is_reached_through_the_cache(tmp_path: Path) -> None:
     data, path = os.urandom(3 * UNIT), tmp_path / "file"
     odd = direct.memory(4 * UNIT)[1:]
@@ -135,6 +182,40 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(
     monkeypatch.setattr(direct, "_read_whole", cut)
     with pytest.raises(StoreError, match=f"file' ends before byte {2 * BLOCK}: restore it"):
         list(direct.parts(path, direct.memory(2 * BLOCK)))
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it cannot be opened, or the disk gives it up on the way."""
+    with pytest.raises(StoreError, match=r"absent' cannot be read \(No such file.*\): restore it"):
+        direct.read(tmp_path / "absent", 0, 1)
+    with pytest.raises(StoreError, match=r"absent' cannot be read"):
+        list(direct.parts(tmp_path / "absent", direct.memory(1)))
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * BLOCK))
+
+    def broken(file: FileIO, move: Callable[[memoryview], int], data: memoryview) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(direct, "_retrying", broken)
+    with pytest.raises(StoreError, match=r"file' cannot be read \(Input/output error\)"):
+        direct.read(path, 0, 1)
+    with pytest.raises(StoreError, match=r"file' cannot be read \(Input/output error\)"):
+        list(direct.parts(path, direct.memory(2 * BLOCK)))
+
+
+def test_others_run_while_a_block_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy is numpy's, which lets go of the interpreter; a memoryview's would hold it."""
+    copied, copyto = list[int](), np.copyto
+
+    def seen(to: Any, source: Any) -> None:
+        copied.append(source.nbytes)
+        copyto(to, source)
+
+    monkeypatch.setattr(direct.np, "copyto", seen)
+    direct.write(tmp_path / "file", [bytes(BLOCK), bytes(3)])
+    assert copied == [BLOCK, 3]
 
 
 def test_what_a_maker_raises_is_raised(tmp_path: Path) -> None:

@@ -233,12 +233,17 @@ class Checkpoint:
 
     def _find(self, name: str, wanted: Iterable[tuple[PieceRecord, str]]) -> Iterator[torch.Tensor]:
         """The values of some pieces where they are: in one file, or in the memory that has it."""
-        file = self.path / name
+        file, num_bytes = self.path / name, self._manifest.files[name].num_bytes
+        hashed = self._memory[:num_bytes] if self._memory and self._held == name else None
         if name not in self._entries:
-            self._entries[name] = tensorfile.read_entries(file)
-        entries, num_bytes = self._entries[name], self._manifest.files[name].num_bytes
-        if self._memory is not None and self._held == name:
-            content = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self._entries[name] = (
+                tensorfile.read_entries(file)
+                if hashed is None
+                else tensorfile.entries_of(file, hashed)
+            )
+        entries = self._entries[name]
+        if hashed is not None:
+            content = torch.frombuffer(hashed, dtype=torch.uint8)
         else:
             content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
         for record, dtype in wanted:

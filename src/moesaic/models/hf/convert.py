@@ -10,10 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from moesaic.base.errors import ConfigError
-from moesaic.dist import device as devices
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -63,7 +60,6 @@ def convert(
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes = {max_shard_bytes}: give a size from 1")
     refuse_occupied(target)
-    devices.activate(torch.device("cpu"))
     origin = open_origin(source, once=True)
     if to == "checkpoint":
         _write_checkpoint(target, origin, dtype, max_shard_bytes, progress)

@@ -7,11 +7,11 @@ same model gives the same bytes every time.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from moesaic.base.errors import StoreError
 from moesaic.base.tensorfile import ITEM_BYTES
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
@@ -56,7 +56,13 @@ def copy_companions(companions: Sequence[Path], directory: Path) -> None:
     for path in companions:
         place = directory / next(name for name in COMPANIONS if path.match(name))
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StoreError(
+                f"'{path}' cannot be read ({error.strerror}): mend or remove it"
+            ) from error
+        place.write_bytes(data)
 
 
 def write_model(

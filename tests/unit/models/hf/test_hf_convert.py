@@ -11,12 +11,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moesaic.base import direct
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.dist.checkpoint import Checkpoint, Saver
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece, State
@@ -287,6 +289,34 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 180e6 < size < 220e6
     assert len(list(directory.glob("*.safetensors"))) >= 10
     return directory
+
+
+def test_what_goes_through_once_goes_past_the_page_cache(tmp_path: Path) -> None:
+    """Tensors of a directory, and whole files of a checkpoint that is named."""
+    source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
+    write_model(source, TINY, PieceTensors(whole(TINY, torch.rand)))
+    read, parts = direct.read, direct.parts
+    with mock.patch.object(direct, "read", wraps=read) as reads:
+        convert(source, checkpoint, to="checkpoint")
+    assert reads.call_count == len(list(parameters(TINY)))
+    with mock.patch.object(direct, "parts", wraps=parts) as files:
+        convert(checkpoint, tmp_path / "out")
+    assert [call.args[0].name for call in files.call_args_list] == ["rank-0.safetensors"]
+    assert digests(tmp_path / "out") == digests(source)
+
+
+def test_a_source_that_goes_away_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", TINY, PieceTensors(whole(TINY, torch.rand)))
+    source = HFSource(tmp_path / "source", TINY, once=True)
+    (tmp_path / "source" / SINGLE_NAME).unlink()
+    with pytest.raises(StoreError) as caught:
+        write_model(tmp_path / "out", TINY, source)
+    assert f"'{tmp_path / 'source' / SINGLE_NAME}' cannot be read" in str(caught.value)
+    assert "make room" not in str(caught.value)
+    tensors, gone = PieceTensors(whole(TINY, torch.rand)), tmp_path / "tokenizer.json"
+    with pytest.raises(StoreError, match=r"tokenizer\.json' cannot be read \(No such file"):
+        write_model(tmp_path / "out", TINY, tensors, companions=[gone])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("route", ["directory", "checkpoint"])

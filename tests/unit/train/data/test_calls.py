@@ -484,6 +484,11 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": "a"}, *answered(content="b", train=False)]},
             ("is an answer with 'train' = False, and all answers are learnt here",),
         ),
+        ({"functions": [{"name": "f"}]}, ("holds 'functions': write 'tools', which came in",)),
+        (
+            {"functions": [{"name": "f"}], "tools": " "},
+            ("holds 'functions': write 'tools', which came in",),
+        ),
         ({"messages": None, "id": 1}, ("'messages'",)),
         (calling(call("f", "{'a': ")), ("call 1: 'arguments' holds \"{'a': \", which is no",)),
         (calling(call("f", "[1]")), ("'arguments' holds '[1]', which is no object in JSON: mend",)),
