@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moesaic.dist import threads
+from moesaic.dist import threads, vectors
 from moesaic.dist.device import multiplies_bf16, prefers_onednn
 
 _WORTH = 1 << 20
@@ -79,7 +79,9 @@ def _grouped_mm_into(
         if count:
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             outwards = matrix if transposed else matrix.T
-            if _evenly(rows, count, matrix, transposed=transposed):
+            if transposed and vectors.serves(rows[start:stop], matrix):
+                vectors.multiply(rows[start:stop], matrix, out[start:stop])
+            elif _evenly(rows, count, matrix, transposed=transposed):
                 for first in range(start, stop, _MOST):
                     _even_rows(rows, slice(first, min(first + _MOST, stop)), outwards, out)
             else:

@@ -330,7 +330,7 @@ def shares(tokens: Tensor, counts: Tensor, ffn: int) -> list[Share]:
         crew = _crew_for(tokens, counts, ffn)
         fitting = _SHARE_BYTES // (2 * ffn * tokens.element_size())
         if crew is not None:
-            limit //= _LARGE * crew.size
+            limit = max(1, limit // (_LARGE * crew.size))
             most_alone = min(limit, _CACHED * fitting)
         limit = min(limit, fitting)
     cuts, first_row, row = [(0, 0)], 0, 0
