@@ -120,9 +120,20 @@ def _possible(row: Row) -> bool:
     )
 
 
+def meetings(row: Row) -> set[Any]:
+    """What meets in a row: any two of its values; of its family, any two of its axes that share
+    something out, recomputation among them; and all of the four that share out most."""
+    above = [axis for axis in AXES if getattr(row, axis) > 1] + ["recompute"] * row.recompute
+    met: set[Any] = set(combinations(enumerate(row), 2))
+    met |= {(row.family, *axes) for axes in combinations(above, 2)}
+    if min(row.pp, row.tp, row.shard) > 1 and (row.ep > 1 or row.family == "tiny-dense"):
+        met.add((row.family, "pp, tp, ep and shard"))
+    return met
+
+
 def covering(whole: Sequence[Row]) -> list[Row]:
-    """Rows of `whole` in which any two values of it that meet at all do so; few ranks first."""
-    left = {row: set(combinations(enumerate(row), 2)) for row in whole}
+    """Rows of `whole` in which all meets that does so anywhere in it; few ranks first."""
+    left = {row: meetings(row) for row in whole}
     chosen: list[Row] = []
     while left:
         best = max(left, key=lambda row: len(left[row]) / row.ranks)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from layouts import Outcome, assert_same, outcome
-from table import Row, covering, reference, rows
+from table import AXES, FAMILIES, Row, covering, meetings, reference, rows
 
 from moesaic.testing.ranks import Ranks
 
@@ -20,7 +22,12 @@ def hold(ranks: Ranks, row: Row, steps: int) -> None:
     if (row.family, steps) not in _references:
         _references[row.family, steps] = outcome(ranks, 1, reference(row.family).job, steps)
     one = _references[row.family, steps]
-    assert_same(outcome(ranks, row.ranks, row.job, steps), one)
+    several = outcome(ranks, row.ranks, row.job, steps)
+    assert_same(several, one)
+    for key, bias in one.state.items():
+        if key.endswith("router.bias"):
+            assert bias.any()
+            assert np.array_equal(several.state[key], bias)
     if row.job.routing.capacity:
         assert sum(step["dropped"] for step in one.steps) > 0
 
@@ -28,6 +35,16 @@ def hold(ranks: Ranks, row: Row, steps: int) -> None:
 @pytest.mark.parametrize("row", covering(FEW), ids=str)
 def test_any_two_values_together(ranks: Ranks, row: Row) -> None:
     hold(ranks, row, steps=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_axes_of_a_family_all_meet(family: str) -> None:
+    """In the rows that the default suite has."""
+    met = set().union(*(meetings(row) for row in covering(FEW)))
+    missing = {"ep", "etp"} if family == "tiny-dense" else set()
+    axes = [axis for axis in (*AXES, "recompute") if axis not in missing]
+    assert {(family, *pair) for pair in combinations(axes, 2)} <= met
+    assert (family, "pp, tp, ep and shard") in met
 
 
 @pytest.mark.soak

@@ -49,13 +49,32 @@ def write(path: Path, chunks: Iterable[bytes | memoryview], *, synced: bool = Tr
                 np.copyto(_numbers(block[filled : filled + count]), _numbers(left[:count]))
                 filled, left = filled + count, left[count:]
                 if filled == len(block):
-                    waiting.append((pool.submit(_write_whole, file, block, past=True), block))
+                    waiting.append((_begin(pool, waiting, file, block), block))
                     block, filled = _next_block(waiting), 0
         while waiting:
             waiting.popleft()[0].result()
         _write_whole(file, block[:filled], past=False)  # The end is no whole block.
         if synced:
             os.fsync(file.fileno())
+
+
+def _begin(
+    pool: ThreadPoolExecutor,
+    waiting: Iterable[tuple[Future[None], memoryview]],
+    file: FileIO,
+    block: memoryview,
+) -> Future[None]:
+    """Have a thread write `block` behind all that waits; or write it, if none begins anything any
+    more, for the interpreter is leaving."""
+    try:
+        return pool.submit(_write_whole, file, block, past=True)
+    except RuntimeError:
+        for written, _ in waiting:
+            written.result()
+        _write_whole(file, block, past=True)
+        done = Future[None]()
+        done.set_result(None)
+        return done
 
 
 def _next_block(waiting: deque[tuple[Future[None], memoryview]]) -> memoryview:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -140,6 +142,13 @@ def test_what_is_read_once_is_lent_from_one_memory(tmp_path: Path) -> None:
     assert len({values.untyped_storage().data_ptr() for values in lent if values is not None}) == 1
     file = path / "rank-0.safetensors"
     data = bytearray(file.read_bytes())
+    kept = Checkpoint.open(path, once=True)
+    kept.lend(names[0])
+    file.unlink()  # What is hashed and in memory needs no file any more.
+    for name, tensor in zip(names, TENSORS.values(), strict=True):
+        values = kept.lend(name)
+        assert values is not None
+        assert torch.equal(values, tensor)
     data[-1] ^= 1
     file.write_bytes(data)
     damaged = Checkpoint.open(path, once=True)
@@ -192,6 +201,23 @@ def test_nothing_is_lent_of_what_two_ranks_have_written(tmp_path: Path) -> None:
     pieces = blank(cut(TENSORS, ONE, 0))
     checkpoint.fill(pieces)
     assert same_bits(pieces, cut(TENSORS, ONE, 0))
+
+
+def test_a_file_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
+    (world,) = worlds(1)
+    saver = Saver(tmp_path, world, keep=9)
+    saver.save(State(cut(TENSORS, ONE, 0), {"step": 1}), 1, {})
+    saver.wait()
+    path = committed(tmp_path)[0]
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch.object(direct, "_retrying", broken), pytest.raises(StoreError) as caught:
+        Checkpoint.open(path, once=True).lend(f"{PARAMETER}/a")
+    words = str(caught.value)
+    assert "is damaged: 'rank-0.safetensors' cannot be read ([Errno 5] Input/output error)" in words
+    assert words.count("restore it") == 1
 
 
 def test_filling_looks_before_it_reads(tmp_path: Path) -> None:

@@ -242,6 +242,14 @@ def test_settings_without_effect_are_told() -> None:
         'routing.bias_step has no effect: the routers of family "olmoe" have no bias'
     ]
     assert job("model.preset=tiny-deepseek", "routing.bias_step=0.01").idle() == []
+    assert job("layout.dispatch=visits", "layout.hosts=1", "layout.chunks=auto").idle() == [
+        f"layout.{key} has no effect: layout.ep = 1 sends no token"
+        for key in ("dispatch", "hosts", "chunks")
+    ]
+    assert job("layout.dispatch=visits", "layout.ep=2").idle() == []
+    assert job("layout.schedule=gpipe").idle() == [
+        "layout.schedule has no effect: layout.pp = 1 makes no pipeline"
+    ]
     told = job(
         "schedule.kind=constant", "schedule.final=0.5", "train.validate_every=5",
         "checkpoint.every=11",
@@ -268,6 +276,9 @@ def test_every_key_is_documented() -> None:
         (['finetune.method="lora"', 'finetune.targets=["ffn", "attention"]'],
          ['finetune.targets: the model has no "ffn", leave it out']),
         ([DENSE, 'finetune.method="lora"'], []),
+        (['model.preset="tiny-deepseek"', 'finetune.router="frozen"', "routing.bias_step=0.5"],
+         ['routing.bias_step has no effect: finetune.router = "frozen"']),
+        (['model.preset="tiny-deepseek"', 'finetune.router="train"', "routing.bias_step=0.5"], []),
         ([DENSE, 'finetune.router="train"'],
          ["finetune.router has no effect: the model is dense"]),
     ],

@@ -204,8 +204,10 @@ class Checkpoint:
                 return f"'{name}' is not what was written: its SHA-256 differs"
         except FileNotFoundError:
             return f"'{name}' is missing"
-        except (OSError, StoreError) as error:
-            return f"'{name}' cannot be read ({error})"
+        except OSError as error:
+            return f"'{name}' cannot be read ({error.strerror})"
+        except StoreError as error:
+            return f"'{name}' cannot be read ({error.__cause__ or error})"
         return ""
 
     def _sha256(self, name: str) -> str:

@@ -213,9 +213,25 @@ class Job(Section):
             found.append("finetune.router has no effect: the model is dense")
         return found
 
+    def _biases_stay(self) -> bool:
+        return self.finetune is not None and self.finetune.router == "frozen"
+
+    def _idle_layout(self) -> list[str]:
+        layout, given = self.layout, self.layout.model_fields_set
+        found: list[str] = []
+        if layout.ep == 1:
+            found += [
+                f"layout.{key} has no effect: layout.ep = 1 sends no token"
+                for key in ("dispatch", "hosts", "chunks")
+                if key in given
+            ]
+        if layout.pp == 1 and "schedule" in given:
+            found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
+        return found
+
     def idle(self) -> list[str]:
         """A sentence for each setting that was given and has no effect in this job."""
-        found = self._idle_finetune()
+        found = self._idle_finetune() + self._idle_layout()
         if not self.model.experts:
             given = sorted(self.routing.model_fields_set)
             found += [f"routing.{key} has no effect: the model is dense" for key in given]
@@ -224,8 +240,8 @@ class Job(Section):
                 f'routing.bias_step has no effect: the routers of family "{self.model.family}" '
                 "have no bias"
             )
-        if self.layout.pp == 1 and "schedule" in self.layout.model_fields_set:
-            found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
+        elif self._biases_stay() and "bias_step" in self.routing.model_fields_set:
+            found.append('routing.bias_step has no effect: finetune.router = "frozen"')
         if self.schedule.kind == "constant" and "final" in self.schedule.model_fields_set:
             found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
         if not (self.data.validation_path or self.data.validation_share):

@@ -42,7 +42,7 @@ _NEAR = 20
 
 FORMER_NAMES = {"function": "tool", "developer": "system"}
 """What others call roles, where more than the name may differ."""
-READING = 4
+READING = 5
 """Goes up when the same line comes to mean other tokens, or none."""
 
 Message = dict[str, Any]
@@ -205,7 +205,7 @@ def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
     if isinstance(tools, str):
         with suppress(ValueError, RecursionError):  # Text that is no JSON is no list either.
             tools = json.loads(tools) if tools.strip() else None
-    if not tools and record.get("functions"):
+    if record.get("functions"):
         raise DataError(f"{where} holds 'functions': write 'tools', which came in its place")
     if tools is None:
         return None
@@ -326,7 +326,7 @@ def _refuse_torn(text: str, where: str) -> None:
 def _refuse_left_out(message: Message, where: str) -> None:
     """Raise for an answer that other programs would not learn."""
     for key in ("weight", "train"):
-        if key in message and message[key] is not None and not message[key]:
+        if message.get(key, 1) not in (1, None):  # As a number or a truth; 0.5 of it is not learnt.
             raise DataError(
                 f"{where} is an answer with '{key}' = {message[key]!r}, and all answers are learnt "
                 "here: let the user say it, or remove the key"

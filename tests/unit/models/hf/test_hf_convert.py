@@ -321,8 +321,8 @@ def test_a_source_that_goes_away_is_not_taken_for_a_full_disk(tmp_path: Path) ->
 
 @pytest.mark.parametrize("route", ["directory", "checkpoint"])
 def test_memory_stays_below_two_shards(route: str, large: Path, tmp_path: Path) -> None:
-    # A source's shard is mapped as it is read and let go with the next one, and one tensor is in
-    # hand: so one shard, one tensor, and what the allocator keeps. Two shards are a fifth of the
+    # Tensors of a directory come one by one, a checkpoint's file as a whole into one memory: so one
+    # shard, one tensor, and what the allocator keeps. Two shards are a fifth of the
     # model; holding it whole would take five times the bound.
     bound = 2 * 20_000_000
     if route == "directory":

@@ -484,7 +484,19 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": "a"}, *answered(content="b", train=False)]},
             ("is an answer with 'train' = False, and all answers are learnt here",),
         ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, *answered(content="b", weight=0.5)]},
+            ("is an answer with 'weight' = 0.5, and all answers are learnt here",),
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, *answered(content="b", train="false")]},
+            ("is an answer with 'train' = 'false', and all answers are learnt here",),
+        ),
         ({"functions": [{"name": "f"}]}, ("holds 'functions': write 'tools', which came in",)),
+        (
+            {"functions": [{"name": "f"}], "tools": [{"name": "f"}]},
+            ("holds 'functions': write 'tools', which came in",),
+        ),
         (
             {"functions": [{"name": "f"}], "tools": " "},
             ("holds 'functions': write 'tools', which came in",),
