@@ -113,10 +113,11 @@ class Exchange:
 
     def check(self) -> None:
         """All bring what the others have sent."""
-        for way in (self.ours, self.gloo, self._copies_in_step):
+        ways = {"ours": self.ours, "gloo": self.gloo, "copies": self._copies_in_step}
+        for name, way in ways.items():
             self._out.zero_()
             if not torch.equal(way(), self._expected):
-                raise Unlike(f"rank {self._world.rank}: {way.__name__} brought other rows")
+                raise Unlike(f"rank {self._world.rank}: {name} brought other rows")
 
     def _copies_in_step(self) -> Tensor:
         self.put()
@@ -153,8 +154,10 @@ def on_ranks(
         def often(way: Callable[[], Tensor], times: int = case.times) -> Callable[[], object]:
             return lambda: [way() for _ in range(times)][-1]
 
-        calls = {way.__name__: often(way) for way in (exchange.ours, exchange.gloo)}
-        calls["copies"] = often(exchange.copies)
+        calls = {
+            "ours": often(exchange.ours), "gloo": often(exchange.gloo),
+            "copies": often(exchange.copies),
+        }  # fmt: skip
         times = in_turn(world, calls, rounds, root)
         if times is not None:
             results.append(times)
