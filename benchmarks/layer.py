@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,8 @@ def steps(rounds: int) -> Iterator[measure.Row]:
     from benchmarks import families
 
     for family in STEPPED:
-        yield from families.training(family, rounds, STEP_BAR)
+        for row in families.training(family, rounds, STEP_BAR):
+            yield replace(row, name=f"whole step, one rank: {row.name}")
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:
