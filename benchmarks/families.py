@@ -22,6 +22,8 @@ from moesaic.facts.job import Job
 BATCH, SEQUENCE = 8, 256
 STEPS = 3
 TOLERANCE = 1e-4
+BAR = ">= 1.2"
+"""For the quickest mode of transformers."""
 BALANCE = 0.01
 CONVERSIONS = 5
 
@@ -109,16 +111,18 @@ def modes() -> list[str]:
     return ["eager", *sorted(set(ALL_EXPERTS_FUNCTIONS.keys()) - LEFT_OUT.keys())]
 
 
-def training(family: str, rounds: int) -> Iterator[measure.Row]:
+def training(family: str, rounds: int, bar: str = BAR) -> Iterator[measure.Row]:
     """Tokens/s against every mode of transformers; the bar is for the quickest of them."""
     with ExitStack() as stack:
         ours = Ours(job_of(family), World.solo())
         stack.enter_context(closing(ours.run))
         theirs = {mode: stack.enter_context(closing(Apart(ours, mode))) for mode in modes()}
-        yield from race(ours, theirs, rounds)
+        yield from race(ours, theirs, rounds, bar)
 
 
-def race(ours: Ours, theirs: Mapping[str, Peer], rounds: int) -> Iterator[measure.Row]:
+def race(
+    ours: Ours, theirs: Mapping[str, Peer], rounds: int, bar: str = BAR
+) -> Iterator[measure.Row]:
     """Ours and theirs, which begin with the same weights, in turn."""
     family = ours.run.job.model.family
     first, *later = differences(ours, theirs)
@@ -143,7 +147,7 @@ def race(ours: Ours, theirs: Mapping[str, Peer], rounds: int) -> Iterator[measur
         which = "another of its modes" if place else f"the quickest of {len(theirs)} modes"
         yield measure.row(
             f"training tokens/s, {what}" + f", {mode}" * bool(place), ratio, "ratio",
-            bar="" if place else ">= 1.2", interval=interval, repeats=rounds,
+            bar="" if place else bar, interval=interval, repeats=rounds,
             against=f"{TRANSFORMERS}, experts_implementation {mode}, {which}, same weights and "
             f"batches, a process of its own, {threads}",
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ FORMS: dict[str, dict[str, Any]] = {
 RATES = {"1 Gbit/s": (1000, ">= 3.0"), "200 Mbit/s": (200, ">= 3.5")}
 HIDDEN, TOKENS, RANKS = 1024, 1024, 4
 COUNTED = 5
+STEPPED, STEP_BAR = ("olmoe", "mixtral"), ">= 1.3"
+"""Families whose whole steps are taken, and the goal."""
 PATIENCE_S = 3600.0
 
 
@@ -43,6 +45,9 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     yield from experts.rows(rounds)
     yield from between_hosts(rounds)
     yield from overlapping(rounds)
+    yield from against_peers(rounds)
+    yield from exchanges(rounds)
+    yield from steps(rounds)
 
 
 def overlapping(rounds: int) -> Iterator[measure.Row]:
@@ -50,6 +55,29 @@ def overlapping(rounds: int) -> Iterator[measure.Row]:
     from benchmarks import overlap  # It takes from this module.
 
     yield from overlap.rows(rounds)
+
+
+def against_peers(rounds: int) -> Iterator[measure.Row]:
+    """The layer over two ranks against those of others."""
+    from benchmarks import peers
+
+    yield from peers.rows(rounds)
+
+
+def exchanges(rounds: int) -> Iterator[measure.Row]:
+    """Rows among ranks of one host."""
+    from benchmarks import exchange
+
+    yield from exchange.rows(rounds)
+
+
+def steps(rounds: int) -> Iterator[measure.Row]:
+    """Whole steps of one rank, as the theme `families` takes them."""
+    from benchmarks import families
+
+    for family in STEPPED:
+        for row in families.training(family, rounds, STEP_BAR):
+            yield replace(row, name=f"whole step, one rank: {row.name}")
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:
@@ -71,7 +99,10 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
         yield from _host_rows(name, bar, found[0], rounds)
 
 
-PARTS = {"experts": experts.rows, "hosts": between_hosts, "overlap": overlapping}
+PARTS = {
+    "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping,
+    "peers": against_peers, "exchange": exchanges, "step": steps,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,456 @@
+"""One expert layer over two ranks, forward and backward: ours, DeepSpeed's, Tutel's, a plain loop.
+
+All get the same tokens, router and experts on the same ranks, one thread each, and nothing is timed
+before results and gradients are the same. layer.md says how to install the peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import measure
+from benchmarks.families import Unlike
+from benchmarks.layer import PATIENCE_S, in_turn, plan_of
+from benchmarks.training import olmoe
+from moesaic.dist.world import World
+from moesaic.nn.bank import Bank
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.moe import MoE
+from moesaic.nn.router import Router
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import ranks_of
+
+RANKS, TOP_K = 2, 2
+OURS, PLAIN, DEEPSPEED, TUTEL = "moesaic", "a plain loop", "DeepSpeed", "Tutel"
+PACKAGES = {DEEPSPEED: "deepspeed", TUTEL: "tutel"}
+LIMITED = ", capacity factor 1"
+"""Of a peer that gives every expert room for its even share and drops what is more."""
+TOLERANCE = 1e-5
+"""Of the norm of a difference, by the norm."""
+_FIRST, _SECOND = 2.0, 1.0
+"""Scores of a token's experts where routing is even; those of all others are 0."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and how its router spreads tokens."""
+
+    name: str
+    experts: int
+    ffn: int
+    skew: float = 0.0
+    """How much of one direction, the same for all, is added to every token; 0: routing is even."""
+    bar: str = ""
+    """For the quickest peer that drops nothing."""
+    bars: tuple[tuple[str, str], ...] = ()
+    """For single peers."""
+    tokens: int = 1024
+    """Of each rank."""
+    hidden: int = 512
+
+
+CASES = (
+    Case("8 experts, even", 8, 1024, bar=">= 1.1"),
+    Case("64 experts, even", 64, 256, bar=">= 1.5"),
+    Case("16 experts, skewed", 16, 512, skew=2.0, bars=((DEEPSPEED, ">= 5.0"), (TUTEL, ">= 5.0"))),
+)
+
+
+class Work:
+    """What all contenders are given on a rank."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.local = case, case.experts // RANKS
+        draw, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
+        sizes = case.experts, case.hidden
+        self.tokens = torch.randn(case.tokens, case.hidden, generator=own)
+        self.cotangent = torch.randn(case.tokens, case.hidden, generator=own)
+        if case.skew:
+            self.gate = torch.empty(sizes).uniform_(-1, 1, generator=draw) * case.hidden**-0.5
+            self.tokens += case.skew * torch.randn(case.hidden, generator=draw)
+        else:
+            self.gate = torch.linalg.qr(torch.randn(*sizes[::-1], generator=draw)).Q.T.contiguous()
+            first, second = _even(case)[torch.randperm(case.tokens, generator=own)].T
+            self.tokens -= self.tokens @ self.gate.T @ self.gate
+            self.tokens += _FIRST * self.gate[first] + _SECOND * self.gate[second]
+        self.tokens.requires_grad_()
+        whole = case.experts, 2 * case.ffn, case.hidden
+        mine = slice(rank * self.local, (rank + 1) * self.local)
+        # Every rank draws the experts of all, to have its own the same wherever they are.
+        self.gate_up = torch.randn(whole, generator=draw)[mine] * case.hidden**-0.5
+        whole = case.experts, case.hidden, case.ffn
+        self.down = torch.randn(whole, generator=draw)[mine] * case.ffn**-0.5
+
+
+def _even(case: Case) -> Tensor:
+    """Two experts of each token, so that all experts have as many and every pair comes about."""
+    token = torch.arange(case.tokens)
+    apart = 1 + token // case.experts % (case.experts - 1)
+    return torch.stack((token, token + apart), dim=1) % case.experts
+
+
+@dataclass
+class Contender:
+    """Somebody's layer."""
+
+    layer: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    router: nn.Parameter
+    experts: Callable[[], tuple[Tensor, Tensor]]
+    """Gradients of this rank's gate and up, side by side, and down; [experts, out, in] each."""
+    lost: Callable[[], Tensor] | None = None
+    """How many assignments of this rank's the last pass dropped; None: it drops none."""
+
+    def once(self, work: Work) -> Tensor:
+        """Forward and backward, gradients written anew; what came out."""
+        work.tokens.grad = None
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+        out = self.forward(work.tokens)
+        out.backward(work.cotangent)
+        return out
+
+    def found(self, work: Work) -> dict[str, Tensor]:
+        """The results of a pass, by what they are of."""
+        out, (gate_up, down) = self.once(work).detach(), self.experts()
+        tokens, router = work.tokens.grad, self.router.grad
+        assert tokens is not None
+        assert router is not None
+        return {
+            "tokens' sums": out, "gradients of tokens": tokens, "that of the router": router,
+            "those of gate and up": gate_up, "those of down": down,
+        }  # fmt: skip
+
+    def dropped(self) -> float:
+        """The share of all ranks' assignments that the last pass dropped."""
+        if self.lost is None:
+            return 0.0
+        away = self.lost().sum().double()
+        dist.all_reduce(away)
+        return float(away)
+
+
+def ours(work: Work, world: World) -> Contender:
+    """moesaic's layer, as it is in a model."""
+    case = work.case
+    sizes = {
+        "hidden": case.hidden, "layers": 1, "ffn": case.ffn, "experts": case.experts,
+        "top_k": TOP_K,
+    }  # fmt: skip
+    model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes}
+    plan = plan_of(olmoe(RANKS, case.tokens, model=model, layout={"ep": RANKS}), world)
+    ranks = ranks_of(plan, world)
+    layer = MoE(
+        Router(0, case.hidden, case.experts, TOP_K, renormalise=True),
+        Bank(plan.homes_at(ranks.rank), case.hidden, case.ffn),
+        Dispatcher(
+            case.experts, ranks, slots=plan.slots(), visits=plan.dispatch == "visits",
+            chunks=plan.chunks,
+        ),
+    )  # fmt: skip
+    bank, router = layer.bank, layer.router.weight
+    with torch.no_grad():
+        router.copy_(work.gate)
+        for arena, given in zip(_parts(bank, bank.arena), (work.gate_up, work.down), strict=True):
+            for view, matrix in zip(arena, given, strict=True):
+                view.copy_(matrix)
+
+    def forward(tokens: Tensor) -> Tensor:
+        context = Context(Rotary(torch.empty(0), torch.empty(0)))
+        context.training = True
+        return layer(tokens, context)
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        assert bank.arena.grad is not None
+        gate_up, down = _parts(bank, bank.arena.grad)
+        return torch.stack(gate_up), torch.stack(down)
+
+    return Contender(layer, forward, router, gradients)
+
+
+def _parts(bank: Bank, arena: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each expert, gate and up as one matrix, and down."""
+    gate_up, down = arena.split((2 * bank.ffn * bank.hidden, bank.hidden * bank.ffn), dim=1)
+    return (
+        list(gate_up.view(-1, 2 * bank.ffn, bank.hidden)),
+        list(down.view(-1, bank.hidden, bank.ffn)),
+    )
+
+
+class Gated(nn.Module):
+    """One expert as a module of its own."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x))."""
+        gate, up = F.linear(rows, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down)
+
+
+def _gradients_of(experts: Sequence[Gated]) -> tuple[Tensor, Tensor]:
+    def of(weight: nn.Parameter) -> Tensor:
+        return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+    return (
+        torch.stack([of(one.gate_up) for one in experts]),
+        torch.stack([of(one.down) for one in experts]),
+    )
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to other ranks, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        ctx.way = send, receive
+        return _exchanged(rows, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        send, receive = ctx.way
+        return _exchanged(grads[0], receive, send), None, None
+
+
+def _exchanged(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    out = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send)
+    return out
+
+
+class Plain(nn.Module):
+    """The least that one would write: rows sorted by expert, all-to-all, experts in turn, back."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.router = nn.Parameter(work.gate.clone())
+        self.experts = nn.ModuleList(map(Gated, work.gate_up, work.down))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Each token through its experts."""
+        odds = F.linear(tokens, self.router).softmax(dim=-1)
+        weights, chosen = odds.topk(TOP_K, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        going = chosen.flatten().bincount(minlength=len(self.router))
+        coming = torch.empty_like(going)
+        dist.all_to_all_single(coming, going)
+        send, receive = (n.view(dist.get_world_size(), -1).sum(1).tolist() for n in (going, coming))
+        rows = AllToAll.apply(tokens[order // TOP_K], send, receive)
+        pieces, local = rows.split(coming.tolist()), len(self.experts)
+        results: list[Tensor] = list(pieces)
+        for place, expert in enumerate(self.experts):
+            mine = pieces[place::local]
+            results[place::local] = expert(torch.cat(mine)).split([len(one) for one in mine])
+        back = AllToAll.apply(torch.cat(results), receive, send)
+        back = back * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // TOP_K, back)
+
+
+def plain(work: Work) -> Contender:
+    """The plain loop."""
+    layer = Plain(work)
+    return Contender(layer, layer, layer.router, lambda: _gradients_of(list(layer.experts)))
+
+
+def deepspeed(work: Work, *, drops: bool) -> Contender:
+    """DeepSpeed's layer; it takes experts that are modules, and copies of one of them."""
+    import deepspeed as engine
+    from deepspeed.moe.layer import MoE as Theirs
+
+    engine.utils.logger.setLevel(logging.ERROR)
+    engine.init_distributed("gloo", verbose=False)
+    case = work.case
+    layer = Theirs(
+        case.hidden, Gated(work.gate_up[0], work.down[0]), case.experts, ep_size=RANKS, k=TOP_K,
+        drop_tokens=drops, use_rts=False, top2_2nd_expert_sampling=False,
+    )  # fmt: skip
+    layer.set_deepspeed_parallelism()
+    inner, last = layer.deepspeed_moe, list[Tensor]()
+    experts = list(inner.experts.deepspeed_experts)
+    with torch.no_grad():
+        inner.gate.wg.weight.copy_(work.gate)
+        for expert, gate_up, down in zip(experts, work.gate_up, work.down, strict=True):
+            expert.gate_up.copy_(gate_up)
+            expert.down.copy_(down)
+    # It says -1 for the expert of an assignment that has no room.
+    inner.gate.register_forward_hook(lambda _, __, said: last.__setitem__(slice(None), [said[3]]))
+    return Contender(
+        layer, lambda tokens: layer(tokens)[0], inner.gate.wg.weight,
+        lambda: _gradients_of(experts), (lambda: last[0] < 0) if drops else None,
+    )  # fmt: skip
+
+
+def tutel(work: Work, *, drops: bool) -> Contender:
+    """Tutel's layer, with its own gated experts."""
+    from tutel import moe
+
+    case, factor = work.case, 1.0 if drops else 0.0
+    layer = moe.moe_layer(
+        gate_type={"type": "top", "k": TOP_K, "fp32_gate": True, "capacity_factor": factor},
+        experts={
+            "type": "llama_ffn", "num_experts_per_device": work.local,
+            "hidden_size_per_expert": case.ffn,
+        },
+        model_dim=case.hidden,
+    )  # fmt: skip
+    experts, router = layer.experts, layer.gates[0].wg.weight
+    turned = work.gate_up.chunk(2, dim=1)
+    matrices = (experts.W_fc1, experts.W_fc2, experts.W_fc3)
+    shapes = [(work.local, case.hidden, case.ffn)] * 2 + [(work.local, case.ffn, case.hidden)]
+    with torch.no_grad():
+        router.copy_(work.gate)
+        for flat, shape, matrix in zip(matrices, shapes, (*turned, work.down), strict=True):
+            flat.view(shape).copy_(matrix.mT)
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        grads = [flat.grad.view(shape).mT for flat, shape in zip(matrices, shapes, strict=True)]
+        return torch.cat(grads[:2], dim=1), grads[2]
+
+    room = TOP_K * -(-case.tokens // case.experts)
+    return Contender(
+        layer, lambda tokens: layer(tokens[None])[0], router, gradients,
+        (lambda: (layer.dispatch_count - room).clamp(min=0)) if drops else None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def launched(world: World) -> Iterator[None]:
+    """As launchers of the peers' users have it: ranks in the environment, and this Python's own
+    programs (ninja) on the path; and without what peers print."""
+    before = dict(os.environ)
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank),
+        LOCAL_SIZE=str(world.size), MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu",
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    )  # fmt: skip
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def missing() -> list[str]:
+    """Peers that are not installed."""
+    return [peer for peer, package in PACKAGES.items() if find_spec(package) is None]
+
+
+def contenders(work: Work, world: World) -> dict[str, Contender]:
+    """Ours first, and all that are installed."""
+    found = {OURS: ours(work, world), PLAIN: plain(work)}
+    absent = missing()
+    with launched(world):
+        for peer, make in ((DEEPSPEED, deepspeed), (TUTEL, tutel)):
+            if peer not in absent:
+                found[peer] = make(work, drops=False)
+                found[peer + LIMITED] = make(work, drops=True)
+        for one in found.values():
+            one.once(work)  # What they print and build at first.
+    return found
+
+
+def dropped_by(work: Work, all_of_them: dict[str, Contender]) -> dict[str, float]:
+    """The share of assignments that each drops; who drops none has the same results as ours."""
+    first, *others = all_of_them
+    due, dropped = all_of_them[first].found(work), {first: 0.0}
+    for name in others:
+        found = all_of_them[name].found(work)
+        dropped[name] = all_of_them[name].dropped() / (RANKS * work.case.tokens * TOP_K)
+        for what, value in found.items():
+            far = float((value - due[what]).norm() / due[what].norm())
+            if not dropped[name] and not far <= TOLERANCE:
+                raise Unlike(f"{work.case.name}, {name}: {what} are {far:.2e} from those of ours")
+    return dropped
+
+
+def on_ranks(
+    world: World, case: Case, rounds: int, root: int
+) -> tuple[measure.Times, dict[str, float]] | None:
+    """On each rank: all in turn, as rank 0 says, and what they drop."""
+    work = Work(case, world.rank)
+    found = contenders(work, world)
+    dropped = dropped_by(work, found)
+
+    def call(one: Contender) -> Callable[[], object]:
+        return lambda: one.once(work)
+
+    times = in_turn(world, {name: call(one) for name, one in found.items()}, rounds, root)
+    return None if times is None else (times, dropped)
+
+
+def rows(rounds: int, cases: Sequence[Case] = CASES) -> Iterator[measure.Row]:
+    """Every figure, as it comes."""
+    for case in cases:
+        pool = Ranks()  # Peers keep groups of ranks for as long as a process lives.
+        try:
+            found = pool.run(RANKS, on_ranks, case, rounds, os.getpid(), timeout_s=PATIENCE_S)
+        finally:
+            pool.close()
+        yield from rows_of(case, *found[0], rounds)
+
+
+def rows_of(
+    case: Case, times: measure.Times, dropped: dict[str, float], rounds: int
+) -> Iterator[measure.Row]:
+    """What the times of a case say."""
+    what = f"expert layer over two ranks, forward and backward, {case.name}"
+    absent = missing()
+    sizes = f"top {TOP_K} of {case.experts}, {case.tokens} tokens a rank"
+    sizes += f" of {case.hidden} numbers, experts of {case.ffn}"
+    if case.bar and absent:
+        yield untried(what, case.bar, absent)
+    elif case.bar:
+        whole = [name for name in times.seconds if name != OURS and not dropped[name]]
+        best = min(whole, key=times.median)
+        ratio, interval = times.ratio(best, OURS)
+        yield measure.row(
+            what, ratio, "ratio", bar=case.bar, interval=interval, repeats=rounds,
+            against=f"{version(best)}, the quickest of {len(whole)} that drop nothing; {sizes}",
+        )  # fmt: skip
+    bars = dict(case.bars)
+    for name in [PLAIN, *(peer + kind for peer in PACKAGES for kind in ("", LIMITED))]:
+        title, bar = f"{what}, {name}", bars.get(name, "")
+        if name not in times.seconds:
+            yield untried(title, bar, [peer for peer in absent if name.startswith(peer)])
+            continue
+        ratio, interval = times.ratio(name, OURS)
+        yield measure.row(
+            title, ratio, "ratio", bar=bar, interval=interval, repeats=rounds,
+            against=f"{version(name)}, {dropped[name]:.0%} of assignments dropped; {sizes}",
+        )  # fmt: skip
+
+
+def untried(name: str, bar: str, absent: Sequence[str]) -> measure.Row:
+    """A row of peers that are not there."""
+    return measure.row(
+        name, None, "ratio", bar=bar, repeats=0,
+        against=f"untried: {' and '.join(absent)} not installed; benchmarks/layer.md says how",
+    )  # fmt: skip
+
+
+def version(name: str) -> str:
+    """A contender's name, and its version where it has one."""
+    for peer, package in PACKAGES.items():
+        if name.startswith(peer):
+            return f"{peer} {metadata.version(package)}{name.removeprefix(peer)}"
+    return f"{name} over gloo's all_to_all_single"
