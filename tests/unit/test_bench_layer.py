@@ -65,20 +65,20 @@ def test_ours_and_the_plain_loop_are_the_dense_layer(ranks: Ranks, name: str) ->
                 assert far <= 1e-5, what
 
 
-def loads(case: Case, rank: int) -> Tensor:
-    work = Work(case, rank)
-    scores = work.tokens.detach() @ work.gate.T
-    return scores.topk(peers.TOP_K, dim=-1).indices.flatten().bincount(minlength=case.experts)
-
-
 @pytest.mark.parametrize("case", peers.CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("rank", range(peers.RANKS))
 def test_routers_spread_tokens_as_they_say(case: Case, rank: int) -> None:
-    found, even = loads(case, rank), case.tokens * peers.TOP_K // case.experts
+    found, even = Work(case, rank).loads(), case.tokens * peers.TOP_K // case.experts
     if case.skew:
         assert found.max() > 4 * even
     else:
         assert found.tolist() == [even] * case.experts
+
+
+def test_the_hottest_expert_is_said() -> None:
+    hottest, mean = peers.hottest_of(peers.CASES[-1])
+    assert mean == peers.RANKS * 1024 * peers.TOP_K / 16
+    assert 7.0 < hottest / mean < 7.5
 
 
 def test_tokens_go_to_experts_of_both_ranks_and_to_all_pairs() -> None:
