@@ -135,6 +135,7 @@ def peaks_by(world: World, job: Job, onednn: bool) -> list[int]:
         return []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "prefers_onednn", lambda: onednn)
+        patch.setattr(products, "prefers_copies", lambda: onednn)
         return peaks(world, job)
 
 

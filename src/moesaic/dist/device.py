@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,9 @@ from moesaic.base.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """glibc's names for how much is kept at most (-1: all), and how often memory comes by itself."""
+
+_WHOLE_VECTORS = 26
+"""The family of AMD's processors since which 512 bits are computed with at a time."""
 
 
 def resolve(name: str, local_rank: int = 0, key: str = "train.device") -> torch.device:
@@ -96,7 +100,7 @@ def model(device: torch.device) -> str:
     """What the maker calls it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = _cpu().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names and names[0] else platform.machine()
 
@@ -113,7 +117,19 @@ def prefers_onednn() -> bool:
         or torch.backends.cpu.get_cpu_capability() != "AVX512"
     ):
         return False
-    return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    return "AuthenticAMD" in _cpu()
+
+
+@cache
+def prefers_copies() -> bool:
+    """Whether oneDNN is faster even where its result, which it cannot write to a place, is copied
+    there: on cores that take a wide vector in one go, and not in halves, as MKL's are."""
+    found = re.search(r"^cpu family\s*: (\d+)$", _cpu(), re.MULTILINE)
+    return prefers_onednn() and found is not None and int(found[1]) >= _WHOLE_VECTORS
+
+
+def _cpu() -> str:
+    return Path("/proc/cpuinfo").read_text()
 
 
 @cache

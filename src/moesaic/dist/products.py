@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.dist import threads, vectors
-from moesaic.dist.device import multiplies_bf16, prefers_onednn
+from moesaic.dist.device import multiplies_bf16, prefers_copies, prefers_onednn
 
 _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
@@ -52,7 +52,7 @@ def _onednn(rows: Tensor, outwards: Tensor) -> Tensor:
 
 
 def _product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -> None:
-    if by_onednn(rows, weight):
+    if by_onednn(rows, weight) and prefers_copies():
         out.copy_(_product(rows, weight, transposed))
     else:
         torch.mm(rows, weight.T if transposed else weight, out=out)
@@ -137,6 +137,8 @@ def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, add
 def _outer(left: Tensor, right: Tensor, out: Tensor, added: bool) -> None:
     """left.T @ right into `out`, or added to it; zeros at the end of their rows add nothing."""
     even = _evenly(left, len(left), out, transposed=False)
+    if left.dtype == torch.float32:
+        even = even and prefers_copies()
     if even and left.dtype == torch.float32:
         right = _padded(right, _even(len(right)))
         for first in range(0, left.shape[1], _MOST):

@@ -13,13 +13,14 @@ from moesaic.nn.grouped import arena_views
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0], [40, 0, 17], [2, 131, 3]]
 
 
-@pytest.fixture(params=["torch", "onednn"])
+@pytest.fixture(params=["torch", "onednn", "onednn but into places"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies slots of two rows or more."""
-    onednn = request.param == "onednn"
+    onednn = request.param != "torch"
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
+    monkeypatch.setattr(products, "prefers_copies", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "multiplies_bf16", lambda: onednn)
     monkeypatch.setattr(products, "_WORTH", 0)
     return str(request.param)

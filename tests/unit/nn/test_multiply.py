@@ -18,6 +18,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(products, "prefers_onednn", lambda: request.param)
+    monkeypatch.setattr(products, "prefers_copies", lambda: request.param)
     return bool(request.param)
 
 
