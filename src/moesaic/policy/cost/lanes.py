@@ -25,8 +25,8 @@ Together = tuple[tuple[int, ...], tuple[int, ...]]
 """Groups that do the same at the same time: by the ranks of one, and if not all of such groups take
 part, the first of each kind of ranks that do."""
 PHASES = {
-    "targets": "data", "accumulate": "backward", "copies": "backward", "reduce": "reduce",
-    "norm": "clip", "losses": "log", "loads": "log",
+    "targets": "data", "accumulate": "backward", "fill": "backward", "copies": "backward",
+    "reduce": "reduce", "norm": "clip", "losses": "log", "loads": "log",
 }  # fmt: skip
 """Phases of what is done once a step, by its name: else the optimizer's, and of messages reduce."""
 ORDER = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
@@ -115,9 +115,9 @@ class Lanes:
         if chunks == 1:
             yield from (*computed, *said)
         else:
-            yield from woven(computed, said, (chunks, self.plan.trips), self._hides)
+            yield from woven(computed, said, (chunks, self.plan.trips), self.hides)
 
-    def _hides(self, message: Event) -> bool:
+    def hides(self, message: Event) -> bool:
         """Whether ranks compute while it is under way: those that share a host's memory copy it
         themselves."""
         if self.hand_ahead:

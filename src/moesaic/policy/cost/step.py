@@ -15,7 +15,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.facts.workload import Block, Op, workload
 from moesaic.facts.workload.sizes import Sizes
-from moesaic.policy.cost import ahead
+from moesaic.policy.cost import ahead, sums
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.lanes import ORDER, Lanes
 from moesaic.policy.cost.pipeline import Flow, pipelined
@@ -127,6 +127,7 @@ def sequential(
             ahead.backward(backward),
             ahead.backward(last),
         )
+    last, update = sums.under_backward(last, update, lanes.hides)
     first = sum(event.phase == "data" for event in update)
     several = (micro_batches - 1) * [*forward, *backward]
     return [*update[:first], *several, *forward, *last, *update[first:]]
