@@ -43,6 +43,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     yield from experts.rows(rounds)
     yield from between_hosts(rounds)
     yield from overlapping(rounds)
+    yield from fusing(rounds)
 
 
 def overlapping(rounds: int) -> Iterator[measure.Row]:
@@ -50,6 +51,13 @@ def overlapping(rounds: int) -> Iterator[measure.Row]:
     from benchmarks import overlap  # It takes from this module.
 
     yield from overlap.rows(rounds)
+
+
+def fusing(rounds: int) -> Iterator[measure.Row]:
+    """What buckets of gradients bring."""
+    from benchmarks import fusion  # It takes from this module.
+
+    yield from fusion.rows(rounds)
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:
@@ -71,7 +79,7 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
         yield from _host_rows(name, bar, found[0], rounds)
 
 
-PARTS = {"experts": experts.rows, "hosts": between_hosts, "overlap": overlapping}
+PARTS = {"experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing}
 
 
 @dataclass(frozen=True)

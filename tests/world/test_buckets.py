@@ -152,7 +152,7 @@ class OneByOne:
     """A sum a parameter, when all is over; in place of a run's buckets."""
 
     def __init__(self, of: Buckets) -> None:
-        self._sums = [(one, b._group) for b in of.buckets for one in b.parameters]
+        self._sums = [(one, b.group) for b in of.buckets for one in b.parameters]
         of.close()
 
     def expect(self) -> None:

@@ -37,10 +37,10 @@ class Bucket:
     """Gradients that travel together; of one parameter, the one that it has."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], places: Together, group: Group) -> None:
-        self.parameters = parameters
+        self.parameters, self.group = parameters, group
         self.missing: set[int] = set()
         """Numbers of those whose gradients a message waits for."""
-        self._places, self._group = places, group
+        self._places = places
         self._views: list[Tensor] = []
         self._work: dist.Work | None = None
 
@@ -71,7 +71,7 @@ class Bucket:
         assert first is not None
         flat = first if len(self.parameters) == 1 else first._base
         assert flat is not None
-        self._work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._work = dist.all_reduce(flat, group=self.group, async_op=True)
 
     def finish(self) -> None:
         """Wait for the sums; whoever has the gradients has the bucket then."""
