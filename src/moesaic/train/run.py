@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -266,9 +267,11 @@ class Run:
         train, lr = self.job.train, self._learning_rate()
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
         update = scale.updates(self.counters) + 1
-        for item in self.holdings:
-            self.optimizer.apply(item, self.world.rank, update, lr=lr, clip=clip / factor)
-            item.parameter.grad = None
+        for _, block in groupby(self.holdings, key=lambda item: item.block):
+            items = list(block)
+            self.optimizer.apply(items, self.world.rank, update, lr=lr, clip=clip / factor)
+            for item in items:
+                item.parameter.grad = None
         scale.keep(self.counters)
         return lr
 

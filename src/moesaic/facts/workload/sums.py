@@ -20,6 +20,9 @@ from moesaic.facts.workload.sizes import STORED_BYTES
 GRADIENTS = ("dense", "slices", "experts")
 """Names of messages that may leave under backward."""
 
+SUMS = (*GRADIENTS, "ends", "gradients", "copies")
+"""Names of all sums of gradients, those of FSDP too."""
+
 
 @dataclass(frozen=True)
 class Gradient:
