@@ -218,16 +218,16 @@ def test_slower_links_make_longer_steps_and_equal_ranks_wait_for_nobody() -> Non
 
 def test_a_thousand_devices_take_the_sum_of_their_events() -> None:
     """All have the same work but for the norm, which the first owners count: they never wait, but
-    for sums of gradients that are still under way."""
+    for their own sums of gradients that are still under way."""
     job = tiny_job(layout={"ep": 8, "shard": 8}, train={"batch": 2000})
     plan = lay_out(job.layout, job.model, 1000)
     events = Costs.of(job, plan, cluster(hosts=125, kind="cpu")).events()
     found = run(events, 1000)
     assert found.end_s.shape == (1000,)
     own_s = sum(float(event.seconds.max()) for event in events if event.beside is None)
-    waited_s = found.beside_s(0)[1]
-    assert found.step_s == pytest.approx(own_s + waited_s)
-    assert found.waiting_s(0) == pytest.approx(waited_s, abs=1e-9)
+    queueing_s = found.queueing_s(0)
+    assert found.step_s == pytest.approx(own_s + queueing_s)
+    assert found.waiting_s(0) == pytest.approx(queueing_s, abs=1e-9)
 
 
 def test_equal_work_is_worked_out_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,47 @@ def event(name: str, phase: str, block: str, seconds: float) -> Event:
     return Event(name, phase, block, np.full(2, seconds), [[0, 1]] if name in GRADIENTS else ())
 
 
+@dataclass(frozen=True)
+class Everywhere:
+    hidden: bool
+    between: bool = False
+
+    def hides(self, message: Event) -> bool:
+        return self.hidden
+
+    def leaves_hosts(self, message: Event) -> bool:
+        return self.between
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_what_a_layer_says_waits_for_sums_on_the_same_way(between: bool) -> None:
+    """A sum between hosts holds up what is said there, and one inside a host what is said inside:
+    not each other."""
+
+    @dataclass(frozen=True)
+    class Some(Everywhere):
+        def leaves_hosts(self, message: Event) -> bool:
+            return message.name == "dense" or between
+
+    names = ("layers.1", "layers.0", "embed")
+    exchange = Event("tokens", "backward", names[1], np.full(2, 0.5), [[0, 1]])
+    backward = [event("work", "backward", name, 1.0) for name in names]
+    backward.insert(2, exchange)
+    backward, rest = under_backward(
+        backward, [event("dense", "reduce", names[0], 1.25)], Some(True)
+    )
+    timeline = run([*backward, *rest], 2)
+    assert timeline.step_s == 3.5 + 0.25 * between
+    assert timeline.queueing_s(0) == 0.25 * between
+
+
 def step(computes: float, speaks: float, *, hides: bool) -> float:
     """Seconds of a backward through four blocks, each of which has a bucket, and an update."""
     names = [f"layers.{n}" for n in (3, 2, 1, 0)]
     backward = [event("work", "backward", name, computes) for name in names]
     sums = [event("dense", "reduce", name, speaks) for name in names]
     update = [event("targets", "data", "step", 0.0), *sums, event("adamw", "optimizer", "step", 2)]
-    backward, rest = under_backward(backward, update, lambda _: hides)
+    backward, rest = under_backward(backward, update, Everywhere(hides))
     assert [one.name for one in rest if one.phase == "data"] == ["targets"]
     return run([*backward, *rest], 2).step_s
 

@@ -120,10 +120,15 @@ class Lanes:
     def hides(self, message: Event) -> bool:
         """Whether ranks compute while it is under way: those that share a host's memory copy it
         themselves."""
-        if self.hand_ahead:
-            return True
-        hosts = ({self.places[rank].host for rank in group} for group in message.groups)
-        return all(len(some) > 1 for some in hosts)
+        return self.hand_ahead or all(n > 1 for n in self._num_hosts(message))
+
+    def leaves_hosts(self, message: Event) -> bool:
+        """Whether it is between hosts for some of its groups."""
+        return any(n > 1 for n in self._num_hosts(message))
+
+    def _num_hosts(self, message: Event) -> Iterator[int]:
+        """By group."""
+        return (len({self.places[rank].host for rank in group}) for group in message.groups)
 
     def block_messages(
         self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]

@@ -127,7 +127,7 @@ def sequential(
             ahead.backward(backward),
             ahead.backward(last),
         )
-    last, update = sums.under_backward(last, update, lanes.hides)
+    last, update = sums.under_backward(last, update, lanes)
     first = sum(event.phase == "data" for event in update)
     several = (micro_batches - 1) * [*forward, *backward]
     return [*update[:first], *several, *forward, *last, *update[first:]]

@@ -3,14 +3,15 @@
 Where ranks compute while it is under way it takes them no time, until they wait for all sums; else
 it takes its time at once. What backward ends with is left to that waiting.
 
-What is an estimate: while a sum travels, what a layer has to say waits for it. In truth both share
-the way, and are done at about the same time.
+What is an estimate: what a layer has to say between hosts waits while a sum travels there, and so
+within hosts. In truth both share the way, and are done at about the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -18,16 +19,28 @@ from moesaic.facts.workload import STEP
 from moesaic.facts.workload.sums import GRADIENTS
 from moesaic.policy.cost.event import Event, Trip
 
+_BETWEEN = "between hosts"
+
+
+class Ways(Protocol):
+    """What is known of the ways between ranks."""
+
+    def hides(self, message: Event) -> bool:
+        """Whether it takes its ranks no time while they compute."""
+
+    def leaves_hosts(self, message: Event) -> bool:
+        """Whether it is between hosts."""
+
 
 def under_backward(
-    backward: Sequence[Event], update: Sequence[Event], hides: Callable[[Event], bool]
+    backward: Sequence[Event], update: Sequence[Event], ways: Ways
 ) -> tuple[list[Event], list[Event]]:
     """The last backward of a step with the sums that leave in it, and an `update` without them.
 
     Args:
         backward: all of it, block by block.
         update: with sums, each of the block that has its last gradient.
-        hides: whether a message takes its ranks no time while they compute.
+        ways: between ranks.
     """
     ends = {event.block: at for at, event in enumerate(backward[:-1])}
     ends.pop(backward[-1].block if backward else "", None)
@@ -35,19 +48,32 @@ def under_backward(
     rest = []
     for event in update:
         if event.groups and event.name in GRADIENTS and event.block in ends:
-            leaving.setdefault(ends[event.block], []).append(replace(event, phase="backward"))
+            leaving.setdefault(ends[event.block], []).append(_launched(event, ways))
         else:
             rest.append(event)
     found: list[Event] = []
-    last: Event | None = None
     for at, event in enumerate(backward):
-        found.append(event)
-        for one in leaving.get(at, ()):
-            said = replace(one, beside=Trip()) if hides(one) else one
-            found.append(said)
-            last = said if said.beside is not None else last
-    if last is None:
+        found += [_beside_sums(event, ways) if leaving else event, *leaving.get(at, ())]
+    hidden = [one for some in leaving.values() for one in some if one.beside is not None]
+    if not hidden:
         return found, rest
-    wait = Event(last.name, "reduce", STEP, np.zeros_like(last.seconds), awaits=last.beside)
+    waits = [
+        Event(one.name, "reduce", STEP, np.zeros_like(one.seconds), awaits=one.beside)
+        for one in {one.over: one for one in hidden}.values()  # The last one over each way.
+    ]
     at = next((n for n, one in enumerate(rest) if one.phase not in ("data", "backward")), len(rest))
-    return found, [*rest[:at], wait, *rest[at:]]
+    return found, [*rest[:at], *waits, *rest[at:]]
+
+
+def _launched(event: Event, ways: Ways) -> Event:
+    if not ways.hides(event):
+        return replace(event, phase="backward")
+    over = (_BETWEEN,) if ways.leaves_hosts(event) else event.over
+    return replace(event, phase="backward", beside=Trip(), over=over)
+
+
+def _beside_sums(event: Event, ways: Ways) -> Event:
+    """What is said between hosts waits for sums that travel there."""
+    if not event.groups or not ways.leaves_hosts(event):
+        return event
+    return replace(event, over=(*event.over, _BETWEEN))
