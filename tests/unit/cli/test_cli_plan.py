@@ -139,7 +139,7 @@ def test_tokens_go_in_as_many_parts_as_are_shortest(
     if pipeline:
         Path("cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
     layout = f"ep=16,dispatch=visits,hosts=2{pipeline}"
-    larger = ["--set", "train.batch=256", "--set", "train.micro_batches=8"]
+    larger = ["--set", "train.batch=1024", "--set", "train.micro_batches=32"]
 
     def told(*more: str) -> str:
         line = [*LINE, *larger, "--layout", ",".join((layout, *more))]
