@@ -42,12 +42,8 @@ PATIENCE_S = 3600.0
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
-    yield from experts.rows(rounds)
-    yield from between_hosts(rounds)
-    yield from overlapping(rounds)
-    yield from against_peers(rounds)
-    yield from exchanges(rounds)
-    yield from steps(rounds)
+    for part in PARTS.values():
+        yield from part(rounds)
 
 
 def overlapping(rounds: int) -> Iterator[measure.Row]:
@@ -55,6 +51,13 @@ def overlapping(rounds: int) -> Iterator[measure.Row]:
     from benchmarks import overlap  # It takes from this module.
 
     yield from overlap.rows(rounds)
+
+
+def fusing(rounds: int) -> Iterator[measure.Row]:
+    """What buckets of gradients bring."""
+    from benchmarks import fusion  # It takes from this module.
+
+    yield from fusion.rows(rounds)
 
 
 def against_peers(rounds: int) -> Iterator[measure.Row]:
@@ -100,7 +103,7 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
 
 
 PARTS = {
-    "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping,
+    "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
     "peers": against_peers, "exchange": exchanges, "step": steps,
 }  # fmt: skip
 

@@ -52,6 +52,8 @@ FAMILIES["wide"] = {
     **FAMILIES["mixtral"], "layers": 1, "hidden": 512, "head_dim": 64, "ffn": 1024, "experts": 2,
     "top_k": 2,
 }  # fmt: skip
+FAMILIES["words"] = {**FAMILIES["dense"], "layers": 2, "hidden": 384, "ffn": 96, "vocab": 3000}
+FAMILIES["words, tied"] = {**FAMILIES["words"], "tied": True}
 EVEN = {"router": "balanced", "balance_loss": 0.0}
 AGAIN, PARTS = {"recompute": True}, {"micro_batches": 2}
 CASES: list[tuple[int, int, int, str, dict[str, Any]]] = [
@@ -180,6 +182,31 @@ def test_slices_allocate_what_is_predicted(
     first, *later = ranks.run(size, peaks, job)[-1]
     needs = memory(job, lay_out(job.layout, job.model, size))
     assert needs.peak_bytes == pytest.approx(min(first, *later), rel=0.02)
+    assert needs.peak_bytes <= needs.total_bytes
+
+
+FEW = {"batch": 2}
+BUCKETS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
+    # ranks, layout, family, train
+    (2, {}, "olmoe", {}),
+    (2, {}, "dense", {}),
+    (2, {}, "wide vocabulary", PARTS),
+    (2, {}, "words", FEW),
+    (2, {}, "words, tied", FEW),
+    (2, {}, "words, tied", {**PARTS, "batch": 4}),
+    (2, {"pp": 2}, "words", {**PARTS, **FEW}),
+]
+
+
+@pytest.mark.parametrize("case", BUCKETS, ids=str)
+def test_buckets_of_gradients_are_there_from_their_first_one_on(
+    ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
+) -> None:
+    size, layout, family, train = case
+    job = make_job(layout, family, train)
+    found = min(ranks.run(size, peaks, job)[-1])
+    needs = memory(job, lay_out(job.layout, job.model, size))
+    assert needs.peak_bytes == pytest.approx(found, rel=0.01)
     assert needs.peak_bytes <= needs.total_bytes
 
 

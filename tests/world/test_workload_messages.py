@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,9 @@ from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
-from moesaic.facts.workload import Message, workload
+from moesaic.facts.workload import Message, parameters, workload
+from moesaic.facts.workload.messages import BUCKET_BYTES
+from moesaic.facts.workload.sums import GRADIENTS
 from moesaic.models.initial import InitialSource
 from moesaic.testing.blocks import load_of
 from moesaic.testing.jobs import RandomSamples, tiny_job
@@ -333,9 +336,67 @@ def test_slices_and_parts_send_what_is_predicted(
         assert messages == Counter(sent), rank
 
 
+def messages_of_sums(job: Job, size: int) -> list[tuple[str, str, int]]:
+    blocks = workload(job, lay_out(job.layout, job.model, size), 0)
+    return [
+        (block.name, m.name, m.num_bytes)
+        for block in reversed(blocks)
+        for m in block.update.messages
+        if m.name in GRADIENTS
+    ]
+
+
 def test_large_gradients_travel_in_several_messages() -> None:
     job = tiny_job(model={"hidden": 2048, "heads": 16, "head_dim": 128, "ffn": 4096})
-    blocks = workload(job, lay_out(job.layout, job.model, 2), 0)
-    dense = [m.num_bytes for m in blocks[-1].update.messages if m.name == "dense"]
+    dense = [num_bytes for _, name, num_bytes in messages_of_sums(job, 2) if name == "dense"]
     assert len(dense) > 2
     assert all(size <= 32 << 20 for size in dense)
+
+
+LARGE: dict[str, Any] = {
+    "model": {"hidden": 768, "heads": 6, "head_dim": 128, "kv_heads": 6, "layers": 6, "vocab": 301},
+    "train": {"precision": "fp32", "micro_batches": 2},
+}  # fmt: skip
+"""Two buckets of dense gradients; tensors that do not end where others may begin."""
+
+
+def phases_of(world: World, job: Job) -> list[tuple[str, Sent]]:
+    """What a rank sent in one step, and in which phase."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    wire, phases = Wire(), list[tuple[str, int]]()
+    run.hook = lambda phase: phases.append((phase, len(wire.sent)))
+    with wire.on():
+        run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    run.close()
+    found = []
+    for (phase, first), (_, seen) in pairwise([*phases, ("", len(wire.sent))]):
+        found += [(phase, sent) for sent in wire.sent[first:seen]]
+    return found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"model": {**LARGE["model"], "tied": True}}, {"finetune": {"method": "full"}}],
+    ids=["plain", "tied", "routers that do not learn"],
+)
+def test_sums_leave_under_backward_in_the_order_that_is_predicted(
+    ranks: Ranks, more: dict[str, Any]
+) -> None:
+    job = tiny_job(**{**LARGE, **more})
+    expected = [num_bytes for *_, num_bytes in messages_of_sums(job, 2)]
+    assert len(expected) == 3
+    for sent in ranks.run(2, phases_of, job):
+        sums = [(phase, one) for phase, one in sent if phase in ("backward", "reduce")]
+        assert [one[2] for _, one in sums] == expected
+        assert {phase for phase, _ in sums} == {"backward"}
+
+
+def test_the_number_of_sums_is_that_of_buckets(ranks: Ranks) -> None:
+    """Not that of parameters: where nothing travels to experts, all else is four numbers."""
+    job = tiny_job(**LARGE)
+    dense = [p.size * 4 for p in parameters(job.model) if p.is_dense]
+    for sent in ranks.run(2, phases_of, job):
+        sums = [one for _, one in sent if one[0] == "all_reduce" and one[2] > 64]
+        assert len(sums) == -(-sum(dense) // BUCKET_BYTES) + 1 == 3
+        assert len(dense) > 50

@@ -9,7 +9,8 @@ from typing import Any
 
 from moesaic.base.errors import ConfigError
 from moesaic.cli import screen
-from moesaic.facts.workload import STEP
+from moesaic.facts.workload import STEP, Block
+from moesaic.facts.workload.sums import SUMS
 
 BLOCKS = 16
 """Lines of blocks, at most."""
@@ -100,3 +101,11 @@ def time(seconds: float) -> str:
     if seconds >= _MINUTES_S:
         return f"{seconds / 60:.1f} minutes"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def messages(blocks: Sequence[Block], micro_batches: int) -> dict[str, int]:
+    """Collective operations of a rank in a step, and how many of them are sums of gradients."""
+    ways = [way for block in blocks for way in (block.forward, block.backward)]
+    often = [one for way in ways for one in way.messages] * micro_batches
+    found = [*often, *(one for block in blocks for one in block.update.messages)]
+    return {"step": len(found), "sums": sum(one.name in SUMS for one in found)}

@@ -313,6 +313,7 @@ def predict(
         "fits": held.share <= 1, "idle_ranks": _idle(job, layout),
         "step_s": timeline.step_s, "steps": job.train.steps,
         "phases_s": phases, "blocks_s": blocks, "spent_s": spent,
+        "messages": outlook.messages(costs.work(slowest), job.train.micro_batches),
         "beside_s": {"messages": sent_s, "waited_for": waited_s},
         "tokens_per_s": tokens / timeline.step_s,
         "utilisation": sum(op.flops for op in costs.ops(slowest))
@@ -433,6 +434,7 @@ def _print(facts: dict[str, Any]) -> None:
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",
             "utilisation": f"{facts['utilisation']:.1%} of what {its_device} multiplies at best",
+            **_sent(**facts["messages"]),
             **_beside(**facts["beside_s"]),
             "save": _saved(**facts["save"]),
             **({"price": _priced(facts)} if price else {}),
@@ -453,6 +455,11 @@ def _priced(facts: dict[str, Any]) -> str:
         f"{facts['price_per_billion_tokens']:,.2f} for a billion tokens, {facts['price']:,.2f} for "
         f"the whole run, {facts['price_per_hour']:,.2f} an hour"
     )
+
+
+def _sent(step: int, sums: int) -> dict[str, str]:
+    """How often ranks speak, in a line, if they do."""
+    return {"messages": f"{step:,} a step, {sums:,} of them sums of gradients"} if step else {}
 
 
 def _beside(messages: float, waited_for: float) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli import outlook, screen
@@ -35,6 +36,7 @@ def cheapest(
     shortest, where `job` leaves that open; and other ways, with about how much longer it would be.
 
     Without `loads` all expert layers are alike, and as few as there can be show which one it is.
+    Sums of gradients travel whichever it is, and are left to the end.
     """
     from moesaic.policy.cost.step import Costs
     from moesaic.policy.dispatch import cuts, ways
@@ -53,7 +55,8 @@ def cheapest(
 
     def step_s(one: Plan) -> float:
         low = one if loads is not None else one.model_copy(update={"stages": None})
-        return run(Costs.of(small, low, cluster, loads, traffic).events(), one.ranks).step_s
+        costs = replace(Costs.of(small, low, cluster, loads, traffic), late=True)
+        return run(costs.events(), one.ranks).step_s
 
     known = [step_s(one) for one in found]
     least = known.index(min(known))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.dist.world import Group
-from moesaic.facts.workload.messages import BUCKET_BYTES
+from moesaic.facts.workload.messages import BUCKET_BYTES, together
 
 
 def sum_(tensor: Tensor, group: Group | None) -> Tensor:
@@ -33,29 +32,23 @@ def gather(tensor: Tensor, group: Group | None) -> Tensor:
 def sum_buckets_(
     tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Add up every tensor over the group, in place, in few messages: flat buckets of one dtype."""
-    if group is None or not tensors:
-        return
-    bucket: list[Tensor] = []
-    held = 0
-    for tensor in tensors:
-        full = held + tensor.nbytes > bucket_bytes
-        if bucket and (full or bucket[0].dtype != tensor.dtype):
-            _sum_bucket_(bucket, group)
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += tensor.nbytes
-    _sum_bucket_(bucket, group)
+    """Add up every tensor over the group, in place, in few messages: copies in flat buckets.
 
-
-def _sum_bucket_(bucket: list[Tensor], group: Group) -> None:
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.all_reduce(bucket[0], group=group)
+    All are of one dtype. `dist.buckets` does without one of the two copies, where tensors may move.
+    """
+    if group is None:
         return
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat, group=group)
-    for tensor, part in zip(bucket, flat.split([math.prod(t.shape) for t in bucket]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    for places in together([tensor.nbytes for tensor in tensors], bucket_bytes):
+        mine = [tensors[number] for number in places.members]
+        if len(mine) == 1 and mine[0].is_contiguous():
+            dist.all_reduce(mine[0], group=group)
+            continue
+        flat = mine[0].new_zeros(places.num_bytes // mine[0].itemsize)
+        starts = (start // flat.itemsize for start in places.starts)
+        parts = [flat[s : s + t.numel()].view(t.shape) for s, t in zip(starts, mine, strict=True)]
+        torch._foreach_copy_(parts, mine)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(mine, parts)
 
 
 class JoinRuns(torch.autograd.Function):

@@ -50,8 +50,8 @@ class World:
     deadline: timedelta
     store: Store
     everyone: Group | None = None
-    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
-    """Groups made so far, by their ranks; the same on every rank but for membership."""
+    _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
+    """Groups made so far, by purpose and ranks; the same on every rank but for membership."""
     _carriers: dict[Group, Carrier] = field(default_factory=dict)
 
     @classmethod
@@ -122,19 +122,21 @@ class World:
         """Whether this rank speaks for all (writes shared files, draws the progress bar)."""
         return self.rank == 0
 
-    def partition(self, groups: Sequence[Sequence[int]]) -> Group | None:
+    def partition(self, groups: Sequence[Sequence[int]], purpose: str = "") -> Group | None:
         """The group of this rank among sets of ranks, made on first use; None for a set of one.
 
-        Every rank of the world must call this with the same sets, in the same order.
+        Every rank of the world must call this with the same sets, in the same order. What is said
+        beside all else, at times that ranks need not agree on, has groups for a `purpose` of its
+        own.
         """
         mine: Group | None = None
         for ranks in groups:
             if len(ranks) < 2:
                 continue
-            if len(ranks) == self.size:
+            if len(ranks) == self.size and not purpose:
                 mine = self.everyone
                 continue
-            key = tuple(ranks)
+            key = purpose, tuple(ranks)
             if key not in self._groups:
                 self._groups[key] = dist.new_group(list(ranks), timeout=self.deadline)
             if self.rank in ranks:

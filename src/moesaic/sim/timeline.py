@@ -103,7 +103,7 @@ class Timeline:
 
 def run(events: Iterable[Event], ranks: int) -> Timeline:
     """Let `ranks` ranks go through `events`, in their order."""
-    clock = _Clock(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks))
+    clock = _Clock(np.zeros(ranks), np.zeros(ranks))
     spans = [clock.pass_by(event) for event in events]
     return Timeline(spans, clock.now)
 
@@ -115,8 +115,8 @@ class _Clock:
     now: Seconds
     computed: Seconds
     """What it has computed since it last met others."""
-    spoken: Seconds
-    """Until when what it sends beside is under way."""
+    spoken: dict[str, Seconds] = field(default_factory=dict)
+    """Until when what it sends beside is under way, by way."""
     left: dict[Handover, Seconds] = field(default_factory=dict)
     trips: dict[Trip, Seconds] = field(default_factory=dict)
     """When what travels beside is over."""
@@ -133,14 +133,17 @@ class _Clock:
             if event.awaits is not None:
                 own = begin = np.maximum(start, self.trips[event.awaits])
             if event.groups:
-                own = begin if event.inside else np.maximum(begin, self.spoken)
+                own = begin
+                for way in () if event.inside else event.over:
+                    own = np.maximum(own, self.spoken.get(way, own))
                 begin = self._meet(event, begin, own)
             else:
                 self.computed = self.computed + event.seconds
             end = begin + event.seconds
             if event.beside is not None:
                 self.trips[event.beside] = end
-                self.spoken = np.maximum(self.spoken, end)
+                for way in event.over:
+                    self.spoken[way] = np.maximum(self.spoken.get(way, end), end)
                 return Span(event, start, start, start, (begin, end))
         if event.leaves is not None:
             self.left[event.leaves] = end

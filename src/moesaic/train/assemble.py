@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist import device as devices
+from moesaic.dist.buckets import Buckets, Summed
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.finetune import prepare
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import held
+from moesaic.models.pieces import Held, held
 from moesaic.nn.bank import Bank
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
@@ -53,7 +54,6 @@ def assemble(
     """
     ranks = ranks_of(plan, world)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
-    alike = world.partition(plan.same_slice_groups())
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
     names = [name for stage in mine for name in stage]
     with torch.device("meta"):
@@ -80,9 +80,8 @@ def assemble(
     devices.activate(world.device)
     run = Run(
         job, plan, world, model, holdings, optimizer,
-        part=world.partition(plan.part_groups()),
-        replicas=world.partition(plan.replica_groups()), alike=alike, ends=_ends(job, plan, world),
-        pipeline=pipeline, frozen=frozen,
+        part=world.partition(plan.part_groups()), ends=_ends(job, plan, world),
+        buckets=_buckets(plan, world, holdings), pipeline=pipeline, frozen=frozen,
     )  # fmt: skip
     run.counters.update(counters or {})
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
@@ -101,6 +100,30 @@ def ranks_of(plan: Plan, world: World) -> Ranks:
         group_ranks=tuple(rank % plan.span // plan.etp for rank in mine),
         slices=Slices(world.rank % plan.etp, plan.etp, world.partition(plan.expert_slice_groups())),
     )
+
+
+def _buckets(plan: Plan, world: World, holdings: Sequence[Held]) -> Buckets:
+    """Gradients that ranks which learn the same add up: experts' over copies, slices' over ranks
+    that have the same, and all others over a part; but for those that FSDP has to do with.
+
+    Under backward that goes on beside what layers say, and not at the same point on every rank: in
+    groups of its own. A pipeline's stages mingle backwards of several micro-batches, of which
+    torch's schedules may set the gradients themselves, so that they wait for the end.
+    """
+    early = plan.pp == 1
+    purpose = "gradients" if early else ""
+    copies = world.partition(plan.replica_groups(), purpose)
+    whole = sliced = None
+    if plan.shard == 1:
+        whole = world.partition(plan.part_groups(), purpose)
+        sliced = world.partition(plan.same_slice_groups(), purpose)
+    sums = [
+        Summed(item.parameter, copies, "experts")
+        if item.bank is not None
+        else Summed(item.parameter, sliced if item.sliced else whole)
+        for item in reversed(holdings)
+    ]
+    return Buckets(sums, early=early)
 
 
 def _ends(job: Job, plan: Plan, world: World) -> Group | None:

@@ -85,14 +85,15 @@ class NarrowAdamW(AdamW):
         for values in item.pieces(PARAMETER, item.local, rank):
             yield from self._format.pieces(values, self.moments[values.name])
 
-    def apply(self, item: Held, rank: int, step: int, *, lr: float, clip: float) -> None:
-        """Update a parameter by its gradient, in place."""
-        if not item.decays:
-            super().apply(item, rank, step, lr=lr, clip=clip)
-            return
-        grads = item.pieces(PARAMETER, item.grad, rank)
-        for values, grad in zip(item.pieces(PARAMETER, item.local, rank), grads, strict=True):
-            self.update_matrix(values, grad.tensor, step, lr=lr, clip=clip)
+    def apply(self, items: Sequence[Held], rank: int, step: int, *, lr: float, clip: float) -> None:
+        """Update parameters of a block by their gradients, in place: matrices one by one."""
+        super().apply([item for item in items if not item.decays], rank, step, lr=lr, clip=clip)
+        for item in items:
+            if not item.decays:
+                continue
+            grads = item.pieces(PARAMETER, item.grad, rank)
+            for values, grad in zip(item.pieces(PARAMETER, item.local, rank), grads, strict=True):
+                self.update_matrix(values, grad.tensor, step, lr=lr, clip=clip)
 
     @torch.no_grad()
     def update_matrix(
@@ -105,7 +106,7 @@ class NarrowAdamW(AdamW):
             part = slice(start, start + rows)
             stored = [one[part] for one in kept]
             moments = self._format.widen(stored, tensor.dtype)
-            self._step(tensor[part], grad[part], moments, step, lr=lr, clip=clip, decay=True)
+            self._step([tensor[part]], [grad[part]], [moments], step, lr=lr, clip=clip, decay=True)
             places = _places(values, start, len(stored[0]))
             draws = bits(self._seed, f"moments {values.name}", step, places)
             self._format.narrow(*moments, stored, draws)

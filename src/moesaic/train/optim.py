@@ -1,14 +1,15 @@
 """AdamW that runs where a block lives, and the learning rate over steps.
 
-`update(name, values, grad, step, ...)` needs nothing but one parameter's own tensors, so that a
-block can be updated wherever and whenever its gradient is ready. Moments are plain tensors of the
-values' layout; they are state like any other. `train.narrow` keeps them in fewer bytes.
+`update(names, values, grads, step, ...)` needs nothing but the parameters' own tensors, so that a
+block can be updated wherever and whenever its gradients are ready, all that is alike of it in a few
+operations. Moments are plain tensors of the values' layout; they are state like any other.
+`train.narrow` keeps them in fewer bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,10 +39,14 @@ class AdamW:
         for kind, tensor in zip(kinds, self.moments[item.name], strict=True):
             yield from item.pieces(kind, tensor, rank)
 
-    def apply(self, item: Held, rank: int, step: int, *, lr: float, clip: float) -> None:
-        """Update a parameter by its gradient, in place; see `update`."""
+    def apply(self, items: Sequence[Held], rank: int, step: int, *, lr: float, clip: float) -> None:
+        """Update parameters of a block by their gradients, in place; see `update`."""
         del rank
-        self.update(item.name, item.local, item.grad, step, lr=lr, clip=clip, decay=item.decays)
+        for decay in (True, False):
+            alike = [item for item in items if item.decays == decay]
+            names, values = [item.name for item in alike], [item.local for item in alike]
+            grads = [item.grad for item in alike]
+            self.update(names, values, grads, step, lr=lr, clip=clip, decay=decay)
 
     def attach(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
         """Create zero moments for a parameter and return them."""
@@ -52,9 +57,9 @@ class AdamW:
 
     def update(
         self,
-        name: str,
-        values: Tensor,
-        grad: Tensor,
+        names: Sequence[str],
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
         step: int,
         *,
         lr: float,
@@ -64,40 +69,43 @@ class AdamW:
         """One step, in place.
 
         Args:
-            name: the parameter's name, as given to `attach`.
-            values: the parameter's values on this rank.
-            grad: their gradient; it may be scaled in place.
+            names: the parameters' names, as given to `attach`.
+            values: their values on this rank.
+            grads: their gradients; they may be scaled in place.
             step: 1 for the first update.
             lr: learning rate.
-            clip: factor on the gradient.
+            clip: factor on the gradients.
             decay: whether weight decay applies.
         """
-        if values.numel():
-            self._step(values, grad, self.moments[name], step, lr=lr, clip=clip, decay=decay)
+        filled = [number for number, one in enumerate(values) if one.numel()]
+        moments = [self.moments[names[number]] for number in filled]
+        values, grads = [values[n] for n in filled], [grads[n] for n in filled]
+        if filled:
+            self._step(values, grads, moments, step, lr=lr, clip=clip, decay=decay)
 
     def _step(
         self,
-        values: Tensor,
-        grad: Tensor,
-        moments: tuple[Tensor, ...],
+        values: list[Tensor],
+        grads: list[Tensor],
+        moments: Sequence[tuple[Tensor, ...]],
         step: int,
         *,
         lr: float,
         clip: float,
         decay: bool,
     ) -> None:
-        first, second = moments
+        firsts, seconds = ([pair[which] for pair in moments] for which in (0, 1))
         if clip < 1.0:
-            grad.mul_(clip)
+            torch._foreach_mul_(grads, clip)
+        steps = torch.full((len(values),), float(step - 1), device=values[0].device)
         adamw(
-            [values], [grad], [first], [second], [],
-            [torch.tensor(float(step - 1), device=values.device)],
+            values, grads, firsts, seconds, [], list(steps.unbind()),
             fused=True, amsgrad=False, maximize=False,
             beta1=self.config.betas[0], beta2=self.config.betas[1], eps=self.config.epsilon,
             lr=lr, weight_decay=self.config.weight_decay if decay else 0.0,
         )  # fmt: skip
         # The fused kernel writes without counting; whoever copies state relies on the count.
-        increment_version((values, first, second))
+        increment_version((*values, *firsts, *seconds))
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -13,11 +13,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from moesaic.dist.buckets import Buckets
 from moesaic.dist.collectives import gather, sum_, sum_buckets_
 from moesaic.dist.products import engine
 from moesaic.dist.state import PARAMETER, Piece, State
@@ -76,12 +78,10 @@ class Run:
     optimizer: AdamW
     part: Group | None
     """Ranks that hold the same blocks; all of them but for a pipeline."""
-    replicas: Group | None
-    """Ranks that hold copies of this rank's experts."""
-    alike: Group | None
-    """Ranks that hold the same slices of matrices, or shards of them."""
     ends: Group | None
     """Ranks of the first and the last part of a pipeline that hold the same tied weight."""
+    buckets: Buckets
+    """Gradients that ranks add up."""
     pipeline: Pipeline | None
     frozen: list[Held] = field(default_factory=list)
     """What does not: no gradient, no moments, and no part in the gradient's norm."""
@@ -210,6 +210,8 @@ class Run:
                 context = self._context(batch)
                 total, result = lm.compute(self.model, batch, context, self.job, targets, factor)
             with phases("backward"):
+                if index == len(micro) - 1:
+                    self.buckets.expect()
                 total.backward()
                 result.context.mask = None  # The largest part of what the losses hold on to.
             losses.append(result)
@@ -238,20 +240,16 @@ class Run:
         return f"{found}; tokens carried by {' and then '.join(carriers)}" if carriers else found
 
     def _reduce(self) -> None:
-        """Sum gradients over all ranks of a part that learn the same: experts' over copies, slices'
-        too, and a tied weight's over both ends of a pipeline.
+        """Sum what is left of gradients over ranks that learn the same, and wait for all sums; then
+        a tied weight's over both ends of a pipeline.
 
         FSDP has done its own, over ranks that are alike; what is not cut is left to the slices.
         """
-        dense = [item for item in self.holdings if item.bank is None]
-        whole = [item.grad for item in dense if not item.sliced]
-        experts = [item.grad for item in self.holdings if item.bank is not None]
-        if self.plan.shard == 1:
-            sum_buckets_(whole, self.part)
-            sum_buckets_([item.grad for item in dense if item.sliced], self.alike)
-        else:
+        if self.plan.shard > 1:
+            dense = [item for item in reversed(self.holdings) if item.bank is None]
+            whole = [item.grad for item in dense if not item.sliced]
             sum_buckets_(whole, self.model.slices.group)
-        sum_buckets_(experts, self.replicas)
+        self.buckets.finish()
         if self.ends is not None:
             sum_buckets_([item.grad for item in self.holdings if item.name == EMBED], self.ends)
 
@@ -269,9 +267,11 @@ class Run:
         train, lr = self.job.train, self._learning_rate()
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
         update = scale.updates(self.counters) + 1
-        for item in self.holdings:
-            self.optimizer.apply(item, self.world.rank, update, lr=lr, clip=clip / factor)
-            item.parameter.grad = None
+        for _, block in groupby(self.holdings, key=lambda item: item.block):
+            items = list(block)
+            self.optimizer.apply(items, self.world.rank, update, lr=lr, clip=clip / factor)
+            for item in items:
+                item.parameter.grad = None
         scale.keep(self.counters)
         return lr
 
@@ -354,5 +354,6 @@ class Run:
         self.holdings.clear()
         self.frozen.clear()
         self.optimizer.moments.clear()
+        self.buckets.close()
         self.pipeline = None
         del self.model

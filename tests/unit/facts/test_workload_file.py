@@ -82,11 +82,15 @@ def test_ranks_add_up_their_gradients_in_buckets() -> None:
         "parameter_bytes": BUCKET_BYTES + 120, "gradients": [BUCKET_BYTES, 20, 100],
     }  # fmt: skip
     traced = read_traced({**RAW, "blocks": [BLOCK, large]}, "here")
-    step = traced_blocks(traced, 4)[-1]
-    assert [one.num_bytes for one in step.update.messages] == [120, BUCKET_BYTES, 120]
-    assert {one.ranks for one in step.update.messages} == {(0, 1, 2, 3)}
-    assert {one.operation for one in step.update.messages} == {"all_reduce"}
-    assert step.update.moved_bytes == 4 * (120 + 120)
+    *blocks, step = traced_blocks(traced, 4)
+    sums = {block.name: block.update.messages for block in blocks}
+    sizes = {name: [one.num_bytes for one in found] for name, found in sums.items()}
+    # From behind, each beginning at a multiple of 256 bytes; what is as large as a bucket, alone.
+    assert sizes == {"a": [256 + 80], "c": [256 + 20, BUCKET_BYTES]}
+    assert {one.ranks for found in sums.values() for one in found} == {(0, 1, 2, 3)}
+    assert {one.operation for found in sums.values() for one in found} == {"all_reduce"}
+    assert not step.update.messages
+    assert step.update.moved_bytes == 2 * (256 + 20 + 256 + 80)
 
 
 def test_it_says_what_a_rank_holds() -> None:

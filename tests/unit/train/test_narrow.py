@@ -230,7 +230,7 @@ def test_an_update_is_near_that_of_full_moments(moments: str, margin: float) -> 
     for step in range(1, 31):
         grad = (torch.randn(64, 256) + 1.0) * size
         ours.update_matrix(box, grad.clone(), step, lr=0.01, clip=1.0)
-        full.update("w", theirs, grad, step, lr=0.01, clip=1.0, decay=True)
+        full.update(["w"], [theirs], [grad], step, lr=0.01, clip=1.0, decay=True)
     apart = torch.linalg.vector_norm(values - theirs) / torch.linalg.vector_norm(theirs)
     assert 0 < apart < margin
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.dist.world import World
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.train.assemble import assemble
 from moesaic.train.optim import AdamW, learning_rate
 
 
@@ -24,15 +32,57 @@ def test_equals_torch(clip: float, decay: bool) -> None:
         grad = torch.randn_like(values)
         theirs.grad = grad * clip
         reference.step()
-        ours.update("w", values, grad.clone(), step, lr=0.01, clip=clip, decay=decay)
+        ours.update(["w"], [values], [grad.clone()], step, lr=0.01, clip=clip, decay=decay)
     torch.testing.assert_close(values, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Counting(TorchDispatchMode):
+    """Operations that torch is asked for."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_block_takes_few_operations_and_is_what_single_parameters_are() -> None:
+    """Bit for bit, in a run; operations do not grow with parameters."""
+    job = tiny_job(train={"clip": 0.01})
+    runs = [
+        assemble(job, lay_out(job.layout, job.model, 1), World.solo(), InitialSource(1, 0.2))
+        for _ in range(2)
+    ]
+    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    once, single = runs
+    counts = []
+    for run in runs:
+        for _ in range(3):
+            run.gradients(samples)
+            held = run.holdings
+            blocks = {item.block: [one for one in held if one.block == item.block] for item in held}
+            groups = blocks.values() if run is once else [[item] for item in held]
+            with Counting() as counting:
+                for items in groups:
+                    run.optimizer.apply(items, 0, run.counters["step"] + 1, lr=0.01, clip=0.5)
+            run.counters["step"] += 1
+            for item in held:
+                item.parameter.grad = None
+        counts.append(counting.number)
+    found, expected = ({p.key: p.tensor for p in run.state().pieces} for run in runs)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    blocks_of_two = 2 * len({item.block for item in single.holdings})
+    assert counts[0] < 20 * blocks_of_two
+    assert counts[0] < 0.7 * counts[1]
 
 
 def test_an_empty_shard_is_left_alone() -> None:
     ours = AdamW(OptimizerConfig())
     empty = torch.empty(0, 4)
     ours.attach("w", empty)
-    ours.update("w", empty, empty, 1, lr=0.1, clip=0.5, decay=True)
+    ours.update(["w"], [empty], [empty], 1, lr=0.1, clip=0.5, decay=True)
 
 
 def test_schedules() -> None:
@@ -54,5 +104,5 @@ def test_an_update_is_counted_by_the_tensors_it_changes() -> None:
     values = torch.randn(4, 4)
     tensors = (values, *ours.attach("w", values))
     before = [tensor._version for tensor in tensors]
-    ours.update("w", values, torch.randn(4, 4), 1, lr=0.1, clip=1.0, decay=True)
+    ours.update(["w"], [values], [torch.randn(4, 4)], 1, lr=0.1, clip=1.0, decay=True)
     assert all(t._version > b for t, b in zip(tensors, before, strict=True))

@@ -9,17 +9,18 @@ from functools import cached_property, partial
 
 from numpy.typing import ArrayLike
 
-from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job import Job
 from moesaic.facts.job.finetune import Target
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import latent, messages, ops, sparse
-from moesaic.facts.workload.holdings import blocks_on, is_first, model_block
+from moesaic.facts.workload.holdings import block_of, blocks_on, is_first
 from moesaic.facts.workload.loads import Routed, Trip, routed, visit_bytes
 from moesaic.facts.workload.messages import RESULTS, TOKENS, Message, Slices, Talk
 from moesaic.facts.workload.ops import Op, Part
-from moesaic.facts.workload.parameters import Parameter, local_size, rank_size
+from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.share import Share
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
+from moesaic.facts.workload.sums import Sums, said, sums_of
 
 STEP = "step"
 """Name of the block of what belongs to none."""
@@ -97,7 +98,7 @@ def workload(
     share = Share.of(job, plan, rank)
     by_block: dict[str, list[Parameter]] = {}
     for parameter in (*share.dense, *share.experts):
-        by_block.setdefault(_block_of(parameter, model), []).append(parameter)
+        by_block.setdefault(block_of(parameter, model), []).append(parameter)
     chunk = sizes.moment_chunk
     for number, block in enumerate(blocks):
         learnt = [p for p in by_block[block.name] if p.name in share.learning]
@@ -111,7 +112,8 @@ def workload(
         for block in blocks
         if f"{block.name}.".startswith(f"{firsts[kind]}.")
     ]
-    return [*whole, Block(STEP, Work(), Work(), _step(share))]
+    last = Work((), tuple(messages.scalars(model, plan, rank)))
+    return with_sums(whole, sums_of(share), last)
 
 
 @dataclass(frozen=True)
@@ -190,16 +192,6 @@ def _place(block: str) -> tuple[float, bool]:
         return (-1.0 if block == "embed" else math.inf), False
     _, layer, kind = block.split(".")
     return int(layer), kind != "attention"
-
-
-def _block_of(parameter: Parameter, model: ModelConfig) -> str:
-    name = model_block(parameter)
-    if parameter.layer is None:
-        return name
-    inner = parameter.name.split(".")[2]
-    if inner == "ffn_norm":
-        inner = "moe" if parameter.layer in model.expert_layers else "ffn"
-    return f"{name}.{inner.removesuffix('_norm')}"
 
 
 def _head(s: Sizes) -> list[Part]:
@@ -451,46 +443,15 @@ def _join(*works: Work | None) -> Work:
     )
 
 
-def _step(share: Share) -> Work:
-    """Sums of gradients over ranks, in buckets that span blocks, and of single numbers."""
-    job, plan, rank = share.job, share.plan, share.rank
-    width, model = STORED_BYTES[job.train.precision], job.model
-    dense = [p for p in share.learning_dense if p.name != "head.norm.weight"]
-    # It comes behind head.weight.
-    dense += [p for p in share.learning_dense if p.name == "head.norm.weight"]
-    cut = [p for p in dense if p.cut is not None and plan.tp > 1]
-    whole = [p for p in dense if p.cut is None or plan.tp == 1]
-
-    def sizes(some: Sequence[Parameter]) -> list[int]:
-        return [rank_size(p, plan.shard, plan.replica(rank)) * width for p in some]
-
-    if plan.shard == 1:
-        alike = messages.group_of(plan.same_slice_groups(), rank)
-        groups = [
-            ("dense", messages.part_of(plan, rank), sizes(whole)), ("slices", alike, sizes(cut)),
-        ]  # fmt: skip
-    else:  # FSDP has summed over ranks that hold the same slices.
-        groups = [("dense", messages.group_of(plan.slice_groups(), rank), sizes(whole))]
-    arenas: dict[int | None, int] = {}
-    for p in share.experts:
-        if p.name in share.learning:
-            arenas[p.layer] = arenas.get(p.layer, 0) + p.size * width
-    copies = messages.group_of(plan.replica_groups(), rank)
-    groups.append(("experts", copies, list(arenas.values())))
-    if model.tied and plan.pp > 1 and plan.part(rank) in (0, plan.pp - 1):
-        ends = rank % plan.span, rank % plan.span + plan.ranks - plan.span
-        groups.append(("ends", ends, sizes([p for p in dense if p.name.startswith("embed.")])))
-    work = summed(groups)
-    return Work(work.ops, (*work.messages, *messages.scalars(model, plan, rank)))
-
-
-def summed(groups: Sequence[tuple[str, tuple[int, ...], Sequence[int]]]) -> Work:
-    """Sums of gradients: what for, over which ranks, bytes of each tensor; in buckets."""
-    sent: list[Message] = []
-    moved = calls = 0
-    for name, ranks, sizes in groups:
-        for bucket in messages.buckets(sizes) if len(ranks) > 1 else ():
-            sent.append(Message(name, "all_reduce", ranks, sum(bucket)))
-            if len(bucket) > 1:
-                moved, calls = moved + 4 * sum(bucket), calls + 1 + len(bucket)
-    return Work((Op("reduce", (), moved, calls),), tuple(sent))
+def with_sums(blocks: Sequence[Block], groups: Sequence[Sums], last: Work) -> list[Block]:
+    """`blocks` with sums of gradients, each where backward has the last of them, and what is done
+    once a step: of sums those that do not go on under backward, and what comes `last`."""
+    found = said(groups)
+    summed = [
+        _add(block, update=Work((), tuple(found.messages[block.name])))
+        if block.name in found.messages
+        else block
+        for block in blocks
+    ]
+    end = Work(found.ops, tuple(found.messages.get("", ())))
+    return [*summed, Block(STEP, Work(), Work(), _join(end, last))]

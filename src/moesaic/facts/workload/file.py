@@ -16,10 +16,11 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section, parse, read_json
 from moesaic.base.errors import ConfigError
-from moesaic.facts.workload.blocks import STEP, Block, Work, summed
+from moesaic.facts.workload.blocks import STEP, Block, Work, with_sums
 from moesaic.facts.workload.memory import Memory
 from moesaic.facts.workload.ops import Op, Product, update
 from moesaic.facts.workload.sizes import Type
+from moesaic.facts.workload.sums import Gradient, Sums
 
 VERSION = 1
 """Of the form of a file; another one is refused."""
@@ -237,8 +238,8 @@ def read_traced(raw: Mapping[str, Any], origin: str) -> Traced:
 def traced_blocks(traced: Traced, ranks: int = 1) -> list[Block]:
     """What each of `ranks` ranks does: all of the model on samples of its own.
 
-    Gradients are summed over the ranks in the buckets of the house's own models, and every rank
-    updates everything, by AdamW with a clipped norm.
+    Gradients are summed over the ranks in the buckets of the house's own models, under backward,
+    and every rank updates everything, by AdamW with a clipped norm.
     """
     blocks = [
         Block(
@@ -249,9 +250,8 @@ def traced_blocks(traced: Traced, ranks: int = 1) -> list[Block]:
         )
         for one in traced.blocks
     ]
-    sizes = [size for one in traced.blocks for size in one.gradients]
-    reduced = summed([("dense", tuple(range(ranks)), sizes)])
-    return [*blocks, Block(STEP, Work(), Work(), reduced)]
+    gradients = [Gradient(one.name, size) for one in traced.blocks for size in one.gradients]
+    return with_sums(blocks, [Sums("dense", tuple(range(ranks)), gradients[::-1])], Work())
 
 
 def traced_memory(traced: Traced) -> Memory:

@@ -39,6 +39,17 @@ def model_block(parameter: Parameter) -> str:
     return "embed" if parameter.kind == "embedding" else "head"
 
 
+def block_of(parameter: Parameter, model: ModelConfig) -> str:
+    """The block of a workload that `parameter` is in: a layer has two of them."""
+    name = model_block(parameter)
+    if parameter.layer is None:
+        return name
+    inner = parameter.name.split(".")[2]
+    if inner == "ffn_norm":
+        inner = "moe" if parameter.layer in model.expert_layers else "ffn"
+    return f"{name}.{inner.removesuffix('_norm')}"
+
+
 def is_first(parameter: Parameter, plan: Plan, rank: int) -> bool:
     """Whether `rank` comes before all others that hold the same values of `parameter`.
 

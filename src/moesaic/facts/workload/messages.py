@@ -19,6 +19,9 @@ from moesaic.facts.workload.sizes import Sizes
 BUCKET_BYTES = 32 << 20
 """Gradients travel in flat buckets of at most so much; a larger one travels alone."""
 
+ALIGNMENT = 256
+"""A gradient begins in its bucket at a multiple of so many bytes."""
+
 TOKENS, RESULTS = "tokens", "results"
 """Names of what travels to experts, and from them."""
 
@@ -206,16 +209,30 @@ def scattered(
     return Message("gradients", "reduce_scatter", ranks, own * len(ranks)), summed
 
 
-def buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Tensors of `sizes` bytes as they share messages."""
-    bucket: list[int] = []
-    for size in sizes:
-        if bucket and sum(bucket) + size > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(size)
-    if bucket:
-        yield bucket
+@dataclass(frozen=True)
+class Together:
+    """Tensors that share a message: a run of some that were given in order."""
+
+    members: range
+    """Their numbers."""
+    starts: tuple[int, ...]
+    """Bytes before each of them."""
+    num_bytes: int
+    """Of the message: of them, and of what lies between them."""
+
+
+def together(sizes: Sequence[int], most: int = BUCKET_BYTES) -> Iterator[Together]:
+    """Tensors of `sizes` bytes, in their order, as they share messages of at most so many bytes."""
+    first, end, starts = 0, 0, list[int]()
+    for number, size in enumerate(sizes):
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if starts and start + size > most:
+            yield Together(range(first, number), tuple(starts), end)
+            first, start, starts = number, 0, []
+        starts.append(start)
+        end = start + size
+    if starts:
+        yield Together(range(first, len(sizes)), tuple(starts), end)
 
 
 def scalars(model: ModelConfig, plan: Plan, rank: int) -> Iterator[Message]:

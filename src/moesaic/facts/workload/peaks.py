@@ -5,16 +5,45 @@ The moments are those of our own layers, of FSDP in torch 2.13, and of kernels a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from numpy.typing import ArrayLike
 
 from moesaic.facts.workload.kept import activations, joined_bytes, logits_bytes
 from moesaic.facts.workload.loads import Routed, routed
-from moesaic.facts.workload.messages import buckets, group_of
 from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.share import Share
 from moesaic.facts.workload.sizes import INDEX_BYTES, SHARE_BYTES, Sizes
+from moesaic.facts.workload.sums import Sums, sums_of
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A bucket of several gradients."""
+
+    num_bytes: int
+    sizes: Sequence[int]
+    """Of its gradients, in bytes."""
+    coming: Sequence[tuple[float, bool]]
+    """The layer in which backward finishes each (infinite: the head; -1: the embedding), and
+    whether its larger half, a dense one, begins with it."""
+
+
+def _flats(sums: Sums) -> Iterator[Flat]:
+    seen: set[str] = set()
+    coming = []
+    for one in sums.gradients:
+        layer = {"embed": -1.0, "head": math.inf}.get(one.block)
+        layer = float(one.block.split(".")[1]) if layer is None else layer
+        coming.append((layer, one.block.endswith(".ffn") and one.block not in seen))
+        seen.add(one.block)
+    for bucket in sums.buckets:
+        run = slice(bucket.members.start, bucket.members.stop)
+        if len(bucket.members) > 1:
+            sizes = [one.num_bytes for one in sums.gradients[run]]
+            yield Flat(bucket.num_bytes, sizes, coming[run])
 
 
 class Step:
@@ -53,12 +82,16 @@ class Step:
                 self.root_share += local_size(p, plan.shard)
             else:
                 self.own[p.layer] += self._gradient_size(p)
+        self.sums = sums_of(share)
+        self.flats = [flat for one in self.sums if one.early for flat in _flats(one)]
+        """Buckets of several gradients, which are there from the first one on."""
+        self.gaps = sum(flat.num_bytes - sum(flat.sizes) for flat in self.flats)
         self.words = self.s.vocab * job.model.hidden * (self.root_grads > 0)
         """Elements of the gradient of the head's weight, and of the embedding's."""
 
     def gradients(self) -> int:
         """Bytes of all of them, and with several micro-batches of what is being added."""
-        return (self.held + self.several * self.arena) * self.s.wide
+        return (self.held + self.several * self.arena) * self.s.wide + self.gaps
 
     def most_gathered(self) -> int:
         """The most that FSDP has."""
@@ -86,11 +119,13 @@ class Step:
         sharded, lasting = self.plan.shard > 1, self.several * self.held
         last = kept + self.head() + sharded * self.whole[self.layers[-1]] * s.wide
         first = (s.slices > 1) * (3 * s.joined + s.stream) * s.wide
-        return self._contexts() + (lasting + sharded * self.root) * s.wide + max(last, first)
+        gaps = self.several * self.gaps
+        return self._contexts() + (lasting + sharded * self.root) * s.wide + gaps + max(last, first)
 
     def backward(self) -> int:
         """The most that is there in a backward pass, or right after it."""
-        return max(self._end(), *(self._backward(index) for index in self.layers))
+        moments = self._begin(), self._end(), *(self._backward(index) for index in self.layers)
+        return max(moments)
 
     def left(self, index: int) -> int:
         """What autograd keeps of the layers up to `index` when backward comes to that one."""
@@ -155,13 +190,37 @@ class Step:
         early = self.plan.shard > 1 and index > 0 and not self.recompute
         copied = self.whole[index - 1] if early else 0
         most = max(self.working(index, self.stays()), (self.s.stream + copied) * self.s.wide)
-        return there + gradients * self.s.wide + most
+        return there + gradients * self.s.wide + self._places(index) + most
+
+    def _places(self, index: float) -> int:
+        """Bytes of buckets that wait for gradients when backward is in the larger half of layer
+        `index`; of several micro-batches, what lies between gradients."""
+        if self.several:
+            return self.gaps
+        waiting = 0
+        for flat in self.flats:
+            come = [at > index or (at == index and first) for at, first in flat.coming]
+            arrived = sum(size for size, there in zip(flat.sizes, come, strict=True) if there)
+            waiting += any(come) * (flat.num_bytes - arrived)
+        return waiting
+
+    def _begin(self) -> int:
+        """When the gradient of the head's weight goes to its place in a bucket."""
+        root = self.words * self.s.wide
+        in_flat = any((math.inf, False) in flat.coming for flat in self.flats)
+        if self.several or self.job.model.tied or not in_flat:
+            return 0
+        there = self._contexts() + self.left(self.layers[-1]) + self.s.stream * self.s.narrow
+        return there + 2 * root + self._places(self.layers[-1] + 0.5)
 
     def _end(self) -> int:
         """When the last gradients come, or all are there and copies are summed."""
         s, more = self.s, 0
         tied, sharded = self.job.model.tied, self.plan.shard > 1
         joined = (s.slices > 1) * s.joined
+        # Its place in a bucket has been there before the embedding's gradient.
+        places = (at for flat in self.flats for at, _ in flat.coming)
+        placed = not self.several and -1 in places
         if sharded:
             # The message that shares out those of embedding and head, gloo's copy of it, the last
             # tensor that went into it, and the share, which has not been added to others yet.
@@ -171,30 +230,17 @@ class Step:
         else:
             if self.several or tied:  # The embedding's, to be added to others.
                 more = self.words * (1 + (self.several and tied))
-            more += joined
+            more += joined + placed * self.words
         if joined:  # Before it, that of all tokens of the slices, and gloo's copy.
-            waiting = (tied or sharded) - (not self.several and not sharded)
+            waiting = (tied or sharded) - (not self.several and not sharded) + placed
             more = max(more, 2 * joined + s.stream + waiting * self.words)
-        return self._contexts() + self.held * s.wide + max(more * s.wide, self.flat())
+        held = self.held * s.wide + self.gaps
+        return self._contexts() + held + max(more * s.wide, self.flat())
 
     def flat(self) -> int:
-        """The largest of the buckets in which gradients are summed; one tensor travels as it is."""
-        plan, share = self.plan, self.share
-        dense = list(zip(share.learning_dense, self.shards, strict=True))
-        whole = [size for p, size in dense if not share.is_cut(p)]
-        cut = [size for p, size in dense if share.is_cut(p)]
-        copies = len(group_of(plan.replica_groups(), self.rank))
-        alike = plan.replicas if plan.shard == 1 else 1
-        sums = [
-            (whole, alike * plan.tp), (cut, alike), ([self.arena] * len(self.routed), copies),
-        ]  # fmt: skip
-        flat = [
-            sum(bucket)
-            for sizes, ranks in sums
-            for bucket in buckets([size * self.s.wide for size in sizes])
-            if len(bucket) > 1 and ranks > 1
-        ]
-        return max(flat, default=0)
+        """The largest of the buckets that gradients are copied into when backward is over."""
+        late = (bucket for one in self.sums if not one.early for bucket in one.buckets)
+        return max((b.num_bytes for b in late if len(b.members) > 1), default=0)
 
     def _contexts(self) -> int:
         """That of every micro-batch is there until the step is over, but for its mask."""

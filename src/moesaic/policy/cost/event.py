@@ -83,6 +83,8 @@ class Event:
     """Of a message: ranks go on at once, and it begins as soon as none of theirs is under way."""
     inside: bool = False
     """Of a message: it is carried inside hosts, whatever is under way between them."""
+    over: tuple[str, ...] = ("",)
+    """Of a message: ways that it takes. Messages of a rank over the same way take turns."""
     awaits: Trip | None = None
     """What has to be over before it begins; of several of the same trip, the last one."""
 

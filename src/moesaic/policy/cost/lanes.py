@@ -25,8 +25,8 @@ Together = tuple[tuple[int, ...], tuple[int, ...]]
 """Groups that do the same at the same time: by the ranks of one, and if not all of such groups take
 part, the first of each kind of ranks that do."""
 PHASES = {
-    "targets": "data", "accumulate": "backward", "copies": "backward", "reduce": "reduce",
-    "norm": "clip", "losses": "log", "loads": "log",
+    "targets": "data", "accumulate": "backward", "fill": "backward", "copies": "backward",
+    "reduce": "reduce", "norm": "clip", "losses": "log", "loads": "log",
 }  # fmt: skip
 """Phases of what is done once a step, by its name: else the optimizer's, and of messages reduce."""
 ORDER = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
@@ -115,15 +115,20 @@ class Lanes:
         if chunks == 1:
             yield from (*computed, *said)
         else:
-            yield from woven(computed, said, (chunks, self.plan.trips), self._hides)
+            yield from woven(computed, said, (chunks, self.plan.trips), self.hides)
 
-    def _hides(self, message: Event) -> bool:
+    def hides(self, message: Event) -> bool:
         """Whether ranks compute while it is under way: those that share a host's memory copy it
         themselves."""
-        if self.hand_ahead:
-            return True
-        hosts = ({self.places[rank].host for rank in group} for group in message.groups)
-        return all(len(some) > 1 for some in hosts)
+        return self.hand_ahead or all(n > 1 for n in self._num_hosts(message))
+
+    def leaves_hosts(self, message: Event) -> bool:
+        """Whether it is between hosts for some of its groups."""
+        return any(n > 1 for n in self._num_hosts(message))
+
+    def _num_hosts(self, message: Event) -> Iterator[int]:
+        """By group."""
+        return (len({self.places[rank].host for rank in group}) for group in message.groups)
 
     def block_messages(
         self, phase: str, name: str, works: Sequence[Work], ranks: Sequence[list[int]]

@@ -15,7 +15,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.facts.workload import Block, Op, workload
 from moesaic.facts.workload.sizes import Sizes
-from moesaic.policy.cost import ahead
+from moesaic.policy.cost import ahead, sums
 from moesaic.policy.cost.event import Event
 from moesaic.policy.cost.lanes import ORDER, Lanes
 from moesaic.policy.cost.pipeline import Flow, pipelined
@@ -29,6 +29,9 @@ class Costs(Lanes):
     job: Job = field(kw_only=True)
     loads: Sequence[ArrayLike] | None = field(default=None, kw_only=True)
     """By expert layer, as `workload` takes them; None: even routing."""
+    late: bool = field(default=False, kw_only=True)
+    """Whether sums of gradients wait for the end of backward: so a few layers show what many do,
+    beside each of which there is little of those of embedding and head."""
     _work: dict[int, list[Block]] = field(default_factory=dict, kw_only=True)
     """Blocks by rank."""
 
@@ -72,7 +75,7 @@ class Costs(Lanes):
         """One whole step, of blocks of the first of each kind of ranks; those `alike`, by it."""
         micro_batches = self.job.train.micro_batches
         if self.plan.pp == 1:
-            return sequential(self, work, alike, micro_batches)
+            return sequential(self, work, alike, micro_batches, late=self.late)
         sizes = [Sizes.of(self.job, self.plan, rank) for rank in range(self.plan.span)]
         stream_bytes = [one.stream * one.wide for one in sizes] * self.plan.pp
         flow = Flow(stages(self.plan, self.job.model), micro_batches, stream_bytes)
@@ -100,6 +103,8 @@ def sequential(
     work: Mapping[int, Sequence[Block]],
     alike: Mapping[int, list[int]],
     micro_batches: int = 1,
+    *,
+    late: bool = False,
 ) -> list[Event]:
     """One whole step without a pipeline, micro-batch after micro-batch.
 
@@ -108,6 +113,7 @@ def sequential(
         work: blocks of the first of each kind of ranks.
         alike: ranks that have its work on its kind of device, by the first of them.
         micro_batches: of the step.
+        late: whether sums of gradients wait for the end of backward.
     """
     blocks = list(zip(*work.values(), strict=True))
     ranks = list(alike.values())
@@ -127,6 +133,8 @@ def sequential(
             ahead.backward(backward),
             ahead.backward(last),
         )
+    if not late:
+        last, update = sums.under_backward(last, update, lanes)
     first = sum(event.phase == "data" for event in update)
     several = (micro_batches - 1) * [*forward, *backward]
     return [*update[:first], *several, *forward, *last, *update[first:]]

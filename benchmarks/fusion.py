@@ -1,0 +1,170 @@
+"""Sums of gradients: in buckets that leave under backward, against one a parameter after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import measure
+from benchmarks.layer import PATIENCE_S, in_turn
+from benchmarks.training import Ours, olmoe
+from moesaic.dist.buckets import Buckets, Summed
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.facts.workload.share import Share
+from moesaic.facts.workload.sums import sums_of
+from moesaic.testing.hosts import impossible, met, two_hosts
+from moesaic.testing.ranks import Ranks
+
+RANKS = 2
+LINKS = {"one host": 0, "two hosts, 1 Gbit/s": 1000, "two hosts, 200 Mbit/s": 200}
+"""Megabits a second; 0: no link."""
+PLAIN, LATE, FUSED = "one a parameter", "buckets after backward", "buckets"
+BAR = ">= 1.0"
+
+
+def rows(rounds: int) -> Iterator[measure.Row]:
+    """Every figure, as it comes."""
+    hindrance = impossible()
+    for name, megabits in LINKS.items():
+        title = f"training step, two ranks, {name}, gradients in buckets under backward"
+        if megabits and hindrance:
+            yield measure.row(
+                title, None, "ratio", bar=BAR, against=f"untried: {hindrance}", repeats=0
+            )
+            continue
+        found = on_two_ranks(megabits, rounds)
+        num_parameters, num_buckets = found.counted[PLAIN], found.counted[FUSED]
+        if not megabits:
+            yield measure.row(
+                "sums of gradients in a step, in buckets", num_buckets, "messages",
+                bar=f"== {implied()}", repeats=1,
+                against=f"limit: what buckets of 32 MiB imply; {num_parameters} parameters",
+            )  # fmt: skip
+        shape = "OLMoE-shaped, 8 layers, 8 x 64 tokens, a core a rank"
+        for other, bar in ((PLAIN, BAR), (LATE, "")):
+            ratio, interval = found.times.ratio(other, FUSED)
+            yield measure.row(
+                title if other == PLAIN else f"{title}, against after it", ratio, "ratio", bar=bar,
+                against=f"moesaic, sums of gradients as {other}, of {num_parameters}; {shape}",
+                interval=interval, repeats=rounds,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What two ranks did."""
+
+    times: measure.Times
+    counted: dict[str, int]
+    """Sums of gradients in a step."""
+
+
+def on_two_ranks(megabits: int, rounds: int) -> Found:
+    """Steps with sums of each kind, on one host or on two with a link."""
+    pool = Ranks()
+    try:
+        if not megabits:
+            return _found(pool.run(RANKS, steps, rounds, os.getpid(), timeout_s=PATIENCE_S))
+        with two_hosts(megabits) as hosts:
+            return _found(
+                pool.run(RANKS, on_hosts, hosts, rounds, os.getpid(), timeout_s=PATIENCE_S)
+            )
+    finally:
+        pool.close()
+
+
+def _found(results: list[Found | None]) -> Found:
+    (found,) = (one for one in results if one is not None)
+    return found
+
+
+def on_hosts(world: World, hosts: tuple[str, str], rounds: int, root: int) -> Found | None:
+    """On each rank, each on a host of its own."""
+    with met(world, hosts) as world:
+        return steps(world, rounds, root)
+
+
+def steps(world: World, rounds: int, root: int) -> Found | None:
+    """On each rank, with a core to itself: all kinds of sums in turn, as rank 0 says."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    try:
+        ours = Ours(job(), world)
+        sums = [
+            Summed(one, bucket.group)
+            for bucket in ours.run.buckets.buckets
+            for one in bucket.parameters
+        ]
+        ours.run.buckets.close()
+        kinds: dict[str, Callable[[], Any]] = {
+            PLAIN: lambda: OneByOne(sums),
+            LATE: lambda: Buckets(sums, early=False),
+            FUSED: lambda: Buckets(sums, early=True),
+        }
+
+        def step(kind: str) -> None:
+            ours.run.buckets = kinds[kind]()
+            ours.step()
+            ours.run.buckets.close()
+
+        calls = {kind: partial(step, kind) for kind in kinds}
+        counted = {kind: count(call) for kind, call in calls.items()}
+        times = in_turn(world, calls, rounds, root)
+        return None if times is None else Found(times, counted)
+    finally:
+        os.sched_setaffinity(0, set(cores))
+
+
+class OneByOne:
+    """A sum a parameter, when backward is over; in place of a run's buckets."""
+
+    def __init__(self, sums: list[Summed]) -> None:
+        self._sums = sums
+
+    def expect(self) -> None:
+        """Nothing leaves before the end."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def finish(self) -> None:
+        """All of them, one after another."""
+        for parameter, group, _ in self._sums:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def count(step: Callable[[], None]) -> int:
+    """Sums of gradients that a step asks torch for: of more than single numbers."""
+    asked, real = [0], dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+        asked[0] += tensor.dtype == torch.float32
+        return real(tensor, *args, **more)
+
+    with mock.patch.object(dist, "all_reduce", counting):
+        step()
+    return asked[0]
+
+
+def job() -> Job:
+    """Eight layers whose dense parameters take two buckets; experts are shared out."""
+    sizes = {**olmoe(1, 8).model.model_dump(exclude_none=True), "layers": 8, "experts": 16}
+    return olmoe(8, 64, model=sizes, layout={"ep": RANKS})
+
+
+def implied() -> int:
+    """Messages of the job's buckets."""
+    one = job()
+    share = Share.of(one, lay_out(one.layout, one.model, RANKS), 0)
+    return sum(len(sums.buckets) for sums in sums_of(share))
