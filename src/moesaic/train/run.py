@@ -241,9 +241,10 @@ class Run:
         """Sum gradients over all ranks of a part that learn the same: experts' over copies, slices'
         too, and a tied weight's over both ends of a pipeline.
 
-        FSDP has done its own, over ranks that are alike; what is not cut is left to the slices.
+        Of columns of a table nobody else in the part has any. FSDP has done its own, over ranks
+        that are alike; what is not cut is left to the slices.
         """
-        dense = [item for item in self.holdings if item.bank is None]
+        dense = [item for item in self.holdings if item.bank is None and not item.columns]
         whole = [item.grad for item in dense if not item.sliced]
         experts = [item.grad for item in self.holdings if item.bank is not None]
         if self.plan.shard == 1:

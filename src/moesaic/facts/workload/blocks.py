@@ -149,9 +149,12 @@ class _Making:
         model, again = self.job.model, self.job.train.recompute
         if name == "embed":
             lookup = ops.embedding(self.sizes, tied=model.tied and self.plan.pp == 1)
-            yield _block(name, [lookup], self._slices(name).sum_runs(self.sizes.wide))
+            talk = self._slices(name).sum_runs(self.sizes.wide)
+            asked = messages.look_up(self.sizes, self.plan, self.rank)
+            yield _block(name, [lookup], talk.then(asked))
         elif name == "head":
-            yield _block(name, _head(self.sizes), self._slices(name).head())
+            joined = messages.join_columns(self.sizes, self.plan, self.rank)
+            yield _block(name, _head(self.sizes), self._slices(name).head().then(joined))
         else:
             layer = int(name.removeprefix("layers."))
             attention, ffn, moe = f"{name}.attention", f"{name}.ffn", f"{name}.moe"
@@ -204,7 +207,8 @@ def _block_of(parameter: Parameter, model: ModelConfig) -> str:
 
 def _head(s: Sizes) -> list[Part]:
     hidden = s.model.hidden
-    return [ops.norm(s, hidden, within=False), *ops.join_runs(s, hidden), ops.loss(s)]
+    norm = ops.norm(s, hidden, within=False)
+    return [norm, *ops.join_runs(s, hidden), *ops.join_columns(s), ops.loss(s)]
 
 
 def _attention(name: str, slices: Slices, *, again: bool) -> Block:
@@ -405,7 +409,9 @@ def _sharded(
         at = name.rpartition(".")[0]  # Of embedding and head: nowhere.
         groups.setdefault(at, []).append(name)
     for at, names in groups.items():
-        dense = [p for name in names for p in by_block[name] if p.is_dense]
+        dense = [p for name in names for p in by_block[name] if p.is_dense and not p.columns]
+        if not dense:  # The embedding by itself, whose columns are shared out already.
+            continue
         learning = [p for p in dense if p.name in share.learning]
         gathered = messages.gathered(dense, ranks, width)
         first, last = names[0], names[-1]
@@ -459,7 +465,7 @@ def _step(share: Share) -> Work:
     # It comes behind head.weight.
     dense += [p for p in share.learning_dense if p.name == "head.norm.weight"]
     cut = [p for p in dense if p.cut is not None and plan.tp > 1]
-    whole = [p for p in dense if p.cut is None or plan.tp == 1]
+    whole = [p for p in dense if (p.cut is None or plan.tp == 1) and not p.columns]
 
     def sizes(some: Sequence[Parameter]) -> list[int]:
         return [rank_size(p, plan.shard, plan.replica(rank)) * width for p in some]
