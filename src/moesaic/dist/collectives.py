@@ -88,8 +88,9 @@ class SumRuns(torch.autograd.Function):
         return gather(grads[0], ctx.group).flatten(0, 1), None
 
 
-def _sum_runs(rows: Tensor, group: Group) -> Tensor:
-    run = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+def _sum_runs(rows: Tensor, group: Group, run: Tensor | None = None) -> Tensor:
+    if run is None:
+        run = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     # Older versions of torch have it by another name, which newer ones warn of.
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(run, rows.contiguous(), group=group)
@@ -122,7 +123,7 @@ class JoinColumns(torch.autograd.Function):
         own = grad.new_empty(rows, columns // ranks)
         for part in batches(rows, columns * grad.itemsize, ctx.bucket_bytes):
             by_rank = grad[part.start : part.stop].view(len(part), ranks, -1).transpose(0, 1)
-            own[part.start : part.stop] = _sum_runs(by_rank.flatten(0, 1), ctx.group)
+            _sum_runs(by_rank.flatten(0, 1), ctx.group, own[part.start : part.stop])
         return own, None, None
 
 

@@ -88,14 +88,14 @@ Part = tuple[Op, Op]
 def embedding(s: Sizes, *, tied: bool) -> Part:
     """Rows of a table; backward adds them up in a table of zeros, and to the gradient that a `tied`
     head has left. Of several slices each has zeros where a word is another's; of columns all words
-    are looked up, and what comes of this rank's is put in order.
+    are looked up, and what comes of this rank's is put in order, and out of it again.
     """
     table, ids = s.table, s.tokens * INDEX_BYTES
     if s.columns > 1:
         asked = s.asked * INDEX_BYTES
         forward = 2 * (s.looked_up + s.joined) * s.wide + asked + (s.columns + 1) * ids
-        backward = (table * (1 + 3 * tied) + 3 * s.looked_up) * s.wide + asked
-        back = Op("lookup", (), backward, 1 + tied) if s.learning.weights else Op("lookup")
+        backward = (table * (1 + 3 * tied) + 3 * s.looked_up + 2 * s.joined) * s.wide + asked
+        back = Op("lookup", (), backward, 2 + tied) if s.learning.weights else Op("lookup")
         return Op("lookup", (), forward, 3), back
     forward = 2 * s.joined * s.wide + ids
     backward = (table * (1 + 3 * tied) + 3 * s.joined) * s.wide + ids
