@@ -147,14 +147,14 @@ class _Making:
     def blocks(self, name: str) -> Iterator[Block]:
         """What the model's block `name` is in two, or one."""
         model, again = self.job.model, self.job.train.recompute
+        here = self.sizes, self.plan, self.rank
         if name == "embed":
             lookup = ops.embedding(self.sizes, tied=model.tied and self.plan.pp == 1)
             talk = self._slices(name).sum_runs(self.sizes.wide)
-            asked = messages.look_up(self.sizes, self.plan, self.rank)
-            yield _block(name, [lookup], talk.then(asked))
+            yield _block(name, [lookup], talk.then(messages.look_up(*here)))
         elif name == "head":
-            joined = messages.join_columns(self.sizes, self.plan, self.rank)
-            yield _block(name, _head(self.sizes), self._slices(name).head().then(joined))
+            talk = self._slices(name).head().then(messages.join_columns(*here))
+            yield _block(name, _head(self.sizes), talk)
         else:
             layer = int(name.removeprefix("layers."))
             attention, ffn, moe = f"{name}.attention", f"{name}.ffn", f"{name}.moe"
@@ -206,9 +206,8 @@ def _block_of(parameter: Parameter, model: ModelConfig) -> str:
 
 
 def _head(s: Sizes) -> list[Part]:
-    hidden = s.model.hidden
-    norm = ops.norm(s, hidden, within=False)
-    return [norm, *ops.join_runs(s, hidden), *ops.join_columns(s), ops.loss(s)]
+    joined = *ops.join_runs(s, s.model.hidden), *ops.join_columns(s)
+    return [ops.norm(s, s.model.hidden, within=False), *joined, ops.loss(s)]
 
 
 def _attention(name: str, slices: Slices, *, again: bool) -> Block:
@@ -461,9 +460,8 @@ def _step(share: Share) -> Work:
     """Sums of gradients over ranks, in buckets that span blocks, and of single numbers."""
     job, plan, rank = share.job, share.plan, share.rank
     width, model = STORED_BYTES[job.train.precision], job.model
-    dense = [p for p in share.learning_dense if p.name != "head.norm.weight"]
-    # It comes behind head.weight.
-    dense += [p for p in share.learning_dense if p.name == "head.norm.weight"]
+    # The head's norm comes behind its weight.
+    dense = sorted(share.learning_dense, key=lambda p: p.name == "head.norm.weight")
     cut = [p for p in dense if p.cut is not None and plan.tp > 1]
     whole = [p for p in dense if (p.cut is None or plan.tp == 1) and not p.columns]
 
