@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parts", nargs="?", const="", metavar="PART",
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
-        "of layer experts, hosts or overlap; without a name, the first",
+        "of layer experts, hosts, overlap or embedding; without a name, the first",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.

@@ -1,5 +1,5 @@
-"""Theme `layer`: the expert layer and what it sends, against peers and limits; layer.md says what
-bounds the figures."""
+"""Theme `layer`: the expert layer and what it sends, and the embedding, against peers and limits;
+layer.md says what bounds the figures."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     yield from experts.rows(rounds)
     yield from between_hosts(rounds)
     yield from overlapping(rounds)
+    yield from tables(rounds)
 
 
 def overlapping(rounds: int) -> Iterator[measure.Row]:
@@ -50,6 +51,13 @@ def overlapping(rounds: int) -> Iterator[measure.Row]:
     from benchmarks import overlap  # It takes from this module.
 
     yield from overlap.rows(rounds)
+
+
+def tables(rounds: int) -> Iterator[measure.Row]:
+    """What sharing out the embedding saves."""
+    from benchmarks import embedding  # Likewise.
+
+    yield from embedding.rows(rounds)
 
 
 def between_hosts(rounds: int) -> Iterator[measure.Row]:
@@ -71,7 +79,12 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
         yield from _host_rows(name, bar, found[0], rounds)
 
 
-PARTS = {"experts": experts.rows, "hosts": between_hosts, "overlap": overlapping}
+PARTS = {
+    "experts": experts.rows,
+    "hosts": between_hosts,
+    "overlap": overlapping,
+    "embedding": tables,
+}
 
 
 @dataclass(frozen=True)
