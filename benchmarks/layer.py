@@ -1,5 +1,5 @@
-"""Theme `layer`: the expert layer and what it sends, against peers and limits; layer.md says what
-bounds the figures."""
+"""Theme `layer`: the expert layer and what it sends, and the embedding, against peers and limits;
+layer.md says what bounds the figures."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ def overlapping(rounds: int) -> Iterator[measure.Row]:
     yield from overlap.rows(rounds)
 
 
+def tables(rounds: int) -> Iterator[measure.Row]:
+    """What sharing out the embedding saves."""
+    from benchmarks import embedding  # Likewise.
+
+    yield from embedding.rows(rounds)
+
+
 def fusing(rounds: int) -> Iterator[measure.Row]:
     """What buckets of gradients bring."""
     from benchmarks import fusion  # It takes from this module.
@@ -104,7 +111,7 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
 
 PARTS = {
     "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
-    "peers": against_peers, "exchange": exchanges, "step": steps,
+    "embedding": tables, "peers": against_peers, "exchange": exchanges, "step": steps,
 }  # fmt: skip
 
 

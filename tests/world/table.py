@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """How tokens travel to experts; by way of hosts where each has several of the ranks, whole or in
 parts of a rank's tokens."""
+EMBEDDINGS = ("whole", "columns")
 LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
 SMALL: dict[str, Any] = {
     "vocab": 60, "hidden": 32, "layers": 4, "heads": 4, "head_dim": 8, "ffn": 24, "init_std": 0.2,
@@ -57,6 +58,7 @@ class Row(NamedTuple):
     ep: int
     etp: int
     shard: int
+    embedding: str | None
     way: str | None
     schedule: str | None
     recompute: bool
@@ -70,6 +72,8 @@ class Row(NamedTuple):
             layout |= WAYS[self.way]
         if self.schedule is not None:
             layout |= {"schedule": self.schedule}
+        if self.embedding is not None:
+            layout |= {"embedding": self.embedding}
         return tiny_job(
             model={**PRESETS[self.family], **SMALL, **given["model"]},
             routing=given.get("routing", {}),
@@ -80,6 +84,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         axes = (f"{name} {value}" for name, value in self._asdict().items() if name in AXES)
         words = [self.family, f"{self.ranks} ranks", *axes, self.way or "", self.schedule or ""]
+        words += [f"embedding in {self.embedding}"] * (self.embedding == "columns")
         return ", ".join([*filter(None, words), *["recompute"] * self.recompute])
 
 
@@ -88,7 +93,7 @@ AXES = ("pp", "tp", "ep", "etp", "shard")
 
 def reference(family: str) -> Row:
     """The row that all others of a family are held against."""
-    return Row(family, 1, 1, 1, 1, 1, 1, None, None, False)
+    return Row(family, 1, 1, 1, 1, 1, 1, None, None, None, False)
 
 
 def rows() -> list[Row]:
@@ -99,8 +104,12 @@ def rows() -> list[Row]:
             continue
         schedules: Sequence[str | None] = SCHEDULES if pp > 1 else (None,)
         ways: Sequence[str | None] = tuple(WAYS) if ep > 1 else (None,)
-        for family, way, schedule, recompute in product(FAMILIES, ways, schedules, (False, True)):
-            row = Row(family, ranks, pp, tp, ep, etp, shard, way, schedule, recompute)
+        # The slices of several share out its words, and one rank has all columns.
+        tables: Sequence[str | None] = EMBEDDINGS if tp == 1 and ranks > pp else (None,)
+        for family, table, way, schedule, recompute in product(
+            FAMILIES, tables, ways, schedules, (False, True)
+        ):
+            row = Row(family, ranks, pp, tp, ep, etp, shard, table, way, schedule, recompute)
             if _possible(row):
                 found.append(row)
     return found

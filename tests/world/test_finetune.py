@@ -104,6 +104,7 @@ def test_every_layout_gives_the_same_numbers(ranks: Ranks, name: str) -> None:
     halves = {"pp": 2, "schedule": "gpipe" if job.train.recompute else "zero-bubble"}
     for size, layout in (
         (2, {"ep": ep}), (2, {"shard": 2}), (4, {"ep": ep, "shard": 2}), (2, halves),
+        (2, {"ep": ep, "embedding": "columns"}), (4, {**halves, "embedding": "columns"}),
     ):  # fmt: skip
         other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
         check_same(other, one)

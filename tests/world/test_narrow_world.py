@@ -95,6 +95,26 @@ def test_any_layout_goes_on_from_any_other(ranks: Ranks, tmp_path: Path, moments
         assert_alike(whole(rest, 1), expected)
 
 
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_moments_of_columns_are_those_of_a_whole_table(
+    ranks: Ranks, tmp_path: Path, moments: str
+) -> None:
+    """Blocks of eight bits are of whole rows' columns, and draws of places in the table."""
+    tables = {
+        "model": {"hidden": 256, "layers": 1},
+        "optimizer": {"moments": moments, "lr": 0.01}, "train": {"micro_batches": 2},
+    }  # fmt: skip
+    expected = whole(ranks.run(1, go, {}, tables, (2, 2), None, str(tmp_path / "one")), 1)
+    columns = {"embedding": "columns"}
+    start = ranks.run(2, go, columns, tables, (2, 0), None, str(tmp_path / "columns"))
+    for size, layout, at in ((2, columns, "one"), (1, {}, "columns"), (2, columns, "columns")):
+        checkpoint = str(tmp_path / at / "step-00000002")
+        rest = ranks.run(size, go, layout, tables, (2, 0), checkpoint, None)
+        if at == "columns":
+            assert same(whole(rest, 0), whole(start, 1))
+        assert_alike(whole(rest, 1), expected)
+
+
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Every code the same, every number all but the same."""
     assert found.keys() == expected.keys()

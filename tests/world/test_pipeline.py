@@ -76,6 +76,25 @@ def test_a_cut_by_hand(ranks: Ranks) -> None:
     assert_same(outcome(ranks, 2, job, STEPS, stages=cut), _references[name])
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_both_ends_have_columns_of_a_tied_weight(ranks: Ranks, shard: int, schedule: str) -> None:
+    layout = {"pp": 2, "schedule": schedule, "shard": shard, "embedding": "columns"}
+    check(ranks, 4, "qwen3_moe, tied", layout=layout)
+
+
+def test_a_part_may_have_nothing_but_columns(ranks: Ranks) -> None:
+    """Then FSDP has nothing there to share out."""
+    layers = [f"layers.{index}" for index in range(4)]
+    cut = [["embed"], layers[:3], layers[3:], ["head"]]
+    name = "qwen3_moe, tied"
+    for schedule, stages in (("interleaved", cut), ("1f1b", [["embed"], [*layers, "head"]])):
+        layout = {"pp": 2, "schedule": schedule, "shard": 2, "embedding": "columns"}
+        job = tiny_job(**tables(name, layout=layout))
+        check(ranks, 1, name)
+        assert_same(outcome(ranks, 4, job, STEPS, stages=stages), _references[name])
+
+
 def test_routes_are_recorded_and_replayed(ranks: Ranks, tmp_path: Path) -> None:
     """What a pipeline records one rank replays, and the other way round, without a flip."""
     one, several = tiny_job(**tables("olmoe")), tiny_job(**tables("olmoe", layout={"pp": 2}))

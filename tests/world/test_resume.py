@@ -36,6 +36,7 @@ LAYOUTS = {
     "sliced": (4, {"tp": 2, "ep": 2, "shard": 2}),
     "experts sliced": (4, {"tp": 2, "ep": 2, "etp": 2}),
     "two parts, sharded": (4, {"pp": 2, "shard": 2}),
+    "columns": (4, {"ep": 2, "shard": 2, "embedding": "columns"}),
 }
 
 
@@ -188,6 +189,27 @@ def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
             assert rest[0] == whole[0][2:]
             same = read_state(end(piped), sizes=sizes["model"])
             assert all(np.array_equal(state[key], same[key]) for key in state)
+
+
+def test_a_tied_table_goes_on_whole_and_in_columns(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    """From whole to columns and back, and between columns of other widths."""
+    sizes: dict[str, Any] = {"model": {"tied": True}}
+    columns = {"embedding": "columns"}
+    (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "one"), {}, None, sizes)
+    expected = read_state(end(tmp_path / "one"), sizes=sizes["model"])
+    ranks.run(4, run_job, str(text), str(tmp_path / "four"), columns, None, sizes)
+    parts = {"pp": 2, "shard": 2, **columns}
+    for number, (size, layout, start) in enumerate((
+        (2, columns, "one"), (2, columns, "four"), (2, {"shard": 2}, "four"), (4, parts, "four"),
+        (1, {}, "four"),
+    )):  # fmt: skip
+        out = tmp_path / str(number)
+        begin = middle(tmp_path / start)
+        rest = ranks.run(size, run_job, str(text), str(out), layout, begin, sizes)
+        assert rest[0] == pytest.approx(losses[2:], rel=1e-9)
+        assert worst_element(read_state(end(out), sizes=sizes["model"]), expected) < 1e-9
 
 
 @pytest.mark.parametrize("family", FAMILIES)

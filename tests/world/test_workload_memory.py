@@ -295,6 +295,8 @@ def holdings(world: World, job: Job) -> tuple[int, int, int]:
         (4, {"pp": 2, "tp": 2}),
         (4, {"tp": 2, "etp": 2}),
         (4, {"pp": 2, "ep": 2, "schedule": "interleaved"}),
+        (4, {"ep": 2, "shard": 2, "embedding": "columns"}),
+        (4, {"pp": 2, "embedding": "columns"}),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -330,6 +332,39 @@ def test_chunks_allocate_what_is_predicted(
     needs = memory(job, lay_out(job.layout, job.model, size))
     found = min(ranks.run(size, peaks, job)[-1])
     assert needs.peak_bytes == pytest.approx(found, rel=0.02)
+
+
+COLUMNS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
+    # ranks, layout, family, train
+    (2, {}, "dense", {}),
+    (2, {}, "wide vocabulary", PARTS),
+    (2, {}, "wide vocabulary, tied", {}),
+    (2, {}, "wide vocabulary, tied", PARTS),
+    (4, {}, "wide vocabulary, tied", {"precision": "bf16", "batch": 16, **AGAIN}),
+    (4, {}, "wide vocabulary", {**PARTS, "batch": 6}),
+    (4, {"ep": 4}, "olmoe", {}),
+    (2, {"shard": 2}, "wide vocabulary", {}),
+    (4, {"shard": 2}, "wide vocabulary, tied", PARTS),
+    (4, {"pp": 2, "schedule": "gpipe"}, "wide vocabulary", {**FOUR, "batch": 16}),
+    (4, {"pp": 2, "schedule": "1f1b"}, "wide vocabulary, tied", {**FOUR, "batch": 16}),
+    (4, {"pp": 2, "schedule": "zero-bubble"}, "wide vocabulary, tied", {**FOUR, "batch": 16}),
+    (4, {"pp": 2, "shard": 2, "schedule": "1f1b"}, "wide vocabulary", {**FOUR, "batch": 16}),
+]
+
+
+@pytest.mark.parametrize("case", COLUMNS, ids=str)
+def test_columns_of_the_embedding_allocate_what_is_predicted(
+    ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
+) -> None:
+    """On the last rank, and on the first one too if it is in another part."""
+    size, layout, family, train = case
+    job = make_job({"embedding": "columns", **layout}, family, train)
+    plan = lay_out(job.layout, job.model, size)
+    found = [min(steps) for steps in ranks.run(size, peaks, job)]
+    for rank in (0, size - 1) if plan.pp > 1 else (size - 1,):
+        needs = memory(job, plan, rank)
+        assert needs.peak_bytes == pytest.approx(found[rank], rel=0.02), rank
+        assert needs.peak_bytes <= needs.total_bytes
 
 
 def seen(world: World, job: Job) -> Watched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,7 +176,7 @@ class Wire:
 
         def call(carrier: Any, rows: Tensor, send: list[int], receive: list[int]) -> Any:
             ranks = tuple(dist.get_process_group_ranks(carrier.group))
-            row = rows.shape[1] * rows.itemsize
+            row = math.prod(rows.shape[1:]) * rows.itemsize
             to, back = ([n * row for n in counts] for counts in (send, receive))
             self.sent.append(("all_to_all", ranks, rows.nbytes, tuple(to), tuple(back)))
             return real(carrier, rows, send, receive)
@@ -344,6 +345,55 @@ def messages_of_sums(job: Job, size: int) -> list[tuple[str, str, int]]:
         for m in block.update.messages
         if m.name in GRADIENTS
     ]
+
+
+COLUMNS = {"embedding": "columns"}
+COLUMN_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, COLUMNS),
+    (4, {"ep": 4, **VISITS, **COLUMNS}),
+    (4, {"shard": 2, **COLUMNS}),
+    (4, {"pp": 2, "schedule": "zero-bubble", **COLUMNS}),
+    (4, {"pp": 2, "schedule": "interleaved", "shard": 2, **COLUMNS}),
+    (8, {"pp": 2, "schedule": "1f1b", "shard": 2, "ep": 2, **COLUMNS}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    [
+        (name, *layout)
+        for at, name in enumerate(CUT_JOBS)
+        for number, layout in enumerate(COLUMN_LAYOUTS)
+        # Tied heads and ranks without a token in all of them, others in a third.
+        if (not (number + at) % 3 or "tied" in name or "without" in name)
+        and possible(name, layout[1])
+    ],
+    ids=str,
+)
+def test_columns_of_the_embedding_send_what_is_predicted(
+    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+) -> None:
+    """Of lookups what goes to whom; of the table's gradient nothing but a tied head's share."""
+    job = cut_job(name, layout)
+    for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job)):
+        messages = predicted(job, size, rank, loads)
+        assert Counter(map(as_sent, messages)) == Counter(sent), rank
+        learns = job.finetune is None
+        exchanged = [m for m in messages if m.name == "columns"]
+        here = rank < size // job.layout.pp
+        assert len(exchanged) == here * (1 + learns) * job.train.micro_batches
+        assert "sum columns" not in {m.name for m in messages} or job.model.tied
+
+
+def test_a_wide_table_comes_together_in_several_messages() -> None:
+    job = tiny_job(model={"hidden": 4096, "vocab": 5000, "tied": True}, layout=COLUMNS)
+    *_, head, _ = workload(job, lay_out(job.layout, job.model, 2), 0)
+    sizes = [m.num_bytes for m in head.forward.messages if m.name == "join columns"]
+    assert len(sizes) > 2
+    assert sum(sizes) == 4096 * 5000 * 8
+    assert all(size <= 32 << 20 for size in sizes)
+    back = [m.num_bytes for m in head.backward.messages if m.name == "sum columns"]
+    assert back == sizes
 
 
 def test_large_gradients_travel_in_several_messages() -> None:

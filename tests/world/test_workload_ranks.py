@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from layouts import SIGMOID, sparing
-from test_workload_messages import CUT_LAYOUTS, VISITS, cut_job, possible
+from test_workload_messages import COLUMN_LAYOUTS, CUT_LAYOUTS, VISITS, cut_job, possible
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import Work, workload
 from moesaic.facts.workload.holdings import held, is_first
+from moesaic.facts.workload.kept import activations
 from moesaic.facts.workload.parameters import rank_size
 from moesaic.models.initial import InitialSource
 from moesaic.testing.blocks import Watched, watch
@@ -87,6 +88,36 @@ def test_slices_do_what_is_predicted(
                 assert calls == pytest.approx(found.calls, rel=0.02), at
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "batch"), [(2, 8), (4, 6)])
+def test_columns_do_what_is_predicted(
+    ranks: Ranks, size: int, batch: int, precision: str, tied: bool
+) -> None:
+    """Lookups for all ranks, which may have unlike numbers of tokens, and a tied head's table."""
+    model = {**FAMILIES["dense"]["model"], "tied": tied}
+    job = tiny_job(
+        model=model, layout={"embedding": "columns"}, data={"sequence": 64},
+        train={"precision": precision, "batch": batch},
+    )  # fmt: skip
+    plan = lay_out(job.layout, job.model, size)
+    for rank, watched in enumerate(ranks.run(size, seen, job)):
+        blocks = {block.name: block for block in workload(job, plan, rank)}
+        kept = activations(job, plan, rank)
+        for name in ("embed", "head"):
+            for way in ("forward", "backward"):
+                found, work = getattr(watched, way)[name], getattr(blocks[name], way)
+                assert work.flops == flops(found), (rank, way, name)
+                # By itself the embedding adds nothing to what the head has left.
+                beside = tied and (way, name) == ("backward", "embed")
+                added = 3 * beside * model["vocab"] * model["hidden"] // size * 4
+                moved = work.moved_bytes - added
+                assert moved == pytest.approx(found.moved_bytes, rel=0.005), (way, name)
+                calls = work.calls - beside
+                assert calls == pytest.approx(found.calls, abs=1), (way, name)
+            assert watched.kept[name] == kept[name]
+
+
 Holding = dict[str, tuple[tuple[int, ...], int, bool]]
 """By name the shape on a slice, elements on the rank, and whether it counts them in the norm."""
 
@@ -117,7 +148,12 @@ def holding(world: World, job: Job) -> tuple[Holding, list[tuple[int, bool]]]:
             if possible(name, layout[1])
         ],
         9,
-    ),
+    )
+    + [
+        (name, *layout)
+        for at, layout in enumerate(COLUMN_LAYOUTS)
+        for name in ("dense, tied", "olmoe")[at % 2 : at % 2 + 1]
+    ],
     ids=str,
 )
 def test_ranks_hold_what_is_predicted(

@@ -128,9 +128,9 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
             loaded = obey(loaded, given, items)
         job_, chosen = loaded.job, _chosen(loaded, nproc, where)
         paths, others = travel.traffic(where, chosen.ranks), list[dict[str, Any]]()
-        if loaded.plan is None and "auto" in (job_.layout.dispatch, job_.layout.chunks):
+        if loaded.plan is None:
             recorded = None if loads is None else _recorded(loads, job_)
-            chosen, others = travel.cheapest(job_, chosen, where, recorded, paths)
+            chosen, others = travel.decided(job_, chosen, where, recorded, paths)
         facts, timeline = predict(job_, chosen, where, loads, paths)
         facts["other_ways"] = others
     after = []
@@ -421,6 +421,8 @@ def _print(facts: dict[str, Any]) -> None:
     routing = f", loads of {facts['loads']}" if facts["loads"] else ""
     slices = f", matrices over {layout['tp']}" * (layout["tp"] > 1)
     shared = f"over {layout['shard']}" if layout["shard"] > 1 else "on every rank"
+    columns = layout["ranks"] // layout["pp"] if layout["embedding"] == "columns" else 1
+    slices += f", the embedding's columns over {columns}" * (columns > 1)
     its_device = "its device" if len(facts["devices"]) == 1 else f"the slowest, {facts['device']},"
     outlook.tell(
         f"{layout['ranks']} rank{'s'[: layout['ranks'] > 1]} on {facts['cluster']} "

@@ -1,4 +1,5 @@
-"""How tokens travel to experts in a plan: the cheapest way, and what a person is told of it."""
+"""What a plan decides where its job does not: how tokens travel to experts, and what of the
+embedding each rank has; the cheapest, and what a person is told of it."""
 
 from __future__ import annotations
 
@@ -25,6 +26,20 @@ def traffic(cluster: Cluster, ranks: int) -> Traffic:
     return Traffic(cluster, place(cluster, ranks))
 
 
+def decided(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    loads: Sequence[NDArray[np.float64]] | None,
+    traffic: Traffic,
+) -> tuple[Plan, list[dict[str, Any]]]:
+    """`plan` with the cheapest of all that `job` leaves open; and other ways of tokens."""
+    others = list[dict[str, Any]]()
+    if "auto" in (job.layout.dispatch, job.layout.chunks):
+        plan, others = cheapest(job, plan, cluster, loads, traffic)
+    return with_table(job, plan, cluster, loads, traffic), others
+
+
 def cheapest(
     job: Job,
     plan: Plan,
@@ -38,25 +53,17 @@ def cheapest(
     Without `loads` all expert layers are alike, and as few as there can be show which one it is.
     Sums of gradients travel whichever it is, and are left to the end.
     """
-    from moesaic.policy.cost.step import Costs
     from moesaic.policy.dispatch import cuts, ways
-    from moesaic.sim.timeline import run
 
     if plan.ep == 1:
         return plan, []
     found = [plan]
     if job.layout.dispatch == "auto":
         found = ways(plan, [place.host for place in plan.places])
-    model = job.model
-    if loads is None:
-        layers = min(model.layers, max(plan.num_stages, model.dense_layers + 1))
-        model = model.model_copy(update={"layers": layers})
-    small = job.model_copy(update={"model": model})
+    small = job if loads is not None else _low(job, plan)
 
     def step_s(one: Plan) -> float:
-        low = one if loads is not None else one.model_copy(update={"stages": None})
-        costs = replace(Costs.of(small, low, cluster, loads, traffic), late=True)
-        return run(costs.events(), one.ranks).step_s
+        return _step_s(small, one, cluster, loads, traffic)
 
     known = [step_s(one) for one in found]
     least = known.index(min(known))
@@ -67,7 +74,7 @@ def cheapest(
             found.append(cut[taken.index(min(taken))])
             known.append(min(taken))
             least = len(found) - 1
-    times = len(job.model.expert_layers) / max(len(model.expert_layers), 1)
+    times = len(job.model.expert_layers) / max(len(small.model.expert_layers), 1)
     others = [
         {
             "dispatch": one.dispatch,
@@ -79,6 +86,49 @@ def cheapest(
     ]
     del others[least]
     return found[least], others
+
+
+def with_table(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    loads: Sequence[NDArray[np.float64]] | None,
+    traffic: Traffic,
+) -> Plan:
+    """`plan`, in which each rank has so much of the embedding's table that a step is the shortest,
+    where `job` leaves that open; all of it where that makes no difference."""
+    from moesaic.policy.table import tables
+
+    found = tables(plan, job) if job.layout.embedding == "auto" else [plan]
+    if len(found) == 1:
+        return found[0]
+    small = job if loads is not None else _low(job, plan)
+    return min(found, key=lambda one: _step_s(small, one, cluster, loads, traffic))
+
+
+def _low(job: Job, plan: Plan) -> Job:
+    """With as few layers as show what differs between plans like `plan`."""
+    model = job.model
+    layers = min(model.layers, max(plan.num_stages, model.dense_layers + 1))
+    return job.model_copy(update={"model": model.model_copy(update={"layers": layers})})
+
+
+def _step_s(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    loads: Sequence[NDArray[np.float64]] | None,
+    traffic: Traffic,
+) -> float:
+    """Seconds of a step whose sums of gradients are left to the end; without `loads` of a job that
+    may have other layers than the plan says."""
+    from moesaic.policy.cost.step import Costs
+    from moesaic.sim.timeline import run
+
+    if loads is None:
+        plan = plan.model_copy(update={"stages": None})
+    costs = replace(Costs.of(job, plan, cluster, loads, traffic), late=True)
+    return run(costs.events(), plan.ranks).step_s
 
 
 def warn_of_hosts(plan: Plan) -> None:

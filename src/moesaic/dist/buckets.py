@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moesaic.dist.world import Group
-from moesaic.facts.workload.messages import BUCKET_BYTES, Together, together
+from moesaic.facts.workload.messages import Together, together
+from moesaic.facts.workload.sizes import BUCKET_BYTES
 
 
 class Summed(NamedTuple):

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.dist.world import Group
-from moesaic.facts.workload.messages import BUCKET_BYTES, together
+from moesaic.facts.workload.messages import together
+from moesaic.facts.workload.sizes import BUCKET_BYTES, batches
 
 
 def sum_(tensor: Tensor, group: Group | None) -> Tensor:
@@ -81,12 +82,43 @@ class SumRuns(torch.autograd.Function):
         return gather(grads[0], ctx.group).flatten(0, 1), None
 
 
-def _sum_runs(rows: Tensor, group: Group) -> Tensor:
-    run = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+def _sum_runs(rows: Tensor, group: Group, run: Tensor | None = None) -> Tensor:
+    if run is None:
+        run = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
     # Older versions of torch have it by another name, which newer ones warn of.
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(run, rows.contiguous(), group=group)
     return run
+
+
+class JoinColumns(torch.autograd.Function):
+    """A matrix of which each rank has columns; backward sums what each has to say of a rank's.
+
+    So many rows at a time that what is not in order yet is no larger than a bucket of gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own_VW: Tensor, group: Group, bucket_bytes: int = BUCKET_BYTES) -> Tensor:
+        """The whole matrix, column by column of the ranks in their order."""
+        ctx.group, ctx.bucket_bytes = group, bucket_bytes
+        rows, width = own_VW.shape
+        joined = own_VW.new_empty(rows, group.size() * width)
+        row_bytes = joined.shape[1] * joined.itemsize
+        for part in batches(rows, row_bytes, bucket_bytes):
+            place = joined[part.start : part.stop].view(len(part), -1, width)
+            place.copy_(gather(own_VW[part.start : part.stop], group).transpose(0, 1))
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of this rank's columns."""
+        (grad,) = grads
+        (rows, columns), ranks = grad.shape, ctx.group.size()
+        own = grad.new_empty(rows, columns // ranks)
+        for part in batches(rows, columns * grad.itemsize, ctx.bucket_bytes):
+            by_rank = grad[part.start : part.stop].view(len(part), ranks, -1).transpose(0, 1)
+            _sum_runs(by_rank.flatten(0, 1), ctx.group, own[part.start : part.stop])
+        return own, None, None
 
 
 class SumShares(torch.autograd.Function):

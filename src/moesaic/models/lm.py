@@ -17,6 +17,7 @@ from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan, block_names
 from moesaic.nn.attention import Attention, FeedForward
 from moesaic.nn.bank import Bank
+from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.context import Context, Rotary, compute_dtype
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.latent import LatentAttention
@@ -29,18 +30,22 @@ from moesaic.nn.travel import Ranks
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors; of several slices each has words of its own."""
+    """Token ids to vectors; of several slices each has words of its own, or each rank has columns
+    of all words."""
 
-    def __init__(self, vocab: int, hidden: int, slices: Slices = WHOLE) -> None:
+    def __init__(
+        self, vocab: int, hidden: int, slices: Slices = WHOLE, columns: Columns = ALONE
+    ) -> None:
         super().__init__()
-        self.slices = slices
-        self.weight = nn.Parameter(torch.empty(vocab // slices.count, hidden))
+        self.slices, self.columns = slices, columns
+        words, width = vocab // slices.count, hidden // columns.count
+        self.weight = nn.Parameter(torch.empty(words, width))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Look up."""
         del context
         if self.slices.group is None:
-            return F.embedding(x, self.weight)
+            return self.columns.look_up(x, self.weight)
         words = self.weight.shape[0]
         x = x - self.slices.index * words
         absent = (x < 0) | (x >= words)
@@ -88,22 +93,31 @@ class Head(nn.Module):
     """The last norm and the projection onto the vocabulary; with targets, the loss instead."""
 
     def __init__(
-        self, weight: nn.Parameter, width: int, epsilon: float, slices: Slices = WHOLE
+        self,
+        weight: nn.Parameter,
+        width: int,
+        epsilon: float,
+        slices: Slices = WHOLE,
+        columns: Columns = ALONE,
     ) -> None:
+        """With columns of a tied weight, which come together while they are multiplied by."""
         super().__init__()
         self.norm = RMSNorm(width, epsilon)
-        self.weight, self.slices = weight, slices
+        self.weight, self.slices, self.columns = weight, slices, columns
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
         x = self.slices.join(self.norm(x))
         if context.targets is None:
-            return F.linear(x, self.weight)
+            return F.linear(x, self.columns.join(self.weight))
         rows = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             targets = context.targets.flatten()
             weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
-            loss: Tensor = HeadLoss.apply(rows, weight, targets, context.loss_scale, self.slices)
+            # Nobody else holds what has come together: with the loss it goes.
+            loss: Tensor = HeadLoss.apply(
+                rows, self.columns.join(weight), targets, context.loss_scale, self.slices
+            )
         return loss
 
 
@@ -118,6 +132,7 @@ class LanguageModel(nn.Module):
         ranks: Ranks | None = None,
         slices: Slices = WHOLE,
         names: Sequence[str] | None = None,
+        columns: Columns = ALONE,
     ) -> None:
         """With the blocks of such `names`, in the order of the model; absent: all of them."""
         super().__init__()
@@ -127,14 +142,16 @@ class LanguageModel(nn.Module):
         plan = plan or Plan(ranks=1, ep=1, shard=1, experts=config.experts)
         ranks = ranks or Ranks()
         if "embed" in self.names:
-            self.embed = Embedding(config.vocab, config.hidden, slices)
+            self.embed = Embedding(config.vocab, config.hidden, slices, columns)
         self.indices = [i for i in range(config.layers) if f"layers.{i}" in self.names]
         self.layers = nn.ModuleList(
             self._layer(index, routing, plan, ranks) for index in self.indices
         )
         if "head" in self.names:
-            weight = nn.Parameter(torch.empty(config.vocab // slices.count, config.hidden))
-            self.head = Head(weight, config.hidden, config.norm_epsilon, slices)
+            shared_out = columns if config.tied else ALONE
+            words, width = config.vocab // slices.count, config.hidden // shared_out.count
+            weight = nn.Parameter(torch.empty(words, width))
+            self.head = Head(weight, config.hidden, config.norm_epsilon, slices, shared_out)
         self.tie()
 
     def _attention(self, index: int) -> Attention | LatentAttention:

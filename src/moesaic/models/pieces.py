@@ -42,6 +42,8 @@ class Held:
     """Which of the shards of its slice this rank has, if it is shared out."""
     owners: tuple[int, ...]
     """Ranks that hold the same values, in order."""
+    columns: bool = False
+    """Whether these are this rank's own columns of a table, whose gradient is whole already."""
 
     @property
     def sliced(self) -> bool:
@@ -124,9 +126,11 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
             shape = here if bank is not None else _whole(full, here, shapes)
             owners = dense if shape == here else alike
             owners = owners if bank is None else copies
+            columns = full == EMBED and plan.columns > 1
+            owners = (rank,) if columns else owners
             if model.config.tied and plan.pp > 1 and full == EMBED:
                 owners = _on_both_ends(owners, plan)
-            result.append(Held(block, full, parameter, bank, shape, shard, owners))
+            result.append(Held(block, full, parameter, bank, shape, shard, owners, columns))
     return result
 
 

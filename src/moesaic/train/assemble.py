@@ -20,9 +20,10 @@ from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.finetune import prepare
-from moesaic.models.lm import LanguageModel
+from moesaic.models.lm import Embedding, Head, LanguageModel
 from moesaic.models.pieces import Held, held
 from moesaic.nn.bank import Bank
+from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
 from moesaic.nn.travel import Ranks
@@ -54,10 +55,11 @@ def assemble(
     """
     ranks = ranks_of(plan, world)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
+    columns = _columns(plan, world)
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
     names = [name for stage in mine for name in stage]
     with torch.device("meta"):
-        model = LanguageModel(job.model, job.routing, plan, ranks, slices, names)
+        model = LanguageModel(job.model, job.routing, plan, ranks, slices, names, columns)
         if job.finetune is not None:
             prepare(model, job.finetune)
     model.to(DTYPES[job.train.precision])
@@ -104,7 +106,8 @@ def ranks_of(plan: Plan, world: World) -> Ranks:
 
 def _buckets(plan: Plan, world: World, holdings: Sequence[Held]) -> Buckets:
     """Gradients that ranks which learn the same add up: experts' over copies, slices' over ranks
-    that have the same, and all others over a part; but for those that FSDP has to do with.
+    that have the same, and all others over a part; but for columns of a table, of which nobody
+    else there has any, and those that FSDP has to do with.
 
     Under backward that goes on beside what layers say, and not at the same point on every rank: in
     groups of its own. A pipeline's stages mingle backwards of several micro-batches, of which
@@ -122,8 +125,16 @@ def _buckets(plan: Plan, world: World, holdings: Sequence[Held]) -> Buckets:
         if item.bank is not None
         else Summed(item.parameter, sliced if item.sliced else whole)
         for item in reversed(holdings)
+        if not item.columns
     ]
     return Buckets(sums, early=early)
+
+
+def _columns(plan: Plan, world: World) -> Columns:
+    """The ranks that share out the embedding's columns."""
+    if plan.columns == 1:
+        return ALONE
+    return Columns(world.rank % plan.columns, plan.columns, world.carrier(plan.part_groups()))
 
 
 def _ends(job: Job, plan: Plan, world: World) -> Group | None:
@@ -146,6 +157,7 @@ def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: 
 
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
     embedding and head, so that a tied weight is one parameter; each stage of a pipeline is a root.
+    Columns of the embedding are shared out already, as experts are.
     A stage stays whole until its last backward: others of its micro-batches are on their way.
     """
     from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
@@ -161,10 +173,13 @@ def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: 
         mesh = DeviceMesh.from_group(
             [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
-    arenas = {m.arena for m in model.modules() if isinstance(m, Bank | Adapters)}
+    apart = {m.arena for m in model.modules() if isinstance(m, Bank | Adapters)}
+    apart |= {
+        m.weight for m in model.modules() if isinstance(m, Embedding | Head) and m.columns.count > 1
+    }
     again = None if plan.pp == 1 else False
     for module in (*model.layers, *roots):
-        sharded = fully_shard(module, mesh=mesh, ignored_params=arenas, reshard_after_forward=again)
+        sharded = fully_shard(module, mesh=mesh, ignored_params=apart, reshard_after_forward=again)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=world.device)

@@ -243,11 +243,12 @@ class Run:
         """Sum what is left of gradients over ranks that learn the same, and wait for all sums; then
         a tied weight's over both ends of a pipeline.
 
-        FSDP has done its own, over ranks that are alike; what is not cut is left to the slices.
+        Of columns of a table nobody else in the part has any. FSDP has done its own, over ranks
+        that are alike; what is not cut is left to the slices.
         """
         if self.plan.shard > 1:
-            dense = [item for item in reversed(self.holdings) if item.bank is None]
-            whole = [item.grad for item in dense if not item.sliced]
+            held = (item for item in reversed(self.holdings) if not item.columns)
+            whole = [item.grad for item in held if item.bank is None and not item.sliced]
             sum_buckets_(whole, self.model.slices.group)
         self.buckets.finish()
         if self.ends is not None:

@@ -162,6 +162,32 @@ def test_tokens_go_in_as_many_parts_as_are_shortest(
     assert f"once to each of 2 hosts in {best} parts; longer by about" in told()
 
 
+@pytest.mark.parametrize("layout", ["ep=16", "pp=2,schedule=gpipe", "shard=16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_have_as_much_of_the_embedding_as_is_shortest(
+    place: Path, capfd: pytest.CaptureFixture[str], layout: str, tied: bool
+) -> None:
+    del place
+    pinned = f"{layout},chunks=1" + ",dispatch=rows" * ("ep" in layout)
+
+    def told(*more: str) -> str:
+        line = [*LINE, "--nproc", "16", "--set", f"model.tied={str(tied).lower()}", *as_json]
+        assert main([*line, "--layout", ",".join((pinned, *more))]) == 0
+        return capfd.readouterr().out
+
+    as_json = ["--json"]
+    facts = {one: json.loads(told(f"embedding={one}")) for one in ("whole", "columns")}
+    steps_s = {one: found["step_s"] for one, found in facts.items()}
+    assert steps_s["whole"] != steps_s["columns"]
+    free = json.loads(told())
+    assert free["plan"]["embedding"] == min(steps_s, key=lambda one: steps_s[one])
+    assert free["step_s"] == min(steps_s.values())
+    as_json = []
+    said = f", the embedding's columns over {8 if 'pp' in layout else 16}"
+    assert said in told("embedding=columns")
+    assert said not in told("embedding=whole")
+
+
 def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     del place
     line = [*LINE, "--nproc", "16", "--set", "layout.chunks=1", "--layout"]

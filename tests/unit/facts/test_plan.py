@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moesaic.facts.plan import (
     basis,
     check,
     check_places,
+    in_words,
     lay_out,
     load_plan,
     measure,
@@ -91,12 +93,68 @@ def test_a_layout_is_resolved() -> None:
             "layout.ep = 3 does not divide model.experts = 16: "
             "choose a divisor of the number of experts",
         ),
+        (
+            LayoutConfig(tp=2, embedding="columns"), 4,
+            'layout.embedding = "columns" with layout.tp = 2, whose slices share out the words of '
+            'the table already: set layout.embedding to "whole", or layout.tp to 1',
+        ),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit(layout: LayoutConfig, ranks: int, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         lay_out(layout, MODEL, ranks)
     assert str(caught.value) == sentence
+
+
+def test_columns_are_over_the_ranks_of_a_part() -> None:
+    layout = LayoutConfig(embedding="columns", pp=2)
+    assert lay_out(layout, MODEL, 8).columns == 4
+    assert "the embedding's columns over 4, dense" in in_words(lay_out(layout, MODEL, 8))
+    for alone in (lay_out(layout, MODEL, 2), lay_out(LayoutConfig(), MODEL, 8)):
+        assert (alone.embedding, alone.columns) == ("whole", 1)
+        assert "columns" not in in_words(alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tables", "words"),
+    [
+        (4, {}, None),
+        (1, {"model": {"hidden": 31}}, None),
+        (3, {}, "columns\" shares out model.hidden = 32 columns over 3 ranks, which do not divide"),
+        (
+            6, {"layout": {"pp": 2}, "train": {"micro_batches": 2}},
+            "columns over 3 ranks of a part of the pipeline, which do not divide them: set ",
+        ),
+        (2, {"optimizer": {"moments": "bf16"}}, None),
+        (
+            2, {"optimizer": {"moments": "8bit"}},
+            "which has blocks of 128 columns: a rank has 16 columns, set optimizer.moments to",
+        ),
+        (2, {"optimizer": {"moments": "8bit"}, "model": {"hidden": 256}}, None),
+    ],
+)  # fmt: skip
+def test_columns_that_cannot_be_shared_out(
+    ranks: int, tables: dict[str, Any], words: str | None
+) -> None:
+    """By a job, and by a plan that someone has edited."""
+    layout = {**tables.get("layout", {}), "embedding": "columns"}
+    job = tiny_job(**{**tables, "layout": layout})
+    edited = planned(tiny_job(**tables), ranks).model_copy(update={"embedding": "columns"})
+    if words is None:
+        assert planned(job, ranks).columns == ranks
+        check(edited, job, "--plan 'p.json'")
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        planned(job, ranks)
+    assert 'layout.embedding = "columns"' in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        check(edited, job, "--plan 'p.json'")
+    assert str(caught.value).startswith("--plan 'p.json': embedding = \"columns\"")
+
+
+def test_slices_have_no_columns() -> None:
+    with pytest.raises(ValueError, match='embedding = "columns" with tp = 2, whose slices share'):
+        Plan(ranks=4, ep=1, shard=1, tp=2, experts=0, embedding="columns")
 
 
 def test_layers_are_cut_evenly() -> None:

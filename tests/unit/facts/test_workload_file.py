@@ -18,7 +18,7 @@ from moesaic.facts.workload import (
     traced_memory,
 )
 from moesaic.facts.workload.file import read_traced
-from moesaic.facts.workload.messages import BUCKET_BYTES
+from moesaic.facts.workload.sizes import BUCKET_BYTES
 
 WORK = {
     "products": [

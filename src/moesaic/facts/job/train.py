@@ -14,6 +14,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Dispatch = Literal["rows", "visits"]
 """Ways in which tokens reach experts of other ranks."""
 
+Embedding = Literal["whole", "columns"]
+"""What of the embedding's table a rank of a part of the pipeline has."""
+
 MOST_CHUNKS = 64
 """Chunks that a rank's tokens can be cut into."""
 
@@ -49,6 +52,11 @@ class LayoutConfig(Section):
     """Parts of a rank's tokens that go to experts of other ranks one after another: experts compute
     with one while the next one and the results of the last one travel. auto: `moesaic plan` takes
     what costs least; without a plan, 1."""
+    embedding: Literal["auto"] | Embedding = "auto"
+    """What of the embedding's table each rank has, where `tp` does not share out its words. whole:
+    all of it, and gradients are summed, or what `shard` leaves. columns: an equal share of every
+    word's numbers; ranks look words up for each other, and no gradient of the table is summed.
+    auto: `moesaic plan` takes what costs least; without a plan, whole."""
 
 
 class TrainConfig(Section):

@@ -6,6 +6,7 @@ One JSON file that `moesaic plan` writes, people edit, training obeys and every 
 from moesaic.facts.plan.checks import basis, check, check_places, load_plan, misplaced, ruled
 from moesaic.facts.plan.layout import (
     block_names,
+    columns_fault,
     completed,
     in_words,
     lay_out,
@@ -43,6 +44,7 @@ __all__ = [
     "block_names",
     "check",
     "check_places",
+    "columns_fault",
     "completed",
     "in_words",
     "lay_out",

@@ -10,13 +10,13 @@ from pathlib import Path
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
-from moesaic.facts.plan.layout import block_names, pipeline_fault
+from moesaic.facts.plan.layout import block_names, columns_fault, pipeline_fault
 from moesaic.facts.plan.plan import Plan, RankPlace
 
 _DIGITS = 16
 _DECISIVE = {
     "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "chunks",
-    "homes_by_rank", "stages",
+    "embedding", "homes_by_rank", "stages",
 }  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
@@ -49,7 +49,7 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.stages is not None:
         _check_blocks(plan.stages, block_names(job.model), origin)
-    fault = pipeline_fault(plan, job)
+    fault = pipeline_fault(plan, job) or columns_fault(plan, job)
     if fault:
         raise ConfigError(f"{origin}: {fault}")
 
@@ -91,6 +91,8 @@ def ruled(job: Job, plan: Plan) -> Job:
         said["hosts"] = 1
     if said["chunks"] == "auto":
         said["chunks"] = 1
+    if said["embedding"] == "auto":
+        said["embedding"] = "whole"
     decided = plan.model_dump(include=set(said))
     changes = {key: value for key, value in decided.items() if value != said[key]}
     layout = job.layout.model_copy(update=changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig
+from moesaic.facts.job.train import MOMENT_BLOCK, Embedding
 from moesaic.facts.plan.plan import MOST_RANKS, Plan
 
 
@@ -60,7 +61,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
         dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=hosts,
-        chunks=chunks,
+        chunks=chunks, embedding=_embedding(layout, part),
     )  # fmt: skip
 
 
@@ -71,10 +72,22 @@ def _homes(layout: LayoutConfig) -> tuple[str, int]:
     return "layout.ep * layout.etp", layout.ep * layout.etp
 
 
+def _embedding(layout: LayoutConfig, part: int) -> Embedding:
+    """What of the table each of the `part` ranks of a part has; one has all columns."""
+    if layout.embedding != "columns":
+        return "whole"
+    if layout.tp > 1:
+        raise ConfigError(
+            f'layout.embedding = "columns" with layout.tp = {layout.tp}, whose slices share out '
+            'the words of the table already: set layout.embedding to "whole", or layout.tp to 1'
+        )
+    return "columns" if part > 1 else "whole"
+
+
 def planned(job: Job, ranks: int) -> Plan:
     """The plan that `job` itself means on `ranks` ranks, with nothing left to the job."""
     plan = lay_out(job.layout, job.model, ranks)
-    fault = pipeline_fault(plan, job, "layout.")
+    fault = pipeline_fault(plan, job, "layout.") or columns_fault(plan, job, "layout.")
     if fault:
         raise ConfigError(fault)
     return completed(plan, job)
@@ -123,6 +136,28 @@ def pipeline_fault(plan: Plan, job: Job, table: str = "") -> str | None:
     return None
 
 
+def columns_fault(plan: Plan, job: Job, table: str = "") -> str | None:
+    """What keeps ranks from sharing out the columns of the embedding of `job`, if `plan` asks for
+    that, and the remedy; keys as above."""
+    if plan.columns == 1:
+        return None
+    hidden, said = job.model.hidden, f'{table}embedding = "columns"'
+    if hidden % plan.columns:
+        of = f"{plan.columns} ranks" + " of a part of the pipeline" * (plan.pp > 1)
+        return (
+            f"{said} shares out model.hidden = {hidden} columns over {of}, which do not divide "
+            f'them: set {table}embedding to "whole", or take another number of ranks'
+        )
+    own = hidden // plan.columns
+    if job.optimizer.moments == "8bit" and own % MOMENT_BLOCK:
+        return (
+            f'{said} with optimizer.moments = "8bit", which has blocks of {MOMENT_BLOCK} columns: '
+            f'a rank has {own} columns, set optimizer.moments to "bf16" or "full", or '
+            f'{table}embedding to "whole"'
+        )
+    return None
+
+
 def stages(plan: Plan, model: ModelConfig) -> list[list[str]]:
     """Names of the blocks of each stage: those of `plan`, or as many layers in each as go."""
     if plan.stages is not None:
@@ -160,5 +195,7 @@ def in_words(plan: Plan) -> str:
         parts.append(f"matrices in {plan.tp} slices")
     if plan.etp > 1:
         parts.append(f"those of experts in {plan.etp}")
+    if plan.columns > 1:
+        parts.append(f"the embedding's columns over {plan.columns}")
     parts.append(f"dense over {plan.shard}" if plan.shard > 1 else "dense parameters on every rank")
     return ", ".join(parts)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.model import MOST_EXPERTS
-from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Schedule
+from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -71,6 +71,9 @@ class Plan(Section):
     one to the run's ranks; 1: straight to each."""
     chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
     """Parts of a rank's tokens that go to experts of other ranks one after another."""
+    embedding: Embedding = "whole"
+    """What of the embedding's table each rank of a part has: all, but for what `tp` or `shard`
+    share out; or equal columns."""
     experts: int = Field(ge=0, lt=MOST_EXPERTS)
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
@@ -132,6 +135,11 @@ class Plan(Section):
         if self.experts % self.ep:
             raise ValueError(
                 f"ep = {self.ep} does not divide experts = {self.experts}: choose a divisor"
+            )
+        if self.embedding == "columns" and self.tp > 1:
+            raise ValueError(
+                f'embedding = "columns" with tp = {self.tp}, whose slices share out the words of '
+                'the table already: set embedding = "whole", or tp = 1'
             )
         self._check_homes()
         self._check_hosts()
@@ -255,6 +263,11 @@ class Plan(Section):
     def replicas(self) -> int:
         """Sets of ranks that hold samples of their own."""
         return self.span // self.tp
+
+    @property
+    def columns(self) -> int:
+        """Equal parts that the embedding's columns are in, one on each rank of a part."""
+        return self.span if self.embedding == "columns" else 1
 
     @property
     def num_stages(self) -> int:

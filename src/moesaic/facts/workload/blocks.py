@@ -149,11 +149,14 @@ class _Making:
     def blocks(self, name: str) -> Iterator[Block]:
         """What the model's block `name` is in two, or one."""
         model, again = self.job.model, self.job.train.recompute
+        here = self.sizes, self.plan, self.rank
         if name == "embed":
             lookup = ops.embedding(self.sizes, tied=model.tied and self.plan.pp == 1)
-            yield _block(name, [lookup], self._slices(name).sum_runs(self.sizes.wide))
+            talk = self._slices(name).sum_runs(self.sizes.wide)
+            yield _block(name, [lookup], talk.then(messages.look_up(*here)))
         elif name == "head":
-            yield _block(name, _head(self.sizes), self._slices(name).head())
+            talk = self._slices(name).head().then(messages.join_columns(*here))
+            yield _block(name, _head(self.sizes), talk)
         else:
             layer = int(name.removeprefix("layers."))
             attention, ffn, moe = f"{name}.attention", f"{name}.ffn", f"{name}.moe"
@@ -195,8 +198,8 @@ def _place(block: str) -> tuple[float, bool]:
 
 
 def _head(s: Sizes) -> list[Part]:
-    hidden = s.model.hidden
-    return [ops.norm(s, hidden, within=False), *ops.join_runs(s, hidden), ops.loss(s)]
+    joined = *ops.join_runs(s, s.model.hidden), *ops.join_columns(s)
+    return [ops.norm(s, s.model.hidden, within=False), *joined, ops.loss(s)]
 
 
 def _attention(name: str, slices: Slices, *, again: bool) -> Block:
@@ -397,7 +400,9 @@ def _sharded(
         at = name.rpartition(".")[0]  # Of embedding and head: nowhere.
         groups.setdefault(at, []).append(name)
     for at, names in groups.items():
-        dense = [p for name in names for p in by_block[name] if p.is_dense]
+        dense = [p for name in names for p in by_block[name] if p.is_dense and not p.columns]
+        if not dense:  # The embedding by itself, whose columns are shared out already.
+            continue
         learning = [p for p in dense if p.name in share.learning]
         gathered = messages.gathered(dense, ranks, width)
         first, last = names[0], names[-1]

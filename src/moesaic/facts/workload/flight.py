@@ -88,8 +88,11 @@ class Flight(Step):
         return self.buffers + self.most_there - self.kept.get("head", 0)
 
     def head(self) -> int:
-        """What it keeps of one micro-batch, and its logits, where it is."""
-        return self.kept["head"] + logits_bytes(self.s) if "head" in self.kept else 0
+        """What it keeps of one micro-batch, its logits, and a table that has come together for it,
+        where it is."""
+        if "head" not in self.kept:
+            return 0
+        return self.kept["head"] + logits_bytes(self.s) + self.joined_table()
 
     def stays(self) -> bool:
         """In the first backward of a stage gradients stay."""
@@ -139,7 +142,7 @@ class Flight(Step):
             self.there += self.kept["context"]
         self.there += stage.all_kept + stage.sent
         self.most_there = max(self.most_there, self.there)
-        logits = logits_bytes(self.s) if stage.last else 0
+        logits = logits_bytes(self.s) + self.joined_table() if stage.last else 0
         self.most_forward = max(self.most_forward, self.there + self.made + logits)
         if number == max(self.stages) and not self.recompute:
             self.there -= self.s.mask
@@ -147,6 +150,8 @@ class Flight(Step):
     def _back(self, stage: _Stage, batch: int) -> None:
         """All of backward, layer by layer."""
         wide, coming = self.s.wide, stage.last * self.root_grads * self.s.wide
+        if stage.last:
+            self._note(self.there + self.made + self.parted())
         there = self.there + self.made - stage.kept.get("head", 0)
         for index in reversed(stage.layers):
             name = f"layers.{index}"
@@ -161,8 +166,9 @@ class Flight(Step):
             there -= stage.kept[name]
             coming += self.own[index] * wide
         if stage.first:  # Of slices, the gradient of all their tokens comes before the embedding's.
-            joined = (self.s.slices > 1) * self.s.joined
-            self._note(there + (not stage.begun) * coming + (self.words + joined) * wide)
+            joined = (self.s.slices > 1) * self.s.joined + self.s.looked_up
+            most = max(self.table + joined, self.asking())
+            self._note(there + (not stage.begun) * coming + most * wide)
         self._done(stage, batch, stage.all_kept)
 
     def _first_half(self, stage: _Stage) -> None:
@@ -183,7 +189,7 @@ class Flight(Step):
     def _second_half(self, stage: _Stage, batch: int) -> None:
         """Gradients of weights."""
         there = self.there + self.made
-        self._note(there + self.arena * self.s.wide)
+        self._note(there + max(self.arena * self.s.wide, stage.last * self.parted()))
         if not stage.begun:
             self._note(there + stage.gradients - stage.captured)
         self._done(stage, batch, stage.all_kept + stage.captured)

@@ -25,11 +25,16 @@ def held(model: ModelConfig, plan: Plan, rank: int) -> list[Parameter]:
     copy: list[Parameter] = []
     for parameter in parameters(model, homes):
         if model_block(parameter) in here:
-            slices = plan.tp if parameter.expert is None else plan.etp
-            found.append(parameter.on_slice(slices))
+            found.append(_on_rank(parameter, plan))
         elif parameter.kind == "embedding" and model.tied and "head" in here:
-            copy.append(replace(parameter.on_slice(plan.tp), kind="head"))
+            copy.append(replace(_on_rank(parameter, plan), kind="head"))
     return found + copy
+
+
+def _on_rank(parameter: Parameter, plan: Plan) -> Parameter:
+    if parameter.kind == "embedding":
+        parameter = parameter.in_columns(plan.columns)
+    return parameter.on_slice(plan.tp if parameter.expert is None else plan.etp)
 
 
 def model_block(parameter: Parameter) -> str:
@@ -59,4 +64,6 @@ def is_first(parameter: Parameter, plan: Plan, rank: int) -> bool:
         return rank % plan.span < plan.ep * plan.etp
     if parameter.kind == "head" and parameter.name.startswith("embed."):
         return False  # The embedding itself is on another part.
+    if parameter.columns:
+        return True
     return plan.replica(rank) < plan.shard and (parameter.cut is not None or not rank % plan.tp)

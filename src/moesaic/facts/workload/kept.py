@@ -44,7 +44,10 @@ def activations(
 
 
 def _embedding_bytes(s: Sizes) -> int:
-    """Which words; of slices, which words of theirs, and which tokens have another's."""
+    """Which words; of slices, which words of theirs, and which tokens have another's; of columns,
+    which words of all ranks."""
+    if s.columns > 1:
+        return s.asked * INDEX_BYTES
     return s.tokens * (INDEX_BYTES + (s.slices > 1))
 
 

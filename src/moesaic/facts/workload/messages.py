@@ -14,10 +14,7 @@ from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload.loads import stops
 from moesaic.facts.workload.parameters import Parameter, local_size
-from moesaic.facts.workload.sizes import Sizes
-
-BUCKET_BYTES = 32 << 20
-"""Gradients travel in flat buckets of at most so much; a larger one travels alone."""
+from moesaic.facts.workload.sizes import BUCKET_BYTES, Sizes
 
 ALIGNMENT = 256
 """A gradient begins in its bucket at a multiple of so many bytes."""
@@ -185,6 +182,37 @@ def exchange(name: str, ranks: tuple[int, ...], out: Sequence[int], back: Sequen
         (Message(name, "all_to_all", ranks, sum(to), to, from_),),
         (Message(name, "all_to_all", ranks, sum(from_), from_, to),),
     )
+
+
+def look_up(s: Sizes, plan: Plan, rank: int) -> Talk:
+    """Between ranks that share out the embedding's columns: how many tokens each has, everybody's
+    tokens to all, and columns of each one's from all."""
+    if s.columns == 1:
+        return Talk()
+    ranks, count = part_of(plan, rank), s.columns
+    tokens = [len(plan.rows(one, s.asked // s.sequence)) * s.sequence for one in ranks]
+    row = s.model.hidden // count * s.wide
+    counted = Message("counts", "all_gather", ranks, count * _NUMBER_BYTES)
+    asked = exchange(
+        "ids", ranks, [s.tokens * _NUMBER_BYTES] * count, [n * _NUMBER_BYTES for n in tokens]
+    )
+    told = exchange("columns", ranks, [n * row for n in tokens], [s.tokens * row] * count)
+    backward = told.backward if s.learning.weights else ()
+    return Talk((counted, *asked.forward, *told.forward), backward)
+
+
+def join_columns(s: Sizes, plan: Plan, rank: int) -> Talk:
+    """The columns of a tied weight for the head, and what each has of the sum of its gradients."""
+    if not s.joins_table:
+        return Talk()
+    ranks = part_of(plan, rank)
+    there = tuple(Message("join columns", "all_gather", ranks, size) for size in s.table_batches)
+    back = tuple(
+        Message("sum columns", "reduce_scatter", ranks, size)
+        for size in s.table_batches
+        if s.learning.weights
+    )
+    return Talk(there, back)
 
 
 def gathered(held: Sequence[Parameter], ranks: tuple[int, ...], width: int) -> Message:

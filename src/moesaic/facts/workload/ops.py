@@ -87,9 +87,16 @@ Part = tuple[Op, Op]
 
 def embedding(s: Sizes, *, tied: bool) -> Part:
     """Rows of a table; backward adds them up in a table of zeros, and to the gradient that a `tied`
-    head has left. Of several slices each has zeros where a word is another's.
+    head has left. Of several slices each has zeros where a word is another's; of columns all words
+    are looked up, and what comes of this rank's is put in order, and out of it again.
     """
-    table, ids = s.vocab * s.model.hidden, s.tokens * INDEX_BYTES
+    table, ids = s.table, s.tokens * INDEX_BYTES
+    if s.columns > 1:
+        asked = s.asked * INDEX_BYTES
+        forward = 2 * (s.looked_up + s.joined) * s.wide + asked + (s.columns + 1) * ids
+        backward = (table * (1 + 3 * tied) + 3 * s.looked_up + 2 * s.joined) * s.wide + asked
+        back = Op("lookup", (), backward, 2 + tied) if s.learning.weights else Op("lookup")
+        return Op("lookup", (), forward, 3), back
     forward = 2 * s.joined * s.wide + ids
     backward = (table * (1 + 3 * tied) + 3 * s.joined) * s.wide + ids
     calls = [1, 1 + tied]
@@ -99,6 +106,16 @@ def embedding(s: Sizes, *, tied: bool) -> Part:
         calls = [calls[0] + 6, calls[1] + 1]
     back = Op("lookup", (), backward, calls[1]) if s.learning.weights else Op("lookup")
     return Op("lookup", (), forward, calls[0]), back
+
+
+def join_columns(s: Sizes) -> list[Part]:
+    """What is done about messages that bring a head the columns of its tied weight: they are put in
+    order, and so are those of the gradient for its way back."""
+    if not s.joins_table:
+        return []
+    batches, moved = len(s.table_batches), 2 * s.vocab * s.model.hidden * s.wide
+    back = Op("join columns", (), moved, batches) if s.learning.weights else Op("join columns")
+    return [(Op("join columns", (), moved, batches), back)]
 
 
 def join_runs(s: Sizes, width: int, *, uses: int = 1, split: bool = False) -> list[Part]:

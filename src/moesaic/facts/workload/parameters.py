@@ -30,6 +30,9 @@ class Parameter:
     cut: int | None = None
     """Dimension that slices (of an expert: its own ones) share out equally; None: each of them has
     all of it."""
+    columns: bool = False
+    """Whether it is a rank's own columns of a table: FSDP leaves it alone, and its gradient is
+    whole on its rank."""
 
     @property
     def size(self) -> int:
@@ -48,6 +51,13 @@ class Parameter:
         shape = list(self.shape)
         shape[self.cut] //= slices
         return replace(self, shape=tuple(shape))
+
+    def in_columns(self, ranks: int) -> Parameter:
+        """As each of so many ranks has it that share out its columns."""
+        if ranks == 1:
+            return self
+        rows, width = self.shape
+        return replace(self, shape=(rows, width // ranks), columns=True)
 
 
 def parameters(model: ModelConfig, experts: Collection[int] | None = None) -> Iterator[Parameter]:
@@ -142,13 +152,18 @@ def expert_name(layer: int, expert: int, part: str) -> str:
 
 
 def local_size(parameter: Parameter, shard: int) -> int:
-    """Elements of a rank's part of a dense parameter over `shard` ranks: whole rows, padded."""
+    """Elements of a rank's part of a dense parameter over `shard` ranks: whole rows, padded; of
+    columns all."""
+    if parameter.columns:
+        return parameter.size
     rows = parameter.shape[0]
     return -(-rows // shard) * (parameter.size // rows)
 
 
 def rank_size(parameter: Parameter, shard: int, rank: int) -> int:
     """The same without what is padded: the last of the ranks may have fewer rows, or none."""
+    if parameter.columns:
+        return parameter.size
     rows = parameter.shape[0]
     part = -(-rows // shard)
     return min(max(rows - rank % shard * part, 0), part) * (parameter.size // rows)

@@ -70,16 +70,17 @@ class Step:
         self.whole = dict.fromkeys(self.layers, 0)
         self.own = {index: self.arena * (index in self.routed) for index in self.layers}
         """Dense elements of each layer, and what lies on this rank of all that learns in it."""
-        self.root = self.root_grads = self.root_share = 0
+        self.root = self.root_grads = self.root_share = self.scattered = 0
         for p in share.dense:
             if p.layer is None:
-                self.root += p.size
+                self.root += p.size * (not p.columns)
             else:
                 self.whole[p.layer] += p.size
         for p in share.learning_dense:
             if p.layer is None:
                 self.root_grads += p.size
-                self.root_share += local_size(p, plan.shard)
+                self.scattered += p.size * (not p.columns)
+                self.root_share += local_size(p, plan.shard) * (not p.columns)
             else:
                 self.own[p.layer] += self._gradient_size(p)
         self.sums = sums_of(share)
@@ -87,7 +88,14 @@ class Step:
         """Buckets of several gradients, which are there from the first one on."""
         self.gaps = sum(flat.num_bytes - sum(flat.sizes) for flat in self.flats)
         self.words = self.s.vocab * job.model.hidden * (self.root_grads > 0)
-        """Elements of the gradient of the head's weight, and of the embedding's."""
+        """Of the gradient of the head's weight, until it is with the others."""
+        if self.s.joins_table:
+            self.words = self.table
+
+    @property
+    def table(self) -> int:
+        """Elements of the gradient of the embedding."""
+        return self.s.table * (self.root_grads > 0)
 
     def gradients(self) -> int:
         """Bytes of all of them, and with several micro-batches of what is being added."""
@@ -102,8 +110,26 @@ class Step:
         return self.kept["context"] + self.kept["embed"] + max(map(self.left, self.layers))
 
     def head(self) -> int:
-        """What the head keeps, and its logits."""
-        return self.kept["head"] + logits_bytes(self.s)
+        """What the head keeps, its logits, and a table that has come together for it."""
+        return self.kept["head"] + logits_bytes(self.s) + self.joined_table()
+
+    def joined_table(self) -> int:
+        """What has come together of a tied weight in columns."""
+        s = self.s
+        return s.joins_table * s.vocab * s.model.hidden * s.wide
+
+    def parted(self) -> int:
+        """What is there beside the gradient of that while it goes apart: this rank's share, and a
+        message with gloo's copy of it."""
+        if not self.s.joins_table:
+            return 0
+        return self.table * self.s.wide + 2 * self.s.table_batches[0]
+
+    def asking(self) -> int:
+        """The most elements that lookups in columns have on their way, but for the table's: what
+        was looked up, what of it is this rank's, and the same in order."""
+        s = self.s
+        return (s.columns > 1) * s.joined + max(s.looked_up, (s.columns > 1) * s.joined)
 
     def most_working(self) -> int:
         """The most that backward of a layer's larger half makes on its way."""
@@ -118,14 +144,25 @@ class Step:
             kept = len(self.layers) * s.stream * s.wide
         sharded, lasting = self.plan.shard > 1, self.several * self.held
         last = kept + self.head() + sharded * self.whole[self.layers[-1]] * s.wide
-        first = (s.slices > 1) * (3 * s.joined + s.stream) * s.wide
+        first = ((s.slices > 1) * (3 * s.joined + s.stream) + self.asking()) * s.wide
         gaps = self.several * self.gaps
         return self._contexts() + (lasting + sharded * self.root) * s.wide + gaps + max(last, first)
 
     def backward(self) -> int:
         """The most that is there in a backward pass, or right after it."""
-        moments = self._begin(), self._end(), *(self._backward(index) for index in self.layers)
+        moments = [self._begin(), self._end(), *(self._backward(index) for index in self.layers)]
+        if self.s.joins_table:
+            moments.append(self._parting())
         return max(moments)
+
+    def _parting(self) -> int:
+        """When the head's gradient of a tied weight goes apart, before any other is there."""
+        kept = self.left(self.layers[-1])
+        if self.recompute:
+            kept = len(self.layers) * self.s.stream * self.s.wide
+        sharded = (self.plan.shard > 1) * (self.root + self.whole[self.layers[-1]])
+        lasting = (self.several * self.held + sharded) * self.s.wide + self.several * self.gaps
+        return self._contexts() + lasting + kept + self.kept["head"] + self.parted()
 
     def left(self, index: int) -> int:
         """What autograd keeps of the layers up to `index` when backward comes to that one."""
@@ -218,6 +255,9 @@ class Step:
         s, more = self.s, 0
         tied, sharded = self.job.model.tied, self.plan.shard > 1
         joined = (s.slices > 1) * s.joined
+        if s.columns > 1:
+            there = self._contexts() + self.held * s.wide + self.gaps
+            return there + max(self._end_of_columns(), self.flat())
         # Its place in a bucket has been there before the embedding's gradient.
         places = (at for flat in self.flats for at, _ in flat.coming)
         placed = not self.several and -1 in places
@@ -236,6 +276,21 @@ class Step:
             more = max(more, 2 * joined + s.stream + waiting * self.words)
         held = self.held * s.wide + self.gaps
         return self._contexts() + held + max(more * s.wide, self.flat())
+
+    def _end_of_columns(self) -> int:
+        """What is there then beside all gradients, where ranks share out the embedding's columns.
+
+        Its own is found in what has been looked up, which came before it; FSDP has the gradient of
+        the head's weight still, and then the message that shares it out, and gloo's copy.
+        """
+        tied, several = self.job.model.tied, self.several
+        found = self.table * (tied + several) + self.s.looked_up
+        asking = self.table * (tied - (not several)) + self.asking()
+        if self.plan.shard == 1:
+            return max(found, asking) * self.s.wide
+        waiting = self.scattered - self.root_share * (not several)
+        sharing = 2 * self.scattered + several * self.root_share
+        return max(waiting + max(found, asking), sharing) * self.s.wide
 
     def flat(self) -> int:
         """The largest of the buckets that gradients are copied into when backward is over."""

@@ -94,12 +94,15 @@ class Share:
         alike = group_of(plan.shard_replica_groups(), self.rank)
         tied = [p for p in self.dense if p.name == "embed.weight"]
         tied = tied if self.job.model.tied and plan.pp > 1 else []
-        alone = [p for p in self.dense if p not in tied]
+        alone = [p for p in self.dense if p not in tied and not p.columns]
+        own = [p for p in self.dense if p not in tied and p.columns]
         yield whole, self._dense([p for p in alone if not self.is_cut(p)])
         yield alike, self._dense([p for p in alone if self.is_cut(p)])
+        yield (self.rank,), self._dense(own)
         if tied:  # It is cut, or there are no slices.
             ends = (-part, plan.ranks - plan.span - part)
-            yield tuple(end + rank for end in ends for rank in alike), self._dense(tied)
+            here = (self.rank,) if plan.columns > 1 else alike
+            yield tuple(end + rank for end in ends for rank in here), self._dense(tied)
         copies = group_of(plan.replica_groups(), self.rank)
         yield copies, [n for p in self.experts for n in self._tensors(p, p.size)]
         yield part_of(plan, self.rank), [p.size * BIAS_BYTES for p in self.biases]

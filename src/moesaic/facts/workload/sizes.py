@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,9 @@ SHARE_BYTES = 1 << 20
 NORM_BYTES = 1 << 19
 """Of the input of a norm on a CPU, which takes that many rows at a time."""
 
+BUCKET_BYTES = 32 << 20
+"""Gradients travel in flat buckets of at most so much; a larger one travels alone."""
+
 INDEX_BYTES = 8
 
 MOMENT_CHUNK = 1 << 16
@@ -41,6 +45,13 @@ SCALE_BYTES = 4
 
 BIAS_BYTES = 4
 """Of a number in a router's bias, whatever else is stored in."""
+
+
+def batches(rows: int, row_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iterator[range]:
+    """`rows` rows of a matrix as they share messages of at most so many bytes, one at least."""
+    step = max(most_bytes // row_bytes, 1)
+    for start in range(0, rows, step):
+        yield range(start, min(start + step, rows))
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,10 @@ class Sizes:
     """What has gradients."""
     begins: bool = False
     """Whether gradients end in this block: what comes into it has none."""
+    columns: int = 1
+    """Ranks that share out the columns of the embedding."""
+    asked: int = 0
+    """Tokens that a rank looks up of its columns: those of all of them."""
 
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
@@ -79,7 +94,8 @@ class Sizes:
             mask = length**2
         return cls(
             job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
-            Learning.of(job.finetune),
+            Learning.of(job.finetune), columns=plan.columns,
+            asked=(plan.columns > 1) * length * (job.train.batch // job.train.micro_batches),
         )  # fmt: skip
 
     @property
@@ -142,6 +158,27 @@ class Sizes:
     def keys(self) -> int:
         """Width of this slice's key heads."""
         return self.kv_heads * self.model.head_dim
+
+    @property
+    def looked_up(self) -> int:
+        """Elements of columns that this rank looks up."""
+        return self.asked * self.model.hidden // self.columns
+
+    @property
+    def joins_table(self) -> bool:
+        """Whether the head has columns of a tied weight, which come together for it."""
+        return self.columns > 1 and self.model.tied
+
+    @property
+    def table_batches(self) -> list[int]:
+        """Bytes of the messages in which its columns come together."""
+        row = self.model.hidden * self.wide
+        return [len(rows) * row for rows in batches(self.vocab, row)]
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding that this rank has: of its words, or of its columns."""
+        return self.vocab * self.model.hidden // self.columns
 
     @property
     def vocab(self) -> int:

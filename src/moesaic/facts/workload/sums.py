@@ -66,7 +66,7 @@ def sums_of(share: Share) -> list[Sums]:
             Gradient(block_of(p, model), rank_size(p, plan.shard, replica) * width) for p in some
         ]
 
-    whole = gradients(p for p in dense if not share.is_cut(p))
+    whole = gradients(p for p in dense if not (share.is_cut(p) or p.columns))
     if plan.shard == 1:
         cut = gradients(p for p in dense if share.is_cut(p))
         alike = group_of(plan.same_slice_groups(), rank)
