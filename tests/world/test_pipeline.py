@@ -174,6 +174,8 @@ def test_validation_goes_through_the_stages(ranks: Ranks) -> None:
         (2, {"pp": 2}),
         (4, {"pp": 2, "shard": 2, "schedule": "interleaved"}),
         (4, {"pp": 4, "schedule": "zero-bubble"}),
+        (4, {"embedding": "columns"}),
+        (4, {"pp": 2, "embedding": "columns"}),
     ):
         for found in ranks.run(size, validate, tiny_job(**tables(name, layout=layout)), limits):
             for (loss, targets), (expected, counted) in zip(found, one, strict=True):
