@@ -71,7 +71,7 @@ def test_it_says_what_binds_and_writes_a_timeline(
     assert said.startswith("32 ranks on two nodes (NVIDIA H100")
     assert "computed, not measured" in said
     assert "binds              passes over memory: " in said
-    assert re.search(r"\nmessages +\d+ a step, 60 of them sums of gradients\n", said)
+    assert re.search(r"\nmessages +\d+ a step, 59 of them sums of gradients\n", said)
     assert "parameters         6,919,161,856, 1,282,017,280 for a token\n" in said
     assert "whole run          10 steps in " in said
     assert " GiB by the host that writes most, and not every host has a disk in the" in said
