@@ -172,7 +172,7 @@ class Table:
             sum_buckets_([weight.grad], self.world.everyone)
         self.step += 1
         self._optimizer.update(
-            "table", weight.detach(), weight.grad, self.step, lr=1e-3, clip=1.0, decay=True
+            ["table"], [weight.detach()], [weight.grad], self.step, lr=1e-3, clip=1.0, decay=True
         )
         weight.grad = None
         result: Tensor = found.detach()
