@@ -49,7 +49,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
                 bar=f"== {implied()}", repeats=1,
                 against=f"limit: what buckets of 32 MiB imply; {num_parameters} parameters",
             )  # fmt: skip
-        shape = "OLMoE-shaped, 8 layers, 8 x 64 tokens, a core a rank"
+        shape = "OLMoE-shaped, 8 layers of 4 experts, 8 x 128 tokens, a core a rank"
         for other, bar in ((PLAIN, BAR), (LATE, "")):
             ratio, interval = found.times.ratio(other, FUSED)
             yield measure.row(
@@ -99,8 +99,9 @@ def steps(world: World, rounds: int, root: int) -> Found | None:
     os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
     try:
         ours = Ours(job(), world)
+        arenas = {id(item.parameter) for item in ours.run.holdings if item.bank is not None}
         sums = [
-            Summed(one, bucket.group)
+            Summed(one, bucket.group, "experts" if id(one) in arenas else "")
             for bucket in ours.run.buckets.buckets
             for one in bucket.parameters
         ]
@@ -158,9 +159,9 @@ def count(step: Callable[[], None]) -> int:
 
 
 def job() -> Job:
-    """Eight layers whose dense parameters take two buckets; experts are shared out."""
-    sizes = {**olmoe(1, 8).model.model_dump(exclude_none=True), "layers": 8, "experts": 16}
-    return olmoe(8, 64, model=sizes, layout={"ep": RANKS})
+    """Eight layers of four experts, all of them on either rank: nothing but sums travels."""
+    sizes = {**olmoe(1, 8).model.model_dump(exclude_none=True), "layers": 8}
+    return olmoe(8, 128, model={**sizes, "experts": 4, "top_k": 2})
 
 
 def implied() -> int:
