@@ -46,6 +46,7 @@ def watch(job: Job, plan: Plan, world: World) -> Watched:
     The plan has no shards of dense parameters, and no pipeline.
     """
     run = assemble(job, plan, world, InitialSource(0, 0.1))
+    run.buckets.close()  # What goes to them belongs to the step.
     rows = plan.rows(world.rank, job.train.batch // job.train.micro_batches)
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(rows)
     if job.data.packing == "stream":
