@@ -117,12 +117,26 @@ def steps(world: World, rounds: int, root: int) -> Found | None:
             ours.step()
             ours.run.buckets.close()
 
+        found = [gradients(ours, kind) for kind in kinds.values()]
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
         calls = {kind: partial(step, kind) for kind in kinds}
         counted = {kind: count(call) for kind, call in calls.items()}
         times = in_turn(world, calls, rounds, root)
         return None if times is None else Found(times, counted)
     finally:
         os.sched_setaffinity(0, set(cores))
+
+
+def gradients(ours: Ours, kind: Callable[[], Any]) -> list[torch.Tensor]:
+    """Those of the next step, by sums of one kind; of two ranks they are the same to the bit."""
+    ours.run.buckets = kind()
+    ours.run.gradients(ours.samples)
+    found = [item.grad.clone() for item in ours.run.holdings]
+    for item in ours.run.holdings:
+        item.parameter.grad = None
+    ours.run.buckets.close()
+    return found
 
 
 class OneByOne:

@@ -59,7 +59,7 @@ def look_up(world: World, tokens: str, words: str, by: str) -> tuple[Tensor, Ten
     table, ids, seeds = drawn(tokens, words, world.size)
     here = slice(world.rank * WIDTH, (world.rank + 1) * WIDTH)
     own = table[:, here].clone().requires_grad_()
-    columns = Columns(world.rank, world.size, CARRIERS[by](world))
+    columns = Columns(world.size, CARRIERS[by](world))
     found = columns.look_up(ids[world.rank], own)
     found.backward(seeds[world.rank])
     with torch.no_grad():
@@ -104,7 +104,7 @@ def checked(world: World, frozen: bool) -> int:
     """Derivatives against differences; `frozen`, exchanges of a lookup that nobody learns."""
     carrier = world.carrier([list(range(world.size))])
     assert carrier is not None
-    columns = Columns(world.rank, world.size, carrier)
+    columns = Columns(world.size, carrier)
     draw = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(4, (world.rank % 2 * 2, 3), generator=draw)
     weight = torch.randn(4, 2, generator=draw, dtype=torch.float64, requires_grad=not frozen)

@@ -70,9 +70,11 @@ def take_part(part: Part) -> tuple[Path, bool]:
             train(loaded, out, part.resume, world, watched)
         finally:
             watched.done()
-        return out, world.leads
-    finally:
-        world.leave()
+    except BaseException:
+        world.abandon()
+        raise
+    world.leave()
+    return out, world.leads
 
 
 def default_out(job: Path) -> Path:

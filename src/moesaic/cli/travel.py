@@ -63,7 +63,7 @@ def cheapest(
     small = job if loads is not None else _low(job, plan)
 
     def step_s(one: Plan) -> float:
-        return _step_s(small, one, cluster, loads, traffic)
+        return _step_s(small, one, cluster, loads, traffic, late=True)
 
     known = [step_s(one) for one in found]
     least = known.index(min(known))
@@ -96,14 +96,22 @@ def with_table(
     traffic: Traffic,
 ) -> Plan:
     """`plan`, in which each rank has so much of the embedding's table that a step is the shortest,
-    where `job` leaves that open; all of it where that makes no difference."""
+    where `job` leaves that open; all of it where that makes no difference. What does not fit in
+    memory comes last: for a tied head the columns come together, and so do their gradients."""
+    from moesaic.policy.cost.room import tightest
     from moesaic.policy.table import tables
 
     found = tables(plan, job) if job.layout.embedding == "auto" else [plan]
     if len(found) == 1:
         return found[0]
     small = job if loads is not None else _low(job, plan)
-    return min(found, key=lambda one: _step_s(small, one, cluster, loads, traffic))
+    places = place(cluster, plan.ranks)
+
+    def rank(one: Plan) -> tuple[bool, float]:
+        fits = tightest(job, one, cluster, places, loads).share <= 1
+        return not fits, _step_s(small, one, cluster, loads, traffic)
+
+    return min(found, key=rank)
 
 
 def _low(job: Job, plan: Plan) -> Job:
@@ -119,15 +127,17 @@ def _step_s(
     cluster: Cluster,
     loads: Sequence[NDArray[np.float64]] | None,
     traffic: Traffic,
+    *,
+    late: bool = False,
 ) -> float:
-    """Seconds of a step whose sums of gradients are left to the end; without `loads` of a job that
-    may have other layers than the plan says."""
+    """Seconds of a step, whose sums of gradients may be left to the end; without `loads` of a job
+    that may have other layers than the plan says."""
     from moesaic.policy.cost.step import Costs
     from moesaic.sim.timeline import run
 
     if loads is None:
         plan = plan.model_copy(update={"stages": None})
-    costs = replace(Costs.of(job, plan, cluster, loads, traffic), late=True)
+    costs = replace(Costs.of(job, plan, cluster, loads, traffic), late=late)
     return run(costs.events(), plan.ranks).step_s
 
 

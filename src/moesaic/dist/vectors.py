@@ -68,7 +68,7 @@ def _bits(matrix: Tensor) -> Any:
 @cache
 def _kernel(dtype: torch.dtype) -> Kernel:
     """The kernel for matrices of `dtype`."""
-    import numba  # Slow to import, and only those who decode need it.
+    import numba  # Takes a second, once: where few rows meet a large matrix, and nowhere else.
 
     read = numba.njit(_itself) if dtype == torch.float32 else _widening()
 
@@ -96,7 +96,9 @@ def _kernel(dtype: torch.dtype) -> Kernel:
                 out[place, left] = total
 
     # Sums in any order, so that many of them go on side by side; what is no number stays none.
-    kernel: Kernel = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(dots)
+    numbers = numba.float32 if dtype == torch.float32 else numba.int16
+    of = numba.void(numbers[:, ::1], numba.float32[:, ::1], numba.float32[:, :])
+    kernel: Kernel = numba.njit(of, nogil=True, fastmath={"reassoc", "contract", "nsz"})(dots)
     return kernel
 
 

@@ -192,11 +192,16 @@ class World:
             pause_s = min(1.5 * pause_s, 0.05)
         return True
 
-    def leave(self) -> None:
-        """End this generation in this process."""
+    def abandon(self) -> None:
+        """Let go of what peers would wait for, after an error: whoever has said so much is to end
+        its process. Sums may be under way that will never end, and leaving would wait for them."""
         for carrier in self._carriers.values():
             carrier.close()
         self._carriers.clear()
+
+    def leave(self) -> None:
+        """End this generation in this process."""
+        self.abandon()
         if self.everyone is not None:
             dist.destroy_process_group()
         self.everyone = None

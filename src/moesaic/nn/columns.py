@@ -19,9 +19,8 @@ from moesaic.dist.exchange import Carrier, Journey
 
 @dataclass(frozen=True)
 class Columns:
-    """How many ranks there are, and which one is this; of one, every method is trivial."""
+    """How many ranks there are; of one, every method is trivial."""
 
-    index: int = 0
     count: int = 1
     carrier: Carrier | None = None
 

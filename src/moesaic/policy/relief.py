@@ -69,8 +69,9 @@ def _changes(job: Job, ranks: int) -> Iterator[Change]:
         yield {"train.micro_batches": 2 * train.micro_batches}
     if layout.shard != "all":
         yield {"layout.shard": "all"}
-    if layout.embedding != "columns":
-        yield {"layout.embedding": "columns"}
+    for table in ("whole", "columns"):
+        if layout.embedding != table:
+            yield {"layout.embedding": table}
     if 2 * layout.ep <= job.model.experts:
         yield {"layout.ep": 2 * layout.ep}
     if 2 * layout.pp <= ranks:

@@ -87,7 +87,11 @@ def assemble(
     )  # fmt: skip
     run.counters.update(counters or {})
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
-    source.fill(run.state().pieces)
+    try:
+        source.fill(run.state().pieces)
+    except BaseException:
+        run.close()  # Hooks of its parameters hold the model.
+        raise
     return run
 
 
@@ -134,7 +138,7 @@ def _columns(plan: Plan, world: World) -> Columns:
     """The ranks that share out the embedding's columns."""
     if plan.columns == 1:
         return ALONE
-    return Columns(world.rank % plan.columns, plan.columns, world.carrier(plan.part_groups()))
+    return Columns(plan.columns, world.carrier(plan.part_groups()))
 
 
 def _ends(job: Job, plan: Plan, world: World) -> Group | None:

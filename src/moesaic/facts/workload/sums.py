@@ -20,8 +20,8 @@ from moesaic.facts.workload.sizes import STORED_BYTES
 GRADIENTS = ("dense", "slices", "experts")
 """Names of messages that may leave under backward."""
 
-SUMS = (*GRADIENTS, "ends", "gradients", "copies")
-"""Names of all sums of gradients, those of FSDP too."""
+SUMS = (*GRADIENTS, "ends", "gradients", "copies", "sum columns")
+"""Names of all sums of gradients, those of FSDP and of a tied head's columns too."""
 
 
 @dataclass(frozen=True)

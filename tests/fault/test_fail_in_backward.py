@@ -1,0 +1,63 @@
+"""A rank that fails in the middle of backward, with sums under way, ends the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+JOB = """
+[model]
+preset = "tiny-olmoe"
+hidden = 32
+head_dim = 8
+ffn = 64
+[layout]
+tp = 2
+[data]
+path = "{text}"
+sequence = 32
+[train]
+steps = 24
+batch = 8
+deadline_s = 1000
+[log]
+tensorboard = false
+"""
+FAULT = """
+import os
+
+if os.environ.get("RANK") == "1":
+    from moesaic.models import lm
+
+    forward, passes = lm.Embedding.forward, []
+
+    def fail(_):
+        raise ArithmeticError("a fault in backward")
+
+    def faulty(self, x, context):
+        out = forward(self, x, context)
+        passes.append(out.requires_grad and out.register_hook(fail) if len(passes) == 2 else None)
+        return out
+
+    lm.Embedding.forward = faulty
+"""
+"""What Python runs as it starts. When the gradient comes to the embedding, those of experts are on
+their way, and the other rank waits for this one."""
+
+
+def test_the_run_ends_with_what_went_wrong(tmp_path: Path) -> None:
+    """Long before the deadline of those who wait."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 400)
+    (tmp_path / "job.toml").write_text(JOB.format(text=tmp_path / "text.txt"))
+    (tmp_path / "fault").mkdir()
+    (tmp_path / "fault" / "sitecustomize.py").write_text(FAULT)
+    paths = [str(tmp_path / "fault"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic", "train", "job.toml", "--nproc", "2", "--out", "run"],
+        capture_output=True, text=True, check=False, timeout=110, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ArithmeticError: a fault in backward" in done.stdout + done.stderr
