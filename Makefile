@@ -60,7 +60,7 @@ check: $(HAS_TOOLS)  ## lint, format, types, architecture
 	$(BIN)/mypy
 	$(TEST) tests/test_architecture.py
 
-test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: about ten minutes on two cores
+test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: ten to fifteen minutes on two cores
 	$(TEST) $(BOTH) -m "not soak"
 
 test-all: $(HAS_TOOLS)  ## long runs too
