@@ -107,11 +107,11 @@ def with_table(
     small = job if loads is not None else _low(job, plan)
     places = place(cluster, plan.ranks)
 
-    def rank(one: Plan) -> tuple[bool, float]:
+    def cost(one: Plan) -> tuple[bool, float]:
         fits = tightest(job, one, cluster, places, loads).share <= 1
         return not fits, _step_s(small, one, cluster, loads, traffic)
 
-    return min(found, key=rank)
+    return min(found, key=cost)
 
 
 def _low(job: Job, plan: Plan) -> Job:

@@ -21,8 +21,8 @@ from moesaic.dist import threads
 _LEAST = 1 << 19
 """Numbers of a matrix below which calls take longer than what they do, and most caches hold it."""
 _MOST_ROWS = {torch.float32: 4, torch.bfloat16: 3}
-"""Rows from which on the libraries' products are quicker, for they use numbers that they have read
-more than once."""
+"""With more rows the libraries' products are quicker, for they use numbers that they have read more
+than once."""
 
 Kernel = Callable[[Any, Any, Any], None]
 
