@@ -20,6 +20,11 @@ from moesaic.dist.device import multiplies_bf16, prefers_copies, prefers_onednn
 
 _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
+_LARGE_MATRIX = 1 << 19
+"""Numbers of a matrix from which on oneDNN makes up for a copy of its result on cores that have
+little to gain by it."""
+_SPARE = 16
+"""One row beside so many is what such cores make up for as well."""
 _STEP = 16
 _FEW, _MANY = 16, 64
 _MOST = 256
@@ -219,7 +224,15 @@ def _evenly(rows: Tensor, count: int, matrix: Tensor, *, transposed: bool) -> bo
     single = count == 1 and not transposed  # The other library is quicker at that.
     if rows.device.type != "cpu" or single or count * matrix.numel() < _WORTH:
         return False
+    if rows.dtype == torch.float32 and prefers_onednn() and not prefers_copies():
+        return matrix.numel() >= _LARGE_MATRIX and _beside(count) * _SPARE <= count
     return _has_onednn(rows.dtype)
+
+
+def _beside(count: int) -> int:
+    """Rows that are multiplied beside so many of a slot's own."""
+    last = count % _MOST
+    return _even(last) - last if last else 0
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

@@ -23,6 +23,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(products, "prefers_copies", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "multiplies_bf16", lambda: onednn)
     monkeypatch.setattr(products, "_WORTH", 0)
+    monkeypatch.setattr(products, "_LARGE_MATRIX", 0)
+    monkeypatch.setattr(products, "_SPARE", 0)
     return str(request.param)
 
 
@@ -117,6 +119,7 @@ def test_slots_of_more_rows_than_a_product_takes(engine: str) -> None:
 def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is the quicker, for all but small products and a single row from the left."""
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "prefers_copies", lambda: True)
     monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
 
     def asked(count: int, columns: int, dtype: torch.dtype, transposed: bool = True) -> bool:
@@ -129,6 +132,13 @@ def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked(1, 4096, torch.float32, transposed=False)
     assert not asked(64, 1024, torch.bfloat16)
     assert not asked(64, 1024, torch.float64)
+    monkeypatch.setattr(products, "prefers_copies", lambda: False)
+    assert asked(64, 1024, torch.float32)
+    assert asked(2, 1024, torch.float32)
+    assert asked(512, 1024, torch.float32)
+    assert not asked(64, 1023, torch.float32)
+    assert asked(256 + 63, 1024, torch.float32)
+    assert not asked(56, 1024, torch.float32), "8 rows of others beside 56"
     monkeypatch.setattr(products, "multiplies_bf16", lambda: True)
     assert asked(64, 1024, torch.bfloat16)
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
