@@ -18,9 +18,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "rows by hosts": {"dispatch": "rows", "hosts": 2},
     "visits by hosts": {"dispatch": "visits", "hosts": 2},
     "visits by hosts in parts": {"dispatch": "visits", "hosts": 2, "chunks": 3},
+    "rows, local ones first": {"dispatch": "rows", "local": "first"},
 }
 """How tokens travel to experts; by way of hosts where each has several of the ranks, whole or in
-parts of a rank's tokens."""
+parts of a rank's tokens, along with what is local or beside it."""
 EMBEDDINGS = ("whole", "columns")
 LATENT = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
 SMALL: dict[str, Any] = {

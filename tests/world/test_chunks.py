@@ -5,18 +5,27 @@ Here is what is about chunks; under other axes, and in every family, they are in
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from layouts import Outcome, assert_same, outcome
 from test_visits import DROPS, HOMES, SLICED
 
+from moesaic.dist.exchange import Carrier, Work
+from moesaic.dist.world import World
+from moesaic.facts.plan import lay_out
+from moesaic.nn.bank import Bank
+from moesaic.nn.dispatch import Dispatcher
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import ranks_of
 
 STEPS = 2
 ROWS, VISITS = {"dispatch": "rows"}, {"dispatch": "visits"}
+FIRST = {"local": "first"}
 MICRO = {"train": {"micro_batches": 2}}
 LORA = {"finetune": {"method": "lora", "rank": 4}}
 HALVES = {"pp": 2, "schedule": "zero-bubble"}
@@ -40,6 +49,20 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (4, {"ep": 2, "chunks": 3, **HALVES, **VISITS}, {"train": {"micro_batches": 4}, **LORA}),
     (4, {"ep": 2, "tp": 2, "etp": 2, "chunks": 3, **VISITS}, SLICED),
     (4, {"ep": 2, "tp": 2, "shard": 2, "chunks": 2, **ROWS}, SLICED),
+    (2, {"ep": 2, **FIRST, **ROWS}, {}),
+    (2, {"ep": 2, **FIRST, **VISITS}, DROPS),
+    (2, {"ep": 2, "chunks": 3, **FIRST, **ROWS}, {**DROPS, **MICRO}),
+    (2, {"ep": 2, "chunks": 64, **FIRST, **VISITS}, {"data": {"sequence": 7}}),
+    (4, {"ep": 4, "hosts": 2, **FIRST, **ROWS}, DROPS),
+    (4, {"ep": 4, "hosts": 2, **FIRST, **VISITS}, {**DROPS, **MICRO}),
+    (4, {"ep": 4, "chunks": 2, "hosts": 2, **FIRST, **VISITS}, {"train": {"recompute": True}}),
+    (4, {"ep": 4, **FIRST, **VISITS}, {"routing": {"router": "balanced"}, "model": {"top_k": 1}}),
+    (4, {"ep": 4, **FIRST, **ROWS}, {"model": {"top_k": 8}}),
+    (2, {"ep": 2, **FIRST, **ROWS}, LORA),
+    (4, {"ep": 4, "hosts": 2, "chunks": 2, **FIRST, **VISITS}, {**LORA, **MICRO}),
+    (4, {"ep": 2, **FIRST, **HALVES, **VISITS}, {"train": {"micro_batches": 4}}),
+    (4, {"ep": 2, "tp": 2, "etp": 2, **FIRST, **VISITS}, SLICED),
+    (4, {"ep": 2, "tp": 2, "shard": 2, **FIRST, **ROWS}, SLICED),
 ]  # fmt: skip
 _references: dict[str, Outcome] = {}
 
@@ -70,3 +93,84 @@ def test_what_tokens_become_does_not_depend_on_chunks(ranks: Ranks, way: dict[st
     )
     assert [step["loss"] for step in whole.steps] == [step["loss"] for step in cut.steps]
     assert not all(np.array_equal(whole.gradients[k], cut.gradients[k]) for k in whole.gradients)
+
+
+@pytest.mark.parametrize("way", [ROWS, VISITS], ids=["rows", "visits"])
+def test_what_is_local_is_computed_while_tokens_travel(ranks: Ranks, way: dict[str, Any]) -> None:
+    """Half of it on their way to experts, half on the way of results; so in backward."""
+    passes = ranks.run(2, order_of_things, {"ep": 2, **FIRST, **way})
+    expected = ["leave", "compute", "come", "compute", "leave", "compute", "come"]
+    assert passes == [[expected, expected]] * 2
+
+
+def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
+    """What a layer does forward, and then backward."""
+    job = tiny_job(layout=layout)
+    plan, told = lay_out(job.layout, job.model, world.size), list[str]()
+    own = ranks_of(plan, world)
+    own = replace(own, carriers=tuple(Telling(carrier, told) for carrier in own.carriers))
+    dispatcher = Dispatcher(8, own, visits=plan.dispatch == "visits", local_first=True)
+    bank = Bank(range(4), hidden=8, ffn=4)
+    torch.nn.init.normal_(bank.arena)
+    tokens = torch.randn(12, 8, requires_grad=True)
+    chosen = torch.rand(12, 8).topk(3, dim=1)
+    weights = chosen.values.requires_grad_()
+
+    with bank.at_work(dispatcher.computations) as compute:
+
+        def telling(*there: Any) -> torch.Tensor:
+            told.append("compute")
+            results = compute(*there)
+            results.register_hook(lambda _: told.append("compute"))
+            return results
+
+        counted = dispatcher.count(chosen.indices, training=True)
+        out = dispatcher.start(tokens, weights, counted).through(telling)
+    ahead = told.copy()
+    told.clear()
+    out.sum().backward()
+    return [ahead, told]
+
+
+@dataclass
+class Telling:
+    """A carrier that says what it does."""
+
+    carrier: Carrier
+    told: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.carrier.name
+
+    @property
+    def group(self) -> Any:
+        return self.carrier.group
+
+    def start(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Any:
+        self.told.append("leave")
+        landing, work = self.carrier.start(rows, send, receive)
+        return landing, Waiting(work, self.told)
+
+    def close(self) -> None:
+        self.carrier.close()
+
+
+@dataclass
+class Waiting:
+    """What it has under way."""
+
+    work: Work
+    told: list[str]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.told.append("come")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("way", [ROWS, VISITS], ids=["rows", "visits"])
+def test_local_tokens_wherever_experts_live(ranks: Ranks, hosts: int, way: dict[str, Any]) -> None:
+    one = outcome(ranks, 1, tiny_job(**DROPS), STEPS)
+    job = tiny_job(**DROPS, layout={"ep": 4, "hosts": hosts, **FIRST, **way})
+    assert_same(outcome(ranks, 4, job, STEPS, homes=HOMES), one)

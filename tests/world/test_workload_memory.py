@@ -320,6 +320,10 @@ CHUNKS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
     ),
     (4, {"ep": 4, "shard": 2, "dispatch": "visits", "hosts": 2, "chunks": 4}, "mixtral", PARTS),
     (4, {"ep": 4, "dispatch": "rows", "hosts": 2, "chunks": 2}, "qwen3", {}),
+    (2, {"ep": 2, "dispatch": "rows", "local": "first"}, "olmoe", {}),
+    (2, {"ep": 2, "dispatch": "visits", "local": "first"}, "deepseek", {"precision": "bf16"}),
+    (4, {"ep": 4, "dispatch": "visits", "hosts": 2, "local": "first"}, "mixtral", PARTS),
+    (4, {"ep": 4, "dispatch": "rows", "chunks": 2, "local": "first"}, "qwen3", AGAIN),
 ]  # fmt: skip
 
 
@@ -381,13 +385,26 @@ def test_slices_keep_what_is_predicted(ranks: Ranks, family: str, precision: str
 @pytest.mark.parametrize(
     ("family", "train"), [("olmoe", {"precision": "bf16"}), ("deepseek", {})], ids=["olmoe", "deep"]
 )
+@pytest.mark.parametrize("local", ["along", "first"])
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("dispatch", ["rows", "visits"])
 def test_however_tokens_travel_ranks_keep_what_is_predicted(
-    ranks: Ranks, dispatch: str, hosts: int, num: int, train: dict[str, Any], family: str
+    ranks: Ranks,
+    dispatch: str,
+    hosts: int,
+    num: int,
+    local: str,
+    train: dict[str, Any],
+    family: str,
 ) -> None:
-    layout = {"ep": 2 * hosts, "dispatch": dispatch, "hosts": hosts, "chunks": num}
+    layout = {
+        "ep": 2 * hosts,
+        "dispatch": dispatch,
+        "hosts": hosts,
+        "chunks": num,
+        "local": local,
+    }
     job = make_job(layout, family, {**train, "batch": 6 * hosts})
     assert_kept(ranks, job.model_copy(update={"routing": RoutingConfig()}), 2 * hosts)
 

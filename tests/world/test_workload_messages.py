@@ -267,6 +267,9 @@ def test_messages_are_those_that_are_sent(
         (4, {"ep": 2, "shard": 2, **VISITS}),
         (4, {"ep": 4, "hosts": 2}),
         (4, {"ep": 4, "hosts": 2, **VISITS}),
+        (2, {"ep": 2, "local": "first", "chunks": 1}),
+        (4, {"ep": 4, "hosts": 2, "local": "first"}),
+        (4, {"ep": 4, "hosts": 2, "local": "first", **VISITS}),
     ],
     ids=str,
 )
@@ -275,7 +278,7 @@ def test_chunks_send_what_is_predicted_between_them(
 ) -> None:
     """As many messages, and of all those of an exchange as many bytes: which chunk has how many
     tokens of an expert is not said."""
-    layout = {"dispatch": "rows", **layout, "chunks": 3}
+    layout = {"dispatch": "rows", "chunks": 3, **layout}
     job = tiny_job(**{**tables, "layout": layout, "train": {"recompute": recompute}})
     for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job)):
         found = [as_sent(message) for message in predicted(job, size, rank, loads)]

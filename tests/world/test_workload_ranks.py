@@ -46,6 +46,8 @@ CUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2, **VISITS}),
     (4, {"ep": 4, "hosts": 2, **VISITS}), (2, {"ep": 2, "chunks": 3}),
     (4, {"ep": 4, "hosts": 2, "chunks": 2, **VISITS}),
+    (2, {"ep": 2, "local": "first"}), (4, {"ep": 4, "hosts": 2, "local": "first", **VISITS}),
+    (2, {"ep": 2, "chunks": 2, "local": "first"}),
 ]  # fmt: skip
 CASES = [
     (size, layout, name, precision, recompute)

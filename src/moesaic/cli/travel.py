@@ -35,7 +35,7 @@ def decided(
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """`plan` with the cheapest of all that `job` leaves open; and other ways of tokens."""
     others = list[dict[str, Any]]()
-    if "auto" in (job.layout.dispatch, job.layout.chunks):
+    if "auto" in (job.layout.dispatch, job.layout.local, job.layout.chunks):
         plan, others = cheapest(job, plan, cluster, loads, traffic)
     return with_table(job, plan, cluster, loads, traffic), others
 
@@ -47,8 +47,9 @@ def cheapest(
     loads: Sequence[NDArray[np.float64]] | None,
     traffic: Traffic,
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """`plan`, in which tokens travel in the way, and in as many chunks, that make a step the
-    shortest, where `job` leaves that open; and other ways, with about how much longer it would be.
+    """`plan`, in which tokens travel in the way, in as many chunks and beside as much computing
+    that a step is the shortest, where `job` leaves that open; and other ways, with about how much
+    longer it would be.
 
     Without `loads` all expert layers are alike, and as few as there can be show which one it is.
     Sums of gradients travel whichever it is, and are left to the end.
@@ -67,19 +68,19 @@ def cheapest(
 
     known = [step_s(one) for one in found]
     least = known.index(min(known))
-    if job.layout.chunks == "auto":
-        cut = cuts(found[least], job)
-        taken = [step_s(one) for one in cut]
-        if taken and min(taken) < known[least]:
-            found.append(cut[taken.index(min(taken))])
-            known.append(min(taken))
-            least = len(found) - 1
+    cut = cuts(found[least], job)
+    taken = [step_s(one) for one in cut]
+    if taken and min(taken) < known[least]:
+        found.append(cut[taken.index(min(taken))])
+        known.append(min(taken))
+        least = len(found) - 1
     times = len(job.model.expert_layers) / max(len(small.model.expert_layers), 1)
     others = [
         {
             "dispatch": one.dispatch,
             "hosts": one.hosts,
             "chunks": one.chunks,
+            "local": one.local,
             "more_s": times * (step - known[least]),
         }
         for one, step in zip(found, known, strict=True)
@@ -157,10 +158,10 @@ def warn_of_hosts(plan: Plan) -> None:
 def in_a_line(facts: dict[str, Any]) -> str:
     """How tokens get to their experts, and what other ways would cost, in a line."""
     layout, ep = facts["plan"], facts["plan"]["ep"]
-    chosen = travel_words(layout["dispatch"], layout["hosts"], ep, layout["chunks"])
-    others = [
-        f"{outlook.time(one['more_s'])} if "
-        + travel_words(one["dispatch"], one["hosts"], ep, one["chunks"])
-        for one in facts["other_ways"]
-    ]
+
+    def words(one: dict[str, Any]) -> str:
+        return travel_words(one["dispatch"], one["hosts"], ep, one["chunks"], one["local"])
+
+    chosen = words(layout)
+    others = [f"{outlook.time(one['more_s'])} if {words(one)}" for one in facts["other_ways"]]
     return f"{chosen}; longer by about {', '.join(others)}" if others else chosen

@@ -174,6 +174,7 @@ class LanguageModel(nn.Module):
             dispatcher = Dispatcher(
                 config.experts, ranks, routing.capacity, plan.slots(),
                 visits=plan.dispatch == "visits", chunks=plan.chunks,
+                local_first=plan.local == "first",
             )  # fmt: skip
             beside = config.shared * config.ffn
             shared = FeedForward(config.hidden, beside, self.slices) if beside else None

@@ -8,6 +8,7 @@ travel, rows come about in order of (slot, global token), the same whatever the 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from moesaic.dist.collectives import gather
 from moesaic.facts.workload.loads import even
 from moesaic.nn.bank import Compute
 from moesaic.nn.router import NOBODY
-from moesaic.nn.travel import ByRows, Leaving, Ranks, RowsByHosts, Sent, Stay
+from moesaic.nn.travel import ByRows, Leaving, Ranks, RowsByHosts, Sent, Stay, There, routes
 from moesaic.nn.visits import ByHosts, ByVisits, Visits, stops
 
 
@@ -60,6 +61,8 @@ class Dispatcher:
     `slots` are the experts of all slots of the group, rank by rank; absent: in turn. A token
     travels once for each of its experts, or in `visits`, once to each rank that has some. A rank's
     tokens go in so many `chunks`, one after another: experts compute with one while others travel.
+    Where it is `local_first`, what tokens have for experts of their own rank stays out of that:
+    experts take it piece by piece, before, between and after what comes from others.
     """
 
     def __init__(
@@ -71,13 +74,19 @@ class Dispatcher:
         *,
         visits: bool = False,
         chunks: int = 1,
+        local_first: bool = False,
     ) -> None:
-        self.chunks = chunks
+        self.chunks, self._pieces = chunks, (chunks + 1) * local_first
         self.experts, self.ranks, self.capacity = experts, ranks, capacity
         in_turn = slots is None or list(slots) == list(range(experts))
         self._slots = None if in_turn or slots is None else list(slots)
         self._places_E: Tensor | None = None
         self._stops = _stops(ranks) if visits else []
+
+    @property
+    def computations(self) -> int:
+        """How often the experts compute in a pass."""
+        return self.chunks + self._pieces
 
     def count(self, experts_TK: Tensor, *, training: bool) -> Counted:
         """Count assignments over all ranks and drop those beyond capacity (while training)."""
@@ -87,6 +96,8 @@ class Dispatcher:
         each = top_k * (self.experts + 1)
         local = [torch.bincount(one.reshape(-1), minlength=each) for one in self._cut(ids)]
         slots_TK = self._to_slots(known_TK) if self._stops else known_TK
+        if self._stops and self._pieces:
+            slots_TK = slots_TK.masked_fill(self.ranks.has(slots_TK, self.experts), self.experts)
         asked_TP = [stops(slots_TK, self.experts, places) for places in self._stops]
         stopping = [part.sum(0) for one in asked_TP for part in self._cut(one)]
         said = torch.cat((*local, local[0].new_tensor([num_tokens]), *stopping))
@@ -116,15 +127,34 @@ class Dispatcher:
         slots_TK, counts_RCS = self._to_slots(slots_TK), counted.counts_RCE
         if self._slots is not None:
             counts_RCS = counts_RCS[..., self._slots]
-        weights_TK = torch.where(present_TK, weights_TK, 0.0).to(tokens_TH.dtype)
-        columns = (tokens_TH, weights_TK, slots_TK, present_TK)
+        stays = list[There]()
+        if self._pieces:
+            here_TK = self.ranks.has(slots_TK, self.experts)
+            local = tokens_TH, _weighed(weights_TK, here_TK, tokens_TH), slots_TK, here_TK
+            pieces = (_split(column, self._pieces) for column in local)
+            stays = [self._stay(*piece) for piece in zip(*pieces, strict=True)]
+            slots_TK, present_TK = (
+                slots_TK.masked_fill(here_TK, self.experts),
+                present_TK & ~here_TK,
+            )
+            counts_RCS = self.ranks.of_others(counts_RCS)
+        columns = tokens_TH, _weighed(weights_TK, present_TK, tokens_TH), slots_TK, present_TK
         cut = zip(*(self._cut(column) for column in columns), counts_RCS.unbind(1), strict=True)
         visits: Sequence[Visits | None] = counted.visits or [None] * self.chunks
         departures = [
             partial(self._depart, Leaving(*chunk), going)
             for chunk, going in zip(cut, visits, strict=True)
         ]
-        return Underway(departures)
+        return Underway(departures, stays)
+
+    def _stay(
+        self, tokens_TH: Tensor, weights_TK: Tensor, slots_TK: Tensor, here_TK: Tensor
+    ) -> There:
+        """A piece of what is for experts of this rank, for them to add up."""
+        own = self.ranks.slots(self.experts)
+        slots_TK = torch.where(here_TK, slots_TK - own.start, len(own))
+        counts_S = torch.bincount(slots_TK.reshape(-1), minlength=len(own) + 1)[:-1].cpu()
+        return tokens_TH, routes(slots_TK, here_TK, counts_S), weights_TK
 
     def _depart(self, leaving: Leaving, visits: Visits | None) -> Sent:
         if not self.ranks.carriers:
@@ -136,7 +166,7 @@ class Dispatcher:
 
     def _cut(self, tokens: Tensor) -> Sequence[Tensor]:
         """What is of each chunk of this rank's tokens."""
-        return (tokens,) if self.chunks == 1 else tokens.split(even(len(tokens), self.chunks))
+        return (tokens,) if self.chunks == 1 else _split(tokens, self.chunks)
 
     def _to_slots(self, experts: Tensor) -> Tensor:
         """The slot of each expert, of all slots of the group, and after them that of nobody."""
@@ -153,19 +183,24 @@ class Underway:
 
     While experts compute with one chunk, the next one comes and the results of the one before go
     home; backward likewise, the other way round. At most one chunk travels each way at a time, so
-    that the one that is waited for has the links to itself.
+    that the one that is waited for has the links to itself. What stays on this rank is computed
+    while the first chunk comes, between chunks, and while the last results go home.
     """
 
-    def __init__(self, departures: Sequence[Callable[[], Sent]]) -> None:
-        """Launch the first chunk."""
+    def __init__(
+        self, departures: Sequence[Callable[[], Sent]], stays: Sequence[There] = ()
+    ) -> None:
+        """Launch the first chunk; of what `stays` there is a piece more than chunks, or nothing."""
         first, *self._departures = departures
+        self._stays = deque(stays)
         self._coming = first()
 
     def through(self, compute: Compute) -> Tensor:
         """Wait; each token's results, added up, weighted."""
-        home, before = list[Tensor](), list[Sent]()
+        home, here, before = list[Tensor](), list[Tensor](), list[Sent]()
         for depart in (*self._departures, None):
             sent = self._coming
+            here += self._next_stays(compute)
             there = sent.arrive()
             if depart is not None:
                 self._coming = depart()
@@ -173,8 +208,27 @@ class Underway:
             home += [one.come_home() for one in before]
             sent.go_back(results)
             before = [sent]
+        here += self._next_stays(compute)
         home.append(sent.come_home())
-        return home[0] if len(home) == 1 else torch.cat(home)
+        return _joined(home) + _joined(here) if here else _joined(home)
+
+    def _next_stays(self, compute: Compute) -> list[Tensor]:
+        """What experts make of the next piece of what stays here, if there is one."""
+        return [compute(*self._stays.popleft())] if self._stays else []
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _split(tokens: Tensor, parts: int) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = tokens.split(even(len(tokens), parts))
+    return found
+
+
+def _weighed(weights_TK: Tensor, present_TK: Tensor, like: Tensor) -> Tensor:
+    """Weights of choices that are there, 0 of others."""
+    return torch.where(present_TK, weights_TK, 0.0).to(like.dtype)
 
 
 def _stops(ranks: Ranks) -> list[int]:

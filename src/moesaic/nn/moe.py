@@ -40,7 +40,7 @@ class MoE(nn.Module):
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
         sent = self.dispatcher.start(tokens_TH, weights_TK, counted)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        with self.bank.at_work(self.dispatcher.chunks) as compute:
+        with self.bank.at_work(self.dispatcher.computations) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 

@@ -39,9 +39,30 @@ class Ranks:
 
     def own_slots(self, counts_RS: Tensor) -> Tensor:
         """Of rows of all ranks for all slots, those of the group's ranks for slots of this one."""
-        places = list(self.group_ranks)
-        share, me = counts_RS.shape[1] // len(places), places.index(self.rank)
-        return counts_RS[places, me * share : (me + 1) * share]
+        own = self.slots(counts_RS.shape[1])
+        return counts_RS[list(self.group_ranks), own.start : own.stop]
+
+    def slots(self, total: int) -> range:
+        """This rank's, of so many of the group."""
+        return self._slots_of(self.rank, total)
+
+    def _slots_of(self, rank: int, total: int) -> range:
+        share = total // len(self.group_ranks)
+        place = self.group_ranks.index(rank)
+        return range(place * share, (place + 1) * share)
+
+    def has(self, slots_TK: Tensor, total: int) -> Tensor:
+        """Which of them, of so many of the group, are this rank's."""
+        own = self.slots(total)
+        return (slots_TK >= own.start) & (slots_TK < own.stop)
+
+    def of_others(self, counts_RCS: Tensor) -> Tensor:
+        """Without what ranks of the group have for slots of their own."""
+        counts_RCS = counts_RCS.clone()
+        for rank in self.group_ranks:
+            own = self._slots_of(rank, counts_RCS.shape[-1])
+            counts_RCS[rank, :, own.start : own.stop] = 0
+        return counts_RCS
 
 
 class Leaving(NamedTuple):
@@ -76,11 +97,15 @@ def routes(
     return Routes(counts_S, order, rows_NK, present_NK)
 
 
+There = tuple[Tensor, Routes, Tensor | None]
+"""What is there for experts, how they take it, and weights if they are to add up."""
+
+
 class Sent(Protocol):
     """Tokens on their way to their experts."""
 
-    def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
-        """Wait; what is there for experts, how they take it, and weights if they are to add up."""
+    def arrive(self) -> There:
+        """Wait."""
 
     def go_back(self, results: Tensor) -> None:
         """Launch results of what has arrived."""
@@ -96,7 +121,7 @@ class Stay:
         """Nothing leaves."""
         self._there = leaving.tokens_TH, leaving.home(ranks.rank), leaving.weights_TK
 
-    def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
+    def arrive(self) -> There:
         """Tokens themselves."""
         return self._there
 
@@ -123,7 +148,7 @@ class ByRows:
         arrival = turned(mine_RS, 1, 0).to(leaving.tokens_TH.device)
         self._arrived = Routes(mine_RS.sum(0), arrival)
 
-    def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
+    def arrive(self) -> There:
         """Rows, which are of one expert each."""
         return self._there.end(), self._arrived, None
 
@@ -161,7 +186,7 @@ class RowsByHosts:
         rows = Gather.apply(leaving.tokens_TH, *self._home[1:])
         self._first = Journey(rows, self._across, *self._there)
 
-    def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
+    def arrive(self) -> There:
         """Rows, which are of one expert each; they have gone on from the rank that they came to."""
         rows = Turn.apply(self._first.end(), *self._order)
         rows = Journey(rows, self._within, *self._on).end()

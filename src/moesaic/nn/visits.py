@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moesaic.dist.exchange import Carrier, Flight, Journey
 from moesaic.facts.workload.loads import SLOT_BYTES, visit_bytes
-from moesaic.nn.routes import Routes, add_up
-from moesaic.nn.travel import Leaving, Ranks, routes, turned
+from moesaic.nn.routes import add_up
+from moesaic.nn.travel import Leaving, Ranks, There, routes, turned
 
 _DROPPED = 1 << 28
 """Added to the slot of a choice that has been dropped, and whose visit takes place all the same:
@@ -118,7 +118,7 @@ class ByVisits:
         )
         self._hop = Hop(*leaving[:3], visits.asked_TP, own_RS.shape[1], trip)
 
-    def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
+    def arrive(self) -> There:
         """Visits, of one or more experts each."""
         rows, weights_NK, slots_NK = self._hop.arrive()
         return rows, routes(slots_NK, slots_NK < len(self._counts_S), self._counts_S), weights_NK
@@ -152,7 +152,7 @@ class ByHosts:
         asked_TH = visits.asked_TP[:, len(places) :]
         self._outer = Hop(tokens_TH, weights_TK, slots_TK, asked_TH, own * own_RS.shape[1], trip)
 
-    def arrive(self) -> tuple[Tensor, Routes, Tensor | None]:
+    def arrive(self) -> There:
         """Visits, of one or more experts each; they have gone on from the rank that they came to.
 
         They stand in the order of places and then hosts, and rows in that of hosts and then places.

@@ -28,10 +28,20 @@ def ways(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
 
 
 def cuts(plan: Plan, job: Job) -> list[Plan]:
-    """`plan` with every number of chunks above one that the tokens of its ranks may go in."""
+    """`plan` with every other way to compute while tokens travel that `job` leaves open: what is
+    local first, and all numbers of chunks that the tokens of its ranks may go in."""
     tokens = job.train.batch // job.train.micro_batches * job.data.sequence // plan.span
-    wanted = (num for num in _CUTS if num * _LEAST_TOKENS <= tokens)
-    return [plan.model_copy(update={"chunks": num}) for num in wanted]
+    chunks, local = [plan.chunks], [plan.local]
+    if job.layout.chunks == "auto":
+        chunks = [num for num in (1, *_CUTS) if num == 1 or num * _LEAST_TOKENS <= tokens]
+    if job.layout.local == "auto":
+        local = ["along", "first"]
+    found = [{"chunks": num, "local": order} for order in local for num in chunks]
+    return [
+        plan.model_copy(update=one)
+        for one in found
+        if (one["chunks"], one["local"]) != (plan.chunks, plan.local)
+    ]
 
 
 def usual(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:

@@ -232,7 +232,8 @@ def _shared_out(plan: Mapping[str, Any]) -> str:
     if ep == 1:
         return ""
     dispatch, hosts = plan.get("dispatch", "rows"), plan.get("hosts", 1)
-    return f", ep {ep}, tokens {travel_words(dispatch, hosts, ep, plan.get('chunks', 1))}"
+    chunks, local = plan.get("chunks", 1), plan.get("local", "along")
+    return f", ep {ep}, tokens {travel_words(dispatch, hosts, ep, chunks, local)}"
 
 
 def _tiles(facts: dict[str, Any]) -> str:

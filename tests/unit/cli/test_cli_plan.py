@@ -122,7 +122,8 @@ def test_tokens_travel_in_the_way_that_is_shortest(
     ways = ["dispatch=rows", "dispatch=visits"]
     if "ep=16" in layout:
         ways += [f"{way},hosts=2" for way in ways]
-    free, pinned = told("chunks=1"), [told(way, "chunks=1") for way in ways]
+    whole = "chunks=1", "local=along"
+    free, pinned = told(*whole), [told(way, *whole) for way in ways]
     steps_s = sorted(one["step_s"] for one in pinned)
     assert free["step_s"] == steps_s[0]
     assert len(set(steps_s)) == len(pinned)
@@ -132,7 +133,7 @@ def test_tokens_travel_in_the_way_that_is_shortest(
 
 
 @pytest.mark.parametrize("pipeline", ["", ",pp=2,schedule=1f1b"])
-def test_tokens_go_in_as_many_parts_as_are_shortest(
+def test_tokens_go_in_as_many_parts_and_beside_as_much_as_is_shortest(
     place: Path, capfd: pytest.CaptureFixture[str], pipeline: str
 ) -> None:
     del place
@@ -147,19 +148,34 @@ def test_tokens_go_in_as_many_parts_as_are_shortest(
         return capfd.readouterr().out
 
     as_json = ["--json"]
-    facts = {num: json.loads(told(f"chunks={num}")) for num in (1, 2, 4, 8)}
-    steps_s = {num: one["step_s"] for num, one in facts.items()}
-    best = min(steps_s, key=lambda num: steps_s[num])
-    assert best > 1
+    facts = {
+        (num, local): json.loads(told(f"chunks={num}", f"local={local}"))
+        for num in (1, 2, 4, 8)
+        for local in ("along", "first")
+    }
+    steps_s = {way: one["step_s"] for way, one in facts.items()}
+    assert len(set(steps_s.values())) == len(steps_s)
+    best = min(steps_s, key=lambda way: steps_s[way])
+    assert best != (1, "along")
     free = json.loads(told())
-    assert free["plan"]["chunks"] == best
+    assert (free["plan"]["chunks"], free["plan"]["local"]) == best
     assert free["step_s"] == steps_s[best]
     (other,) = free["other_ways"]
-    assert (other["dispatch"], other["hosts"], other["chunks"]) == ("visits", 2, 1)
-    assert other["more_s"] == pytest.approx(steps_s[1] - steps_s[best], rel=0.2)
+    assert [other[key] for key in ("dispatch", "hosts", "chunks", "local")] == [
+        "visits", 2, 1, "along",
+    ]  # fmt: skip
+    assert other["more_s"] == pytest.approx(steps_s[1, "along"] - steps_s[best], rel=0.2)
     assert not any(one["other_ways"] for one in facts.values())
+    for pinned, choices in (("chunks=2", [2]), ("local=first", [1, 2, 4, 8])):
+        plan = json.loads(told(pinned))["plan"]
+        left = {way: s for way, s in steps_s.items() if way[0] in choices}
+        if "local" in pinned:
+            left = {way: s for way, s in left.items() if way[1] == "first"}
+        assert (plan["chunks"], plan["local"]) == min(left, key=lambda way: left[way])
     as_json = []
-    assert f"once to each of 2 hosts in {best} parts; longer by about" in told()
+    parts, beside = f" in {best[0]} parts" * (best[0] > 1), best[1] == "first"
+    words = f"once to each of 2 hosts{parts}{' beside local ones' * beside}"
+    assert f"{words}; longer by about" in told()
 
 
 @pytest.mark.parametrize("layout", ["ep=16", "pp=2,schedule=gpipe", "shard=16"])
@@ -168,7 +184,7 @@ def test_ranks_have_as_much_of_the_embedding_as_is_shortest(
     place: Path, capfd: pytest.CaptureFixture[str], layout: str, tied: bool
 ) -> None:
     del place
-    pinned = f"{layout},chunks=1" + ",dispatch=rows" * ("ep" in layout)
+    pinned = layout + ",chunks=1,local=along,dispatch=rows" * ("ep" in layout)
 
     def told(*more: str) -> str:
         line = [*LINE, "--nproc", "16", "--set", f"model.tied={str(tied).lower()}", *as_json]
@@ -190,7 +206,8 @@ def test_ranks_have_as_much_of_the_embedding_as_is_shortest(
 
 def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     del place
-    line = [*LINE, "--nproc", "16", "--set", "layout.chunks=1", "--layout"]
+    line = [*LINE, "--nproc", "16", "--set", "layout.chunks=1",
+            "--set", "layout.local=along", "--layout"]  # fmt: skip
     assert main([*line, "ep=16,dispatch=visits,hosts=2"]) == 0
     said = capfd.readouterr()
     assert "tokens travel      once to each of 2 hosts\n" in said.out

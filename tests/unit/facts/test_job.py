@@ -242,9 +242,10 @@ def test_settings_without_effect_are_told() -> None:
         'routing.bias_step has no effect: the routers of family "olmoe" have no bias'
     ]
     assert job("model.preset=tiny-deepseek", "routing.bias_step=0.01").idle() == []
-    assert job("layout.dispatch=visits", "layout.hosts=1", "layout.chunks=auto").idle() == [
+    given = ("dispatch=visits", "hosts=1", "local=along", "chunks=auto")
+    assert job(*(f"layout.{one}" for one in given)).idle() == [
         f"layout.{key} has no effect: layout.ep = 1 sends no token"
-        for key in ("dispatch", "hosts", "chunks")
+        for key in ("dispatch", "hosts", "local", "chunks")
     ]
     assert job("layout.dispatch=visits", "layout.ep=2").idle() == []
     assert job("layout.schedule=gpipe").idle() == [

@@ -49,6 +49,27 @@ def test_all_but_the_first_and_the_last_chunk_travel_while_experts_compute(
     assert sum(found.beside_s(0)) == pytest.approx(2 * travel_s + shown)
 
 
+def with_local(chunks: int, local: float, remote: float, travel_s: float) -> float:
+    """Seconds of so many chunks and a piece more of what is local, each as long as is said."""
+    ops = [event(EXPERTS, local), *[event(EXPERTS, remote), event(EXPERTS, local)] * chunks]
+    said = [event(TOKENS, travel_s, said=True)] * chunks
+    said += [event(RESULTS, travel_s, said=True)] * chunks
+    return run([*woven(ops, said, (chunks, 1), lambda _: True, local_first=True)], RANKS).step_s
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize(("local", "remote"), [(3.0, 1.0), (2.0, 2.0), (1.0, 4.0)])
+def test_what_is_local_hides_the_first_and_the_last_chunk_too(
+    chunks: int, local: float, remote: float
+) -> None:
+    found = with_local(chunks, local, remote, min(local, remote))
+    assert found == pytest.approx((chunks + 1) * local + chunks * remote)
+
+
+def test_of_one_chunk_all_is_seen_that_takes_longer_than_a_piece() -> None:
+    assert with_local(1, local=2.0, remote=5.0, travel_s=3.0) == pytest.approx(9.0 + 2 * 1.0)
+
+
 @pytest.mark.parametrize("chunks", [2, 4, 16])
 def test_where_links_are_slower_experts_are_hidden(chunks: int) -> None:
     """Of what experts compute only what comes before anything can be sent home is seen."""

@@ -222,7 +222,7 @@ class Job(Section):
         if layout.ep == 1:
             found += [
                 f"layout.{key} has no effect: layout.ep = 1 sends no token"
-                for key in ("dispatch", "hosts", "chunks")
+                for key in ("dispatch", "hosts", "local", "chunks")
                 if key in given
             ]
         if layout.pp == 1 and "schedule" in given:

@@ -14,6 +14,9 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Dispatch = Literal["rows", "visits"]
 """Ways in which tokens reach experts of other ranks."""
 
+Local = Literal["along", "first"]
+"""When experts take what tokens of their own rank have for them."""
+
 Embedding = Literal["whole", "columns"]
 """What of the embedding's table a rank of a part of the pipeline has."""
 
@@ -48,6 +51,10 @@ class LayoutConfig(Section):
     """Beside a `dispatch` that is not auto: hosts that the `ep` ranks are on, as many on each.
     Tokens go to the rank of the same place on another host, and from that one to the host's ranks;
     visits once to each host. 1, as if unset: straight, whatever hosts there are."""
+    local: Literal["auto"] | Local = "auto"
+    """What becomes of tokens that have experts on their own rank, beside what comes from other
+    ranks. along: experts take both together. first: they take what is local by itself, while tokens
+    and results travel. auto: `moesaic plan` takes what costs least; without a plan, along."""
     chunks: Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Literal["auto"] = "auto"
     """Parts of a rank's tokens that go to experts of other ranks one after another: experts compute
     with one while the next one and the results of the last one travel. auto: `moesaic plan` takes

@@ -15,8 +15,8 @@ from moesaic.facts.plan.plan import Plan, RankPlace
 
 _DIGITS = 16
 _DECISIVE = {
-    "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "chunks",
-    "embedding", "homes_by_rank", "stages",
+    "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "local",
+    "chunks", "embedding", "homes_by_rank", "stages",
 }  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
@@ -89,6 +89,8 @@ def ruled(job: Job, plan: Plan) -> Job:
         said["shard"] = plan.replicas
     if said["hosts"] is None:
         said["hosts"] = 1
+    if said["local"] == "auto":
+        said["local"] = "along"
     if said["chunks"] == "auto":
         said["chunks"] = 1
     if said["embedding"] == "auto":

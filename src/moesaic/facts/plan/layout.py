@@ -57,11 +57,17 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             f"layout.chunks = {chunks} with layout.ep = 1, where no token travels: "
             "raise layout.ep, or leave layout.chunks out"
         )
+    if layout.local == "first" and layout.ep == 1:
+        raise ConfigError(
+            'layout.local = "first" with layout.ep = 1, where everything is local: raise '
+            "layout.ep, or leave layout.local out"
+        )
     return Plan(
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
         dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=hosts,
-        chunks=chunks, embedding=_embedding(layout, part),
+        local="along" if layout.local == "auto" else layout.local, chunks=chunks,
+        embedding=_embedding(layout, part),
     )  # fmt: skip
 
 
@@ -172,9 +178,10 @@ def block_names(model: ModelConfig) -> list[str]:
     return ["embed", *(f"layers.{index}" for index in range(model.layers)), "head"]
 
 
-def travel_words(dispatch: str, hosts: int, ep: int, chunks: int = 1) -> str:
+def travel_words(dispatch: str, hosts: int, ep: int, chunks: int = 1, local: str = "along") -> str:
     """How tokens travel between `ep` ranks on so many hosts."""
     several, parts = 1 < hosts < ep, f" in {chunks} parts" * (chunks > 1)
+    parts += " beside local ones" * (local == "first")
     if dispatch == "rows":
         return "once to each expert" + f" by way of {hosts} hosts" * several + parts
     return f"once to each {f'of {hosts} hosts' if several else 'rank'}{parts}"
@@ -190,7 +197,8 @@ def in_words(plan: Plan) -> str:
     if plan.experts:
         parts.append(f"experts over {plan.ep}" if plan.ep > 1 else "experts on every rank")
     if plan.ep > 1:
-        parts.append(f"tokens {travel_words(plan.dispatch, plan.hosts, plan.ep, plan.chunks)}")
+        ways = plan.dispatch, plan.hosts, plan.ep, plan.chunks, plan.local
+        parts.append(f"tokens {travel_words(*ways)}")
     if plan.tp > 1:
         parts.append(f"matrices in {plan.tp} slices")
     if plan.etp > 1:

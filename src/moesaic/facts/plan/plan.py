@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 from moesaic.facts.job.model import MOST_EXPERTS
-from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Schedule
+from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Local, Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -69,6 +69,9 @@ class Plan(Section):
     hosts: int = Field(default=1, ge=1)
     """Equal runs of the `ep` ranks: tokens go to the rank of the same place in a run, and from that
     one to the run's ranks; 1: straight to each."""
+    local: Local = "along"
+    """Whether experts take what tokens of their own rank have for them along with what comes from
+    other ranks, or by itself, while that travels."""
     chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
     """Parts of a rank's tokens that go to experts of other ranks one after another."""
     embedding: Embedding = "whole"
@@ -209,6 +212,11 @@ class Plan(Section):
                 f"chunks = {self.chunks} with ep = 1, where no token travels: raise ep, or set "
                 "chunks = 1"
             )
+        if self.local == "first" and self.ep == 1:
+            raise ValueError(
+                'local = "first" with ep = 1, where everything is local: raise ep, or set local = '
+                '"along"'
+            )
 
     def _check_copies(self) -> None:
         for rank, copies in enumerate(self.copies):
@@ -237,6 +245,11 @@ class Plan(Section):
         So does each row of a table, whatever its length.
         """
         return _json(self.model_dump(mode="json", by_alias=True), "", top=True) + "\n"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether experts compute while tokens travel."""
+        return self.chunks > 1 or self.local == "first"
 
     def homes(self, rank: int) -> tuple[int, ...]:
         """The experts that live on `rank`, or slices of them, in the order of its slots."""

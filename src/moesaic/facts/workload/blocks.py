@@ -268,7 +268,7 @@ def _moe(name: str, job: Job, plan: Plan, rank: int, slices: Slices, rows: Route
         sparse.router(s),
         sparse.dispatch(s, rows),
         *(_gated(s, s.shared, "shared") if shared else ()),
-        *(sparse.experts(s, one.slots, travels=one.by_rows) for one in rows.apart()),
+        *(sparse.experts(s, one.slots, travels=one.by_rows) for one in rows.turns()),
         sparse.combine(s, rows),
         sparse.joined(s, rows),
         *((sparse.beside(s),) if shared else ()),

@@ -125,7 +125,7 @@ def _gated_bytes(s: Sizes, ffn: int) -> int:
 
 
 def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
-    model, t, (leaving, slots, trips, visits, chunks) = s.model, s.run, routed
+    model, t, (leaving, slots, trips, visits, chunks, local, _) = s.model, s.run, routed
     arriving = sum(slots)
     scores, chosen, sent = t * model.experts, t * model.top_k, s.sent * model.top_k
     routing = (2 * scores + t + model.experts) * s.wide
@@ -153,8 +153,11 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
         passing = 2 * sum(trip.arriving for trip in trips[:-1])
         indices += (arriving + passing) * INDEX_BYTES
         rows += (arriving + leaving) * model.hidden
-    elif s.casts or s.expert_slices > 1:  # Else it is the stream, which the router has kept.
-        rows += s.sent * model.hidden
+    if local:  # Pieces are routed by themselves, with weights of their own.
+        indices += (2 * sent + routed.pieces * (len(slots) + 1)) * INDEX_BYTES + sent
+        rows += 2 * sum(local) * s.ffn + sent
+    if (local or not trips) and (s.casts or s.expert_slices > 1):
+        rows += s.sent * model.hidden  # Else it is the stream, which the router has kept.
     kept = _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + sent) * s.narrow
     if model.shared:
         weights = 3 * s.shared * model.hidden
@@ -207,7 +210,8 @@ def captured_network(s: Sizes, layer: int, routed: Routed | None, *, learns: boo
     graded = sum(routed.slots) if routed.by_rows else s.sent
     if routed.visits:
         graded = routed.trips[-1].arriving
-    kept += learns * (graded * model.hidden + 2 * s.ffn * sum(routed.slots)) * s.narrow
+    graded += bool(routed.local) * s.sent
+    kept += learns * (graded * model.hidden + 2 * s.ffn * routed.num_rows) * s.narrow
     if model.shared:
         kept += joined + 2 * s.tokens * s.shared * s.narrow
     return kept

@@ -55,11 +55,22 @@ def stops(plan: Plan) -> list[int]:
 
 
 def _known_visits(plan: Plan, load: ArrayLike | None) -> Counts | None:
-    """Tokens [ranks, stops] of each rank that visit each stop, if `load` tells."""
+    """Tokens [ranks, stops] of each rank that visit each stop, if `load` tells.
+
+    Visits of a run in which what was local was not among them say nothing of one in which it is,
+    and the other way round.
+    """
     given = np.zeros(0) if load is None else np.asarray(load)
-    if given.ndim == 2 and given.shape[1] == plan.experts + sum(stops(plan)):
-        return given[:, plan.experts :].astype(np.int64)
-    return None
+    if given.ndim != 2 or given.shape[1] != plan.experts + sum(stops(plan)):
+        return None
+    visits: Counts = given[:, plan.experts :].astype(np.int64)
+    places = np.arange(len(given))
+    at_home = _by_stop(plan, given[:, : plan.experts].astype(np.int64), plan.ep)
+    if at_home[places, places % plan.ep].any():
+        apart = not visits[places, places % plan.ep].any()
+        if apart != (plan.local == "first"):
+            return None
+    return visits
 
 
 def _by_stop(plan: Plan, counts: Counts, stops: int) -> Counts:
@@ -68,14 +79,16 @@ def _by_stop(plan: Plan, counts: Counts, stops: int) -> Counts:
     return rows
 
 
-def _expected_visits(job: Job, plan: Plan, counts: Counts, stops: int) -> Counts:
-    """Tokens [ranks, stops] that visit each of so many stops.
+def _expected_visits(
+    job: Job, plan: Plan, counts: Counts, everything: Counts, stops: int
+) -> Counts:
+    """Tokens [ranks, stops] that visit each of so many stops for what is in `counts`.
 
-    It is what to expect of tokens whose choices follow `counts`, independently but for that no
+    It is what to expect of tokens whose choices follow `everything`, independently but for that no
     expert is chosen twice.
     """
     top_k, each, rows = job.model.top_k, plan.experts // stops, _by_stop(plan, counts, stops)
-    total = rows.sum(axis=1, keepdims=True)
+    total = everything.sum(axis=1, keepdims=True)
     share, none = rows / np.maximum(total, 1), np.ones(rows.shape)
     for choice in range(top_k):  # Experts that are left, of those of other ranks.
         none *= 1 - np.minimum(share * plan.experts / (plan.experts - choice), 1.0)
@@ -86,10 +99,10 @@ def _expected_visits(job: Job, plan: Plan, counts: Counts, stops: int) -> Counts
     return found
 
 
-def _expected_stops(job: Job, plan: Plan, counts: Counts) -> list[Counts]:
+def _expected_stops(job: Job, plan: Plan, counts: Counts, everything: Counts) -> list[Counts]:
     """The same of ranks, and of hosts: a host gets as many as any of its ranks, and no more than
     all of them."""
-    first, *more = (_expected_visits(job, plan, counts, num) for num in stops(plan))
+    first, *more = (_expected_visits(job, plan, counts, everything, num) for num in stops(plan))
     ranks = first.reshape(len(counts), plan.hosts, -1)
     return [first, *(np.clip(one, ranks.max(axis=2), ranks.sum(axis=2)) for one in more)]
 
@@ -163,6 +176,14 @@ def leaving(counts: Counts, plan: Plan, rank: int) -> int:
     return int(counts[_places(plan, [rank])].sum())
 
 
+def _of_others(counts: Counts, plan: Plan, group: Sequence[int]) -> Counts:
+    """Without what ranks of the group have for experts of their own."""
+    found = counts.copy()
+    for rank, place in zip(group, _places(plan, group), strict=True):
+        found[place, list(plan.homes(rank))] = 0
+    return found
+
+
 def _places(plan: Plan, group: Sequence[int]) -> list[int]:
     """Of ranks in their part of the pipeline; those that have the same experts are one."""
     return [rank % plan.span // plan.etp for rank in group]
@@ -206,32 +227,66 @@ class Routed(NamedTuple):
     """Rows of one rank in one expert layer."""
 
     leaving: int
-    """Assignments of the tokens that go to experts from it."""
+    """Assignments of the tokens that go to experts from it, but for what is `local`."""
     slots: list[int]
-    """Rows that arrive at each of its slots."""
+    """Rows that arrive at each of its slots, but for what is `local`."""
     trips: tuple[Trip, ...]
     """How tokens travel; none: they stay."""
     visits: bool
     """Whether they travel once to each rank."""
     chunks: int = 1
     """Parts in which they do, one after another."""
+    local: tuple[int, ...] = ()
+    """Rows of its own tokens at each of its slots, where those are computed by themselves."""
+    partly: bool = False
+    """Whether tokens have choices that are not among its rows."""
 
     @property
     def by_rows(self) -> bool:
         """Whether each token travels once for every expert."""
         return bool(self.trips) and not self.visits
 
+    @property
+    def pieces(self) -> int:
+        """In which what is local is computed: before, between and after chunks."""
+        return (self.chunks + 1) * bool(self.local)
+
+    @property
+    def num_rows(self) -> int:
+        """That are computed on the rank."""
+        return sum(self.slots) + sum(self.local)
+
     def apart(self) -> list[Routed]:
         """Each chunk, as if all were alike."""
         if self.chunks == 1:
-            return [self]
-        slots = zip(*(even(rows, self.chunks) for rows in self.slots), strict=True)
+            return [self._replace(local=())]
         found = []
-        for at, chunk in enumerate(slots):
+        for at, chunk in enumerate(_cut(self.slots, self.chunks)):
             trips = tuple(trip.chunk(at, self.chunks) for trip in self.trips)
             leaving = even(self.leaving, self.chunks)[at]
-            found.append(Routed(leaving, list(chunk), trips, self.visits))
+            found.append(Routed(leaving, chunk, trips, self.visits))
         return found
+
+    def staying(self) -> Routed:
+        """All that is local, as if nothing else were there."""
+        rows = list(self.local)
+        return Routed(sum(rows), rows, (), False, self.pieces, partly=True)
+
+    def stays(self) -> list[Routed]:
+        """Each piece of what is local, as if all were alike."""
+        cut = _cut(self.local, self.pieces) if self.local else []
+        return [Routed(sum(rows), rows, (), visits=False) for rows in cut]
+
+    def turns(self) -> list[Routed]:
+        """What is computed, in that order."""
+        stays, found = self.stays(), list[Routed]()
+        for at, chunk in enumerate(self.apart()):
+            found += [*stays[at : at + 1], chunk]
+        return [*found, *stays[self.chunks :]]
+
+
+def _cut(slots: Sequence[int], parts: int) -> list[list[int]]:
+    return [list(one) for one in zip(*(even(rows, parts) for rows in slots), strict=True)]
 
 
 def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -> list[Routed]:
@@ -239,11 +294,15 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
     group = next(group for group in plan.expert_groups() if rank in group)
 
     def rows(load: ArrayLike | None) -> Routed:
-        counts = expert_counts(job, plan, load)
-        slots = slots_of(counts, plan, rank, group)
+        counts, local = expert_counts(job, plan, load), tuple[int, ...]()
         trips = _trips(job, plan, rank, load, counts)
+        if plan.local == "first":
+            local = tuple(slots_of(counts, plan, rank, [rank]))
+            counts = _of_others(counts, plan, group)
+        slots = slots_of(counts, plan, rank, group)
         visits = plan.dispatch == "visits" and plan.ep > 1
-        return Routed(leaving(counts, plan, rank), slots, trips, visits, plan.chunks)
+        away = leaving(counts, plan, rank)
+        return Routed(away, slots, trips, visits, plan.chunks, local, partly=bool(local))
 
     if loads is None:
         return [rows(None)] * len(job.model.expert_layers)
@@ -261,7 +320,10 @@ def _trips(
         for groups in (plan.expert_groups(), *plan.trip_groups())
     ]
     places, me = _places(plan, group), group.index(rank)
-    own, where = counts[places], stops(plan)
+    everything, where = counts[places], stops(plan)
+    if plan.local == "first":
+        counts = _of_others(counts, plan, group)
+    own = counts[places]
     if plan.dispatch == "rows":
         stopping, tokens = (
             [_by_stop(plan, own, each) for each in where],
@@ -269,7 +331,7 @@ def _trips(
         )
     else:
         known = _known_visits(plan, load)
-        stopping = _expected_stops(job, plan, own)
+        stopping = _expected_stops(job, plan, own, everything)
         if known is not None:
             stopping = np.split(known[places], where[:1], axis=1)
         tokens = int(np.diff(_ends(job, plan), prepend=0)[places[me]])

@@ -192,7 +192,19 @@ class Step:
         if index not in self.routed:
             return stream + self._gated(s.inner(index), stays)
         routed = self.routed[index]
-        rows, one, chunks = sum(routed.slots), routed.apart()[0], routed.chunks
+        most = self.arena * s.wide + self._travelled(routed)
+        if routed.local:
+            most = max(most - self._let_go(routed), self.arena * s.wide + self._stayed(routed))
+        if model.shared:  # Their gradients come when those of experts are done.
+            gone = 2 * s.ffn * routed.num_rows
+            gone += bool(routed.trips) * model.hidden * routed.leaving
+            arena = stays * self.arena * s.wide
+            most = max(most, arena + self._gated(s.shared, stays) - gone * s.narrow)
+        return stream + most
+
+    def _travelled(self, routed: Routed) -> int:
+        """Bytes beside the arena's gradient where experts are in a chunk of what has travelled."""
+        s, model, one = self.s, self.s.model, routed.apart()[0]
         mine = sum(one.slots)
         if routed.by_rows:
             handed, named = (mine - one.leaving) * model.hidden, 0
@@ -200,16 +212,28 @@ class Step:
             arrived = one.trips[-1].arriving if one.visits else s.sent
             handed = (s.expert_slices > 1 or one.visits) * arrived * model.hidden + 2 * mine
             named = 2 * mine * INDEX_BYTES
-        if chunks > 1:  # Gradients of the next chunk come.
+        if routed.chunks > 1:  # Gradients of the next chunk come.
             trip = one.trips[0]
             handed += (trip.arriving + one.visits * trip.leaving) * model.hidden
-        most = self.arena * s.wide + (handed + self.rows(one)) * s.narrow + named
-        if model.shared:  # Their gradients come when those of experts are done.
-            gone = 2 * s.ffn * rows
-            gone += bool(routed.trips) * model.hidden * routed.leaving
-            arena = stays * self.arena * s.wide
-            most = max(most, arena + self._gated(s.shared, stays) - gone * s.narrow)
-        return stream + most
+        return (handed + self.rows(one)) * s.narrow + named
+
+    def _stayed(self, routed: Routed) -> int:
+        """The same in the last piece of what is local, with which they begin, while gradients of
+        the last chunk's results come."""
+        s, one, (last, *_) = self.s, routed.apart()[-1], routed.stays()[::-1]
+        handed = one.trips[-1].arriving + one.visits * one.trips[0].leaving
+        rows = handed * s.model.hidden + 2 * last.leaving + self.rows(last, self._piece(routed))
+        return rows * s.narrow + 2 * last.leaving * INDEX_BYTES
+
+    def _let_go(self, routed: Routed) -> int:
+        """What that piece has let go when they come to what has travelled, but for gradients of its
+        tokens."""
+        rows = routed.stays()[-1].leaving
+        return (2 * self.s.ffn * rows - self._piece(routed) * self.s.model.hidden) * self.s.narrow
+
+    def _piece(self, routed: Routed) -> int:
+        """Tokens of a piece."""
+        return self.s.sent // routed.pieces
 
     def _gradient_size(self, parameter: Parameter) -> int:
         """Elements of what lies on this rank of the gradient of a dense parameter."""
@@ -319,9 +343,9 @@ class Step:
         cast = s.casts * s.stream * s.narrow
         return max(most, joined + cast + max(joined, rows + weight * s.narrow))
 
-    def rows(self, routed: Routed, *, stay: bool = False) -> int:
+    def rows(self, routed: Routed, tokens: int | None = None, *, stay: bool = False) -> int:
         """Elements that an expert layer's rows take beside the gradients of their results, share by
-        share; gradients between the products may `stay`."""
+        share; of so many `tokens`, or all; gradients between the products may `stay`."""
         model, rows = self.s.model, sum(routed.slots)
         shares, between = self._shares(routed.slots), 2 * self.s.ffn * stay
         whole, most, done = rows * model.hidden, 0, 0
@@ -337,7 +361,7 @@ class Step:
             weights = one if self.on_cpu else num_slots * one
             most = max(most, before + copied + max(5 * inner, 4 * inner + one), after + weights)
         if not routed.by_rows:  # Sums by token, at last.
-            sums = routed.trips[-1].arriving if routed.visits else self.s.sent
+            sums = routed.trips[-1].arriving if routed.visits else tokens or self.s.sent
             most = max(most, whole + done * between + sums * model.hidden)
         return most
 

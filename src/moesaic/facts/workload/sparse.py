@@ -48,14 +48,36 @@ def router(s: Sizes) -> Part:
 def dispatch(s: Sizes, routed: Routed) -> Part:
     """Which rows stand where in the order of slots; tokens that travel copied once for each of
     their experts, or, trip by trip, for each rank that they visit."""
-    if routed.visits:
-        return _visits(s, routed)
+    found = _visits(s, routed) if routed.visits else _rows(s, routed)
+    if not routed.local:
+        return found
+    return both(found[0], _local_ahead(s, routed)), both(found[1], _local_behind(s, routed))
+
+
+def _local_ahead(s: Sizes, routed: Routed) -> Op:
+    """What is local told from what travels, and which rows stand where, piece by piece."""
+    chosen, pieces = s.sent * s.model.top_k, routed.pieces
+    moved = chosen * (_DISPATCH_BYTES + 2 * s.wide + 24) + s.cast(chosen)
+    again = 4 + 2 * (len(routed.trips) - 1) if routed.visits else 0
+    return Op("", (), moved, 11 + 9 * pieces + again)
+
+
+def _local_behind(s: Sizes, routed: Routed) -> Op:
+    """Gradients of pieces put together, and added to those of what travels."""
+    if s.begins and not s.learning.routers:
+        return Op("")
+    width = (not s.begins) * s.model.hidden + s.learning.routers * s.model.top_k
+    summed = (s.model.top_k + 1) * s.sent * s.model.hidden
+    return Op("", (), (5 * s.sent * width + summed) * s.narrow, 6)
+
+
+def _rows(s: Sizes, routed: Routed) -> Part:
     hidden, chosen, travels = s.model.hidden, s.sent * s.model.top_k, routed.by_rows
     rows, arrived = routed.leaving * hidden * s.narrow, travels * sum(routed.slots)
     turned, more = _turned(s, routed)
     passing = sum(trip.arriving for trip in routed.trips[:-1])
     named = (13 * arrived + 17 * passing) * INDEX_BYTES
-    summed = rows + s.sent * hidden * s.narrow
+    summed = _rows_read(s, routed) + s.sent * hidden * s.narrow
     joined, cats = _joined(s, routed, hidden + s.model.top_k), 2 * (routed.chunks > 1)
     calls = 14 + s.casts + routed.chunks * (6 + 18 * travels + 29 * more)
     return (
@@ -65,6 +87,12 @@ def dispatch(s: Sizes, routed: Routed) -> Part:
         Op("dispatch", (), summed + turned + s.cast(s.stream) + joined,
            3 + s.casts + routed.chunks * more + cats),
     )  # fmt: skip
+
+
+def _rows_read(s: Sizes, routed: Routed) -> int:
+    """Bytes of results that sums over all choices read; what is not there is a row as well."""
+    rows = s.sent * s.model.top_k if routed.partly else routed.leaving
+    return rows * s.model.hidden * s.narrow
 
 
 def _joined(s: Sizes, routed: Routed, width: int) -> int:
@@ -209,6 +237,13 @@ def _adapted_experts(s: Sizes, slots: Sequence[int], rank: int, of_tokens: bool)
 
 def combine(s: Sizes, routed: Routed) -> Part:
     """Results added up by token, by weight; of visits where they are, and where they set out."""
+    if routed.local:
+        found = _combine(s, routed), _combine(s, routed.staying())
+        return both(found[0][0], found[1][0]), both(found[0][1], found[1][1])
+    return _combine(s, routed)
+
+
+def _combine(s: Sizes, routed: Routed) -> Part:
     hidden, chosen, trips = s.model.hidden, s.sent * s.model.top_k, routed.trips
     chunks = routed.chunks
     if routed.visits:
@@ -222,23 +257,25 @@ def combine(s: Sizes, routed: Routed) -> Part:
         )  # fmt: skip
     travels, (turned, more) = routed.by_rows, _turned(s, routed)
     rows = routed.leaving * hidden * s.narrow
-    weights = chosen * (2 * s.wide + 2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
+    weighed = routed.leaving if routed.partly else chosen
+    weights = chosen * 2 * s.wide + weighed * (2 * s.narrow + 3 * INDEX_BYTES) + s.cast(chosen)
     back = Op(
         "combine", (), 8 * travels * rows + turned + 2 * weights,
         s.casts + chunks * (5 + 6 * travels + more),
     )  # fmt: skip
     idle = s.begins and not travels and not s.learning.routers
     return (
-        Op("combine", (), rows + turned + s.sent * hidden * s.narrow + weights,
+        Op("combine", (), _rows_read(s, routed) + turned + s.sent * hidden * s.narrow + weights,
            s.casts + chunks * (5 + more)),
         Op("combine") if idle else back,
     )  # fmt: skip
 
 
 def joined(s: Sizes, routed: Routed) -> Part:
-    """Chunks of results put together; gradients are cut as they are."""
-    moved = _joined(s, routed, s.model.hidden)
-    return Op("joined", (), moved, routed.chunks > 1), Op("joined")
+    """Chunks of results put together, and what is local added; gradients are cut as they are."""
+    moved, adds = _joined(s, routed, s.model.hidden), bool(routed.local)
+    moved += 5 * adds * s.sent * s.model.hidden * s.narrow
+    return Op("joined", (), moved, (routed.chunks > 1) + 2 * adds), Op("joined")
 
 
 def beside(s: Sizes) -> Part:

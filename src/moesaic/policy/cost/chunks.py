@@ -1,5 +1,6 @@
 """Tokens of an expert layer that travel in chunks: while experts compute with one, the next one
 comes and what they made of the one before goes home. Backward gradients do, the other way round.
+What is local is computed before, between and after chunks, if it is computed by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def woven(
     said: Sequence[Event],
     shape: tuple[int, int],
     hides: Callable[[Event], bool],
+    *,
+    local_first: bool = False,
 ) -> Iterator[Event]:
     """A block one way, of what is `computed` and `said` in it, each in its order.
 
@@ -30,17 +33,20 @@ def woven(
         computed: operations; those of experts chunk by chunk.
         said: messages; exchanges chunk by chunk.
         shape: how many chunks there are, and trips of each.
+        local_first: whether experts compute before, between and after chunks as well.
         hides: whether a message takes its ranks no time while they compute.
     """
-    left = deque(said)
+    left, times = deque(said), shape[0] + (shape[0] + 1) * local_first
     for sparse, run in groupby(computed, lambda event: event.name == EXPERTS):
         ops = list(run)
-        while sparse and len(ops) >= shape[0]:
-            now, ops = ops[: shape[0]], ops[shape[0] :]
+        while sparse and len(ops) >= times:
+            now, ops = ops[:times], ops[times:]
             while left and not _exchanges(left[0]):
                 yield left.popleft()
             coming = _taken(left, shape)
-            yield from _woven(now, coming, _taken(left, shape), hides)
+            local = deque(now[::2]) if local_first else deque[Event]()
+            now = now[1::2] if local_first else now
+            yield from _woven(now, coming, _taken(left, shape), hides, local)
         yield from ops
     yield from left
 
@@ -59,7 +65,11 @@ def _taken(left: deque[Event], shape: tuple[int, int]) -> Chunks:
 
 
 def _woven(
-    ops: Sequence[Event], coming: Chunks, going: Chunks, hides: Callable[[Event], bool]
+    ops: Sequence[Event],
+    coming: Chunks,
+    going: Chunks,
+    hides: Callable[[Event], bool],
+    local: deque[Event],
 ) -> Iterator[Event]:
     """The experts' part of it: of the trips of what comes the first is beside computing, and the
     last one of what goes."""
@@ -73,6 +83,8 @@ def _woven(
         if coming and not at:
             under_way.append(launched(coming[0][0]))
             yield under_way[0]
+        if local:
+            yield local.popleft()
         arrived = under_way[at].beside if coming else None
         if arrived is not None:
             yield _awaited(op, arrived)
@@ -88,6 +100,7 @@ def _woven(
             last = launched(last)
             gone = last.beside
             yield from (*map(_inside, before), last)
+    yield from local
     if gone is not None:
         yield _awaited(ops[-1], gone)
 

@@ -105,17 +105,18 @@ class Lanes:
     ) -> Iterator[Event]:
         messages = self.block_messages(phase, name, works, ranks)
         yield from (event for first, event in messages if first)
-        computed, chunks = list[Event](), self.plan.chunks
+        computed, plan = list[Event](), self.plan
         for ops in zip(*(work.ops for work in works), strict=True):
             each = self.computing([(op,) for op in ops], ranks)
-            if any(each) or (chunks > 1 and ops[0].name == EXPERTS):
+            if any(each) or (plan.overlaps and ops[0].name == EXPERTS):
                 of = phase or PHASES.get(ops[0].name, "optimizer")
                 computed.append(Event(ops[0].name, of, name, self.spread(each, ranks)))
         said = [event for first, event in messages if not first]
-        if chunks == 1:
-            yield from (*computed, *said)
+        if plan.overlaps:
+            shape, first = (plan.chunks, plan.trips), plan.local == "first"
+            yield from woven(computed, said, shape, self.hides, local_first=first)
         else:
-            yield from woven(computed, said, (chunks, self.plan.trips), self.hides)
+            yield from (*computed, *said)
 
     def hides(self, message: Event) -> bool:
         """Whether ranks compute while it is under way: those that share a host's memory copy it

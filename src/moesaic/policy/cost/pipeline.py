@@ -153,7 +153,7 @@ class Part:
         adds, rows = kind in _LAST, self._of(stage)
         for row in rows if kind == "forward" else reversed(rows):
             works = [one_way(block, kind, first=stage == 0) for block in row]
-            several = lanes.plan.chunks > 1
+            several = lanes.plan.overlaps
             computed = [() if several else work.ops for work in works]
             each = lanes.computing(computed, ranks)
             if adds:
