@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig
 from moesaic.facts.job.train import MOMENT_BLOCK, Embedding
@@ -39,6 +41,15 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             f"layout.ep = {layout.ep} does not divide model.experts = {model.experts}: "
             "choose a divisor of the number of experts"
         )
+    return Plan(
+        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
+        schedule=layout.schedule, experts=model.experts,
+        embedding=_embedding(layout, part), **_travelling(layout),
+    )  # fmt: skip
+
+
+def _travelling(layout: LayoutConfig) -> dict[str, Any]:
+    """How tokens travel to experts of other ranks, and what becomes of others meanwhile."""
     hosts = layout.hosts or 1
     if layout.hosts is not None and layout.dispatch == "auto":
         raise ConfigError(
@@ -62,13 +73,10 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
             'layout.local = "first" with layout.ep = 1, where everything is local: raise '
             "layout.ep, or leave layout.local out"
         )
-    return Plan(
-        ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
-        schedule=layout.schedule, experts=model.experts,
-        dispatch="rows" if layout.dispatch == "auto" else layout.dispatch, hosts=hosts,
-        local="along" if layout.local == "auto" else layout.local, chunks=chunks,
-        embedding=_embedding(layout, part),
-    )  # fmt: skip
+    return {
+        "dispatch": "rows" if layout.dispatch == "auto" else layout.dispatch, "hosts": hosts,
+        "local": "along" if layout.local == "auto" else layout.local, "chunks": chunks,
+    }  # fmt: skip
 
 
 def _homes(layout: LayoutConfig) -> tuple[str, int]:
