@@ -21,23 +21,28 @@ from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import ranks_of
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "each token once, 1 Gbit/s": (1000, {"dispatch": "visits"}),
-    "each token once, 200 Mbit/s": (200, {"dispatch": "visits"}),
-    "once for each expert, 1 Gbit/s": (1000, {"dispatch": "rows"}),
+WAYS: dict[str, dict[str, Any]] = {
+    "4 chunks": {"chunks": 4},
+    "8 chunks": {"chunks": 8},
+    "local first": {"local": "first"},
+    "local first, 2 chunks": {"local": "first", "chunks": 2},
 }
-"""Megabits a second, and how tokens travel."""
+"""To compute while tokens travel."""
+CASES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "each token once, 1 Gbit/s": (1000, {"dispatch": "visits"}, "local first"),
+    "each token once, 200 Mbit/s": (200, {"dispatch": "visits"}, "8 chunks"),
+    "once for each expert, 1 Gbit/s": (1000, {"dispatch": "rows"}, "local first, 2 chunks"),
+}
+"""Megabits a second, how tokens travel, and the way that the bar is for: what is local while a
+message takes less than that does, and chunks where it takes more than experts do."""
 RANKS, FFN, TOKENS = 2, 512, 4096
-CHUNKS = (2, 4, 8)
-SHOWN = "8 chunks"
-"""What the bar is for."""
 BAR = ">= 0.7"
 
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure, as it comes."""
     hindrance = impossible()
-    for name, (megabits, layout) in CASES.items():
+    for name, (megabits, layout, shown) in CASES.items():
         title = f"hidden of the smaller of computing and travelling, two hosts of a rank, {name}"
         if hindrance:
             yield measure.row(
@@ -53,22 +58,21 @@ def rows(rounds: int) -> Iterator[measure.Row]:
             finally:
                 pool.close()
         times: measure.Times = found[0]
-        for num in CHUNKS:
-            chunks = f"{num} chunks"
-            shares = _hidden(times, chunks)
+        for way in WAYS:
+            shares = _hidden(times, way)
             yield measure.row(
-                f"{title}, {chunks}", float(np.median(shares)), "ratio",
-                bar=BAR if chunks == SHOWN else "", interval=measure.bootstrap(shares),
+                f"{title}, {way}", float(np.median(shares)), "ratio",
+                bar=BAR if way == shown else "", interval=measure.bootstrap(shares),
                 against="limit: all of it; an expert layer forward and backward, top 8 of 64, "
                 f"{TOKENS} tokens a rank, {layer_job({}).model.hidden} x {FFN}",
                 repeats=rounds,
             )  # fmt: skip
 
 
-def _hidden(times: measure.Times, chunks: str) -> Any:
-    """By round, the time that chunks save over the smaller of what could be hidden."""
+def _hidden(times: measure.Times, way: str) -> Any:
+    """By round, the time that a way saves over the smaller of what could be hidden."""
     computing, travelling, whole, cut = (
-        np.asarray(times.seconds[name]) for name in ("computing", "travelling", "1 chunk", chunks)
+        np.asarray(times.seconds[name]) for name in ("computing", "travelling", "whole", way)
     )
     return (whole - cut) / np.minimum(computing, travelling)
 
@@ -80,14 +84,13 @@ def on_hosts(
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
     with met(world, hosts) as world:
-        whole, *cut = (Layer(world, layout, num) for num in (1, *CHUNKS))
+        whole, cut = Layer(world, layout), {way: Layer(world, layout | WAYS[way]) for way in WAYS}
         calls: dict[str, Callable[[], object]] = {
-            "computing": Layer(world, layout, 1, alone=True), "travelling": whole.travel,
-            "1 chunk": whole,
+            "computing": Layer(world, layout, alone=True), "travelling": whole.travel,
+            "whole": whole, **cut,
         }  # fmt: skip
-        calls |= {f"{num} chunks": one for num, one in zip(CHUNKS, cut, strict=True)}
         result = whole()
-        for one in cut:
+        for one in cut.values():
             torch.testing.assert_close(one(), result)
         return in_turn(world, calls, rounds, root)
 
@@ -99,7 +102,6 @@ class Layer:
 
     world: World
     layout: dict[str, Any]
-    chunks: int
     alone: bool = False
 
     def __post_init__(self) -> None:
@@ -108,8 +110,9 @@ class Layer:
         experts = job.model.experts // RANKS if self.alone else job.model.experts
         ranks = Alone() if self.alone else ranks_of(plan, self.world)
         self.dispatcher = Dispatcher(
-            experts, ranks, visits=plan.dispatch == "visits" and not self.alone, chunks=self.chunks
-        )
+            experts, ranks, visits=plan.dispatch == "visits" and not self.alone,
+            chunks=plan.chunks, local_first=plan.local == "first",
+        )  # fmt: skip
         self.bank = Bank(range(job.model.experts // RANKS), job.model.hidden, FFN)
         with torch.no_grad():
             self.bank.arena.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
@@ -123,7 +126,7 @@ class Layer:
         """One pass; what the tokens' gradients are."""
         counted = self.dispatcher.count(self.choices, training=True)
         sent = self.dispatcher.start(self.tokens, self.weights, counted)
-        with self.bank.at_work(self.chunks) as compute:
+        with self.bank.at_work(self.dispatcher.computations) as compute:
             return self._back(sent.through(compute))
 
     def travel(self) -> Tensor:
