@@ -1,0 +1,100 @@
+"""What a step of an expert layer takes, given who computes what.
+
+Every policy is held against this model. Its parts are those of Pro-Prophet's performance model:
+rows travel four times (to experts and back, forward and backward), experts compute forward and
+twice as long backward, and what copies cost is hidden under experts and what is between layers.
+What a rank sends counts as well as what it receives, and so do latencies, and who sends copies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.facts.balance import Balance, Ints, Setting
+
+
+class Rows(NamedTuple):
+    """By rank."""
+
+    computed: Ints
+    sent: Ints
+    """To others; results take the way back."""
+    received: Ints
+    """From others."""
+
+
+class Times(NamedTuple):
+    """Seconds of a layer, forward and backward."""
+
+    exchange: float
+    """Of one of the four."""
+    experts: float
+    """Forward."""
+    out: float
+    """Parameters to copies, hidden or not."""
+    back: float
+    """Gradients from copies, hidden or not."""
+    whole: float
+
+
+def rows(counts: Ints, homes: Ints, balance: Balance) -> Rows:
+    """Where rows `counts` [D, E] of each rank for each expert are computed."""
+    ranks, (experts, sources, targets, number) = len(counts), balance.diverted.T
+    computed = np.zeros(ranks, np.int64)
+    np.add.at(computed, homes, counts.sum(axis=0))
+    received = computed.copy()
+    np.subtract.at(received, homes, counts[homes, np.arange(len(homes))])
+    sent = counts.sum(axis=1)
+    np.subtract.at(sent, homes, counts[homes, np.arange(len(homes))])
+    at_home = homes[experts]
+    np.subtract.at(computed, at_home, number)
+    np.add.at(computed, targets, number)
+    travelled, travels = sources != at_home, sources != targets
+    np.subtract.at(received, at_home[travelled], number[travelled])
+    np.subtract.at(sent, sources[travelled], number[travelled])
+    np.add.at(received, targets[travels], number[travels])
+    np.add.at(sent, sources[travels], number[travels])
+    return Rows(computed, sent, received)
+
+
+def moved(balance: Balance, setting: Setting) -> tuple[Ints, Ints]:
+    """Copies that each rank sends, and receives."""
+    sent, received = (np.zeros(setting.ranks, np.int64) for _ in range(2))
+    experts, ranks = balance.copies.T
+    np.add.at(sent, setting.homes[experts], 1)
+    np.add.at(received, ranks, 1)
+    return sent, received
+
+
+def times(counts: Ints, setting: Setting, balance: Balance) -> Times:
+    """What the layer takes then."""
+    return times_of(rows(counts, setting.homes, balance), *moved(balance, setting), setting)
+
+
+def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
+    """The same, given rows and copies."""
+    busiest = max(int(rows.sent.max()), int(rows.received.max()))
+    exchange = busiest * setting.row_bytes / setting.bytes_per_s
+    exchange += setting.latency_s * (busiest > 0)
+    experts = int(rows.computed.max()) / setting.rows_per_s
+    most = max(int(received.max()), -(-int(sent.sum()) // setting.ranks))
+    if not setting.relays:
+        most = max(most, int(sent.max()))
+    out, back = (
+        most * (size / setting.bytes_per_s + setting.latency_s)
+        for size in (setting.expert_bytes, setting.gradient_bytes)
+    )
+    hidden = experts + setting.beside_s
+    whole = 4 * exchange + 3 * experts + max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
+    return Times(exchange, experts, out, back, whole)
+
+
+def at_copies(counts: Ints, copies: Ints) -> Balance:
+    """Where each rank that has a copy computes all of its own rows for that expert with it."""
+    ordered = copies[np.lexsort((copies[:, 1], copies[:, 0]))]
+    experts, ranks = ordered.T
+    number = counts[ranks, experts]
+    diverted = np.stack((experts, ranks, ranks, number), axis=1)
+    return Balance(ordered, diverted[number > 0])

@@ -1,0 +1,213 @@
+"""Policies of expert load: the paper's numbers, what holds for every one of them, and how far from
+the best they are where that can be found by trying everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.policy.balance import (
+    Search,
+    faster_moe,
+    llep,
+    pro_prophet,
+    quota,
+    rows,
+    times,
+    top_k_broadcast,
+)
+from moesaic.policy.balance.model import at_copies
+
+Policy = Callable[[Ints, Setting], Balance]
+POLICIES: dict[str, Policy] = {
+    "pro-prophet": pro_prophet,
+    "pro-prophet, eager": partial(pro_prophet, search=Search(0.5, left_out=1)),
+    "faster-moe": faster_moe,
+    "top-2-broadcast": partial(top_k_broadcast, number=2),
+    "llep": llep,
+    "quota": quota,
+}
+ROOMY = {"llep", "quota"}
+"""Those that know of a limit to copies."""
+PAPER = np.array([[6, 1, 1, 0], [5, 2, 0, 1], [4, 1, 3, 0], [2, 2, 1, 3]])
+PAPERS = Setting(np.arange(4), 4, 4.0, 1.0, 2.0, 8.0, 8.0, beside_s=1.0)
+
+
+def test_the_papers_start() -> None:
+    found = rows(PAPER, PAPERS.homes, unchanged())
+    assert found.computed.tolist() == [17, 6, 5, 4]
+    assert found.received.tolist() == [11, 4, 2, 1]
+    assert times(PAPER, PAPERS, unchanged()).whole == 34.75
+
+
+@pytest.mark.parametrize(
+    ("left_out", "computed", "received", "plain_s", "hidden_s", "evened"),
+    [
+        (0, [6, 11, 9, 6], [0, 4, 2, 1], 24.25, 16.5, 2.4721),
+        (1, [8, 11, 9, 4], [2, 4, 2, 1], 22.25, 16.25, 2.0569),
+    ],
+)
+def test_the_papers_search(
+    left_out: int, computed: list[int], received: list[int], plain_s: float, hidden_s: float,
+    evened: float,
+) -> None:  # fmt: skip
+    from moesaic.policy.balance.prophet import _State
+
+    search = Search(1.0, left_out)
+    found = pro_prophet(PAPER, PAPERS, search)
+    assert found.copies.tolist() == [[0, rank] for rank in range(1, 4 - left_out)]
+    after = rows(PAPER, PAPERS.homes, found)
+    assert after.computed.tolist() == computed
+    assert after.received.tolist() == received
+    state = _State(after.computed, after.received)
+    assert state.step_s(PAPERS, 1, search._replace(hides=False)) == plain_s
+    assert state.step_s(PAPERS, 1, search) == hidden_s
+    assert np.std([17, 6, 5, 4]) / np.std(computed) == pytest.approx(evened, abs=5e-5)
+
+
+def test_the_papers_shadow() -> None:
+    assert faster_moe(PAPER, PAPERS).copies.tolist() == [[0, 1], [0, 2], [0, 3]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Ints, Setting]:
+    """Rows of a few ranks for a few experts, and what they cost."""
+    ranks, experts = draw(st.integers(1, 6)), draw(st.integers(1, 12))
+    each = st.lists(st.integers(0, 40), min_size=experts, max_size=experts)
+    counts = np.array(draw(st.lists(each, min_size=ranks, max_size=ranks)), np.int64)
+    homes = np.array(draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts)))
+    cost = st.floats(0.0, 30.0)
+    return counts, Setting(
+        homes, ranks, draw(st.floats(0.1, 10.0)), draw(cost), draw(st.floats(0.1, 10.0)),
+        draw(cost), draw(cost), draw(st.floats(0.0, 1.0)), draw(cost),
+        relays=draw(st.booleans()), room=draw(st.none() | st.integers(0, 3)),
+        least_rows=draw(st.integers(0, 5)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_every_row_has_one_place(name: str, case: tuple[Ints, Setting]) -> None:
+    counts, setting = case
+    found = POLICIES[name](counts, setting)
+    copies = {tuple(pair) for pair in found.copies.tolist()}
+    assert len(copies) == len(found.copies)
+    assert all(setting.homes[expert] != rank for expert, rank in copies)
+    away = np.zeros_like(counts)
+    for expert, source, target, number in found.diverted.tolist():
+        assert number > 0
+        assert (expert, target) in copies
+        away[source, expert] += number
+    assert (away <= counts).all()
+    after = rows(counts, setting.homes, found)
+    assert after.computed.sum() == counts.sum()
+    assert after.sent.sum() == after.received.sum()
+    assert min(map(min, after)) >= 0
+    if name in ROOMY and setting.room is not None:
+        assert np.bincount(found.copies[:, 1], minlength=setting.ranks).max() <= setting.room
+    again = POLICIES[name](counts.copy(), setting)
+    assert all(np.array_equal(*pair) for pair in zip(found, again, strict=True))
+
+
+@given(case=cases())
+@settings(max_examples=300, deadline=None)
+def test_rows_are_what_a_walk_over_all_of_them_finds(case: tuple[Ints, Setting]) -> None:
+    counts, setting = case
+    found = llep(counts, setting, threshold=1.0, least_rows=1)
+    where = {(e, s): [] for e in range(counts.shape[1]) for s in range(len(counts))}
+    for expert, source, target, number in found.diverted.tolist():
+        where[expert, source] += [target] * number
+    computed, sent, received = (np.zeros(setting.ranks, np.int64) for _ in range(3))
+    for (expert, source), targets in where.items():
+        for at in range(int(counts[source, expert])):
+            target = targets[at] if at < len(targets) else int(setting.homes[expert])
+            computed[target] += 1
+            sent[source] += source != target
+            received[target] += source != target
+    after = rows(counts, setting.homes, found)
+    assert [one.tolist() for one in after] == [one.tolist() for one in (computed, sent, received)]
+
+
+@given(case=cases())
+@settings(max_examples=300, deadline=None)
+def test_ours_is_never_modelled_worse_than_leaving_alone(case: tuple[Ints, Setting]) -> None:
+    counts, setting = case
+    alone, found = (times(counts, setting, one).whole for one in (unchanged(), quota(*case)))
+    assert found <= alone * (1 + 1e-12)
+
+
+def test_ours_leaves_even_loads_alone() -> None:
+    counts = np.full((4, 8), 100) + np.arange(8) % 2
+    assert not len(quota(counts, PAPERS._replace(homes=np.arange(8) // 2)).copies)
+
+
+def test_ours_evens_out_one_hot_expert_where_copies_cost_nothing() -> None:
+    counts = np.full((4, 8), 10)
+    counts[:, 3] = 200
+    setting = Setting(np.arange(8) // 2, 4, 1.0, 0.0, 1.0, 0.0, 0.0)
+    after = rows(counts, setting.homes, quota(counts, setting))
+    assert np.ptp(after.computed) <= 1
+
+
+def test_spilling_begins_where_the_busiest_rank_has_so_much_more_than_the_mean() -> None:
+    counts = np.array([[13, 10, 9, 8]])
+    counts = np.concatenate([counts] * 4)
+    assert not len(llep(counts, PAPERS, threshold=1.3).copies)
+    assert len(llep(counts, PAPERS, threshold=1.29).copies)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ours_is_near_the_best_placement_of_own_rows(seed: int) -> None:
+    """Of all sets of copies at which ranks compute their own rows, tried one by one; ours may do
+    better, as it sends rows to copies as well."""
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(0, 20, (3, 3))
+    counts[:, seed % 3] *= 4
+    setting = Setting(np.arange(3), 3, 1.0, 0.2, 1.0, 5.0, 5.0, beside_s=4.0)
+    pairs = [(e, r) for e, r in product(range(3), range(3)) if e != r]
+    best = min(
+        times(counts, setting, at_copies(counts, np.array(chosen, np.int64).reshape(-1, 2))).whole
+        for number in range(len(pairs) + 1)
+        for chosen in combinations(pairs, number)
+    )
+    assert times(counts, setting, quota(counts, setting)).whole <= 1.1 * best
+
+
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "experts", "skew", "bytes_per_s"),
+    [
+        (16, 16, 1.2, 2e9), (16, 16, 0.6, 2e9), (16, 64, 1.2, 2e9), (64, 256, 1.2, 2e9),
+        (64, 256, 1.2, 1e10), (64, 256, 0.8, 5e10), (8, 16, 1.2, 1e8), (2, 16, 1.2, 1e12),
+        (64, 64, 0.0, 1e10),
+    ],
+)  # fmt: skip
+def test_ours_is_modelled_about_as_fast_as_the_best_of_all(
+    ranks: int, experts: int, skew: float, bytes_per_s: float, relays: bool
+) -> None:
+    """Rows by Zipf, of ranks alike and unlike, experts of 8 MB."""
+    draw = np.random.default_rng(7)
+    odds = draw.permutation(np.arange(1, experts + 1.0) ** -skew)
+    odds /= odds.sum()
+    expert_bytes = 4.0 * 2 * 1024 * 2048
+    setting = Setting(
+        np.arange(experts) * ranks // experts, ranks, 4e6, 2048.0, bytes_per_s, expert_bytes,
+        expert_bytes, latency_s=1e-5, beside_s=1e-3, relays=relays,
+    )  # fmt: skip
+    alike = draw.multinomial(8192, odds, size=ranks)
+    unlike = np.stack([draw.multinomial(8192, draw.dirichlet(20 * odds)) for _ in range(ranks)])
+    for counts in (alike, unlike):
+        step_s = {
+            name: times(counts, setting, policy(counts, setting)).whole
+            for name, policy in POLICIES.items()
+        }
+        assert step_s["quota"] <= min(step_s.values()) * 1.03, step_s
