@@ -8,10 +8,10 @@ travel, rows come about in order of (slot, global token), the same whatever the 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -127,16 +127,12 @@ class Dispatcher:
         slots_TK, counts_RCS = self._to_slots(slots_TK), counted.counts_RCE
         if self._slots is not None:
             counts_RCS = counts_RCS[..., self._slots]
-        stays = list[There]()
+        stays: Iterator[There] = iter(())
         if self._pieces:
             here_TK = self.ranks.has(slots_TK, self.experts)
-            local = tokens_TH, _weighed(weights_TK, here_TK, tokens_TH), slots_TK, here_TK
-            pieces = (_split(column, self._pieces) for column in local)
-            stays = [self._stay(*piece) for piece in zip(*pieces, strict=True)]
-            slots_TK, present_TK = (
-                slots_TK.masked_fill(here_TK, self.experts),
-                present_TK & ~here_TK,
-            )
+            stays = self._stay(tokens_TH, weights_TK, slots_TK, here_TK)
+            slots_TK = slots_TK.masked_fill(here_TK, self.experts)
+            present_TK = present_TK & ~here_TK
             counts_RCS = self.ranks.of_others(counts_RCS)
         columns = tokens_TH, _weighed(weights_TK, present_TK, tokens_TH), slots_TK, present_TK
         cut = zip(*(self._cut(column) for column in columns), counts_RCS.unbind(1), strict=True)
@@ -149,12 +145,18 @@ class Dispatcher:
 
     def _stay(
         self, tokens_TH: Tensor, weights_TK: Tensor, slots_TK: Tensor, here_TK: Tensor
-    ) -> There:
-        """A piece of what is for experts of this rank, for them to add up."""
+    ) -> Iterator[There]:
+        """What is for experts of this rank, for them to add up, in equal pieces of rows: most slots
+        are in one piece. It is worked out when the first piece is asked for."""
         own = self.ranks.slots(self.experts)
         slots_TK = torch.where(here_TK, slots_TK - own.start, len(own))
         counts_S = torch.bincount(slots_TK.reshape(-1), minlength=len(own) + 1)[:-1].cpu()
-        return tokens_TH, routes(slots_TK, here_TK, counts_S), weights_TK
+        whole, first = routes(slots_TK, here_TK, counts_S), 0
+        for number in even(int(counts_S.sum()), self._pieces):
+            piece = whole.piece(first, first + number)
+            assert piece.present_NK is not None
+            yield tokens_TH, piece, _weighed(weights_TK, piece.present_NK, tokens_TH)
+            first += number
 
     def _depart(self, leaving: Leaving, visits: Visits | None) -> Sent:
         if not self.ranks.carriers:
@@ -166,7 +168,7 @@ class Dispatcher:
 
     def _cut(self, tokens: Tensor) -> Sequence[Tensor]:
         """What is of each chunk of this rank's tokens."""
-        return (tokens,) if self.chunks == 1 else _split(tokens, self.chunks)
+        return (tokens,) if self.chunks == 1 else tokens.split(even(len(tokens), self.chunks))
 
     def _to_slots(self, experts: Tensor) -> Tensor:
         """The slot of each expert, of all slots of the group, and after them that of nobody."""
@@ -188,11 +190,11 @@ class Underway:
     """
 
     def __init__(
-        self, departures: Sequence[Callable[[], Sent]], stays: Sequence[There] = ()
+        self, departures: Sequence[Callable[[], Sent]], stays: Iterable[There] = ()
     ) -> None:
         """Launch the first chunk; of what `stays` there is a piece more than chunks, or nothing."""
         first, *self._departures = departures
-        self._stays = deque(stays)
+        self._stays = iter(stays)
         self._coming = first()
 
     def through(self, compute: Compute) -> Tensor:
@@ -210,20 +212,12 @@ class Underway:
             before = [sent]
         here += self._next_stays(compute)
         home.append(sent.come_home())
-        return _joined(home) + _joined(here) if here else _joined(home)
+        joined = home[0] if len(home) == 1 else torch.cat(home)
+        return reduce(torch.add, here, joined)
 
     def _next_stays(self, compute: Compute) -> list[Tensor]:
         """What experts make of the next piece of what stays here, if there is one."""
-        return [compute(*self._stays.popleft())] if self._stays else []
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _split(tokens: Tensor, parts: int) -> Sequence[Tensor]:
-    found: Sequence[Tensor] = tokens.split(even(len(tokens), parts))
-    return found
+        return [compute(*piece) for piece in islice(self._stays, 1)]
 
 
 def _weighed(weights_TK: Tensor, present_TK: Tensor, like: Tensor) -> Tensor:

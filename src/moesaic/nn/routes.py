@@ -36,6 +36,16 @@ class Routes(NamedTuple):
         """The token that each row is a copy of."""
         return self.order_R if self.rows_NK is None else self.order_R // self.rows_NK.shape[1]
 
+    def piece(self, first: int, stop: int) -> Routes:
+        """Of the rows from one to another."""
+        assert self.rows_NK is not None
+        assert self.present_NK is not None
+        ends = self.counts.cumsum(0)
+        counts = ends.clamp(first, stop) - (ends - self.counts).clamp(first, stop)
+        present_NK = self.present_NK & (self.rows_NK >= first) & (self.rows_NK < stop)
+        rows_NK = torch.where(present_NK, self.rows_NK - first, 0)
+        return Routes(counts, self.order_R[first:stop], rows_NK, present_NK)
+
     def add_up(self, rows_RH: Tensor, weights_NK: Tensor | None = None) -> Tensor:
         """Sums of each token's rows, in the order of its choices, weighted if there are weights."""
         assert self.rows_NK is not None

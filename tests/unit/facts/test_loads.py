@@ -78,3 +78,25 @@ def test_visits_that_are_known_are_taken_as_they_are() -> None:
     across, within = found[3].trips
     assert (across.to, across.back) == ([2, 3], [3, 3])
     assert (within.to, within.back) == ([6, 0], [0, 0])
+
+
+@pytest.mark.parametrize("recorded", ["along", "first"])
+@pytest.mark.parametrize("local", ["along", "first"])
+def test_visits_to_other_ranks_are_known_whatever_becomes_of_local_ones(
+    local: str, recorded: str
+) -> None:
+    # Four choices of each of 40 tokens are on one rank: half of them on the own one.
+    rows = np.full((2, 8), 20)
+    visits = np.full((2, 2), 20)
+    if recorded == "first":
+        visits[[0, 1], [0, 1]] = 0
+    job = tiny_job(
+        model={"layers": 1, "top_k": 4}, layout={"ep": 2, "dispatch": "visits", "local": local}
+    )
+    plan = lay_out(job.layout, job.model, 2)
+    (trip,) = routed(job, plan, 0, [np.concatenate([rows, visits], axis=1)])[0].trips
+    assert (trip.to[1], trip.back[1]) == (20, 20)
+    if local == "first":
+        assert trip.to[0] == 0
+    elif recorded == "along":
+        assert trip.to[0] == 20

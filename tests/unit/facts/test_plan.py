@@ -527,3 +527,10 @@ def test_predictions_are_of_a_plan_before_it_was_edited() -> None:
     there = plan.model_copy(update={"places": [RankPlace.model_validate(PLACE)] * 2})
     assert len({basis(job, one) for one in (plan, swapped, again)}) == 3
     assert basis(job, there) == basis(job, plan)
+
+
+def test_a_plan_that_says_nothing_of_local_tokens_keeps_its_digest() -> None:
+    job = tiny_job(layout={"ep": 2})
+    assert basis(job, planned(job, 2)) == "5cbbc346dce2e11e"
+    first = tiny_job(layout={"ep": 2, "local": "first"})
+    assert basis(first, planned(first, 2)) != basis(job, planned(job, 2))

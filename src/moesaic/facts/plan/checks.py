@@ -108,6 +108,9 @@ def basis(job: Job, plan: Plan) -> str:
     """A digest of what predictions of a step rest on, machines aside: the job's work, the plan's
     decisions."""
     job = ruled(job, plan)
+    decided = plan.model_dump(include=_DECISIVE)
+    if plan.local == "along":  # So has every plan that does not say, and digests of those are kept.
+        del decided["local"]
     work = {
         "model": job.model.model_dump(exclude={"extras", "init_std", "max_positions"}),
         "routing": job.routing.router,
@@ -117,7 +120,7 @@ def basis(job: Job, plan: Plan) -> str:
         "moments": job.optimizer.moments,
         "finetune": job.finetune and job.finetune.model_dump(exclude={"alpha"}),
         "asynchronous": job.checkpoint.asynchronous,
-        "plan": plan.model_dump(include=_DECISIVE),
+        "plan": decided,
     }
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 

@@ -153,9 +153,10 @@ def _moe_bytes(s: Sizes, plan: Plan, routed: Routed) -> int:
         passing = 2 * sum(trip.arriving for trip in trips[:-1])
         indices += (arriving + passing) * INDEX_BYTES
         rows += (arriving + leaving) * model.hidden
-    if local:  # Pieces are routed by themselves, with weights of their own.
-        indices += (2 * sent + routed.pieces * (len(slots) + 1)) * INDEX_BYTES + sent
-        rows += 2 * sum(local) * s.ffn + sent
+    if local:  # Pieces of one order of rows are each told from others, and weighed.
+        indices += (sent + routed.pieces * (sent + len(slots))) * INDEX_BYTES
+        indices += routed.pieces * sent
+        rows += 2 * sum(local) * s.ffn + routed.pieces * sent
     if (local or not trips) and (s.casts or s.expert_slices > 1):
         rows += s.sent * model.hidden  # Else it is the stream, which the router has kept.
     kept = _norm_bytes(s) + s.stream * s.wide + routing + indices + (rows + sent) * s.narrow

@@ -54,23 +54,28 @@ def stops(plan: Plan) -> list[int]:
     return [plan.ep, plan.hosts] if plan.trips > 1 else [plan.ep]
 
 
-def _known_visits(plan: Plan, load: ArrayLike | None) -> Counts | None:
-    """Tokens [ranks, stops] of each rank that visit each stop, if `load` tells.
+def _visits(
+    plan: Plan, load: ArrayLike | None, places: Sequence[int], expected: list[Counts]
+) -> list[Counts]:
+    """Tokens [ranks, stops] of the ranks at `places` that visit each stop, as far as `load` tells;
+    `expected`, where it does not.
 
-    Visits of a run in which what was local was not among them say nothing of one in which it is,
-    and the other way round.
+    What is local is among visits of a rank to itself, and to its host, alone: where the run had it
+    otherwise than the plan, those are what to expect.
     """
     given = np.zeros(0) if load is None else np.asarray(load)
     if given.ndim != 2 or given.shape[1] != plan.experts + sum(stops(plan)):
-        return None
-    visits: Counts = given[:, plan.experts :].astype(np.int64)
-    places = np.arange(len(given))
-    at_home = _by_stop(plan, given[:, : plan.experts].astype(np.int64), plan.ep)
-    if at_home[places, places % plan.ep].any():
-        apart = not visits[places, places % plan.ep].any()
-        if apart != (plan.local == "first"):
-            return None
-    return visits
+        return expected
+    told = given[places].astype(np.int64)
+    found: list[Counts] = np.split(told[:, plan.experts :], stops(plan)[:-1], axis=1)
+    ranks, own = np.arange(len(places)), np.array(places) % plan.ep
+    apart = not found[0][ranks, own].any()
+    at_home = _by_stop(plan, told[:, : plan.experts], plan.ep)[ranks, own]
+    if at_home.any() and apart != (plan.local == "first"):
+        for visits, guess in zip(found, expected, strict=True):
+            at = own * visits.shape[1] // plan.ep
+            visits[ranks, at] = guess[ranks, at]
+    return found
 
 
 def _by_stop(plan: Plan, counts: Counts, stops: int) -> Counts:
@@ -267,22 +272,28 @@ class Routed(NamedTuple):
             found.append(Routed(leaving, chunk, trips, self.visits))
         return found
 
-    def staying(self) -> Routed:
+    def all_local(self) -> Routed:
         """All that is local, as if nothing else were there."""
         rows = list(self.local)
         return Routed(sum(rows), rows, (), False, self.pieces, partly=True)
 
-    def stays(self) -> list[Routed]:
-        """Each piece of what is local, as if all were alike."""
-        cut = _cut(self.local, self.pieces) if self.local else []
-        return [Routed(sum(rows), rows, (), visits=False) for rows in cut]
+    def local_pieces(self) -> list[Routed]:
+        """Each piece of what is local, slot after slot."""
+        found, before = [], 0
+        ends = np.cumsum(self.local)
+        for number in even(sum(self.local), self.pieces) if self.local else []:
+            cut = np.clip(ends, before, before + number)
+            rows = np.diff(cut, prepend=before).tolist()
+            found.append(Routed(number, rows, (), visits=False, partly=True))
+            before += number
+        return found
 
     def turns(self) -> list[Routed]:
         """What is computed, in that order."""
-        stays, found = self.stays(), list[Routed]()
+        pieces, found = self.local_pieces(), list[Routed]()
         for at, chunk in enumerate(self.apart()):
-            found += [*stays[at : at + 1], chunk]
-        return [*found, *stays[self.chunks :]]
+            found += [*pieces[at : at + 1], chunk]
+        return [*found, *pieces[self.chunks :]]
 
 
 def _cut(slots: Sequence[int], parts: int) -> list[list[int]]:
@@ -330,10 +341,8 @@ def _trips(
             leaving(counts, plan, rank),
         )
     else:
-        known = _known_visits(plan, load)
-        stopping = _expected_stops(job, plan, own, everything)
-        if known is not None:
-            stopping = np.split(known[places], where[:1], axis=1)
+        expected = _expected_stops(job, plan, own, everything)
+        stopping = _visits(plan, load, places, expected)
         tokens = int(np.diff(_ends(job, plan), prepend=0)[places[me]])
     if len(ways) == 1:
         to, back = stopping[0][me], stopping[0][:, me]

@@ -220,20 +220,16 @@ class Step:
     def _stayed(self, routed: Routed) -> int:
         """The same in the last piece of what is local, with which they begin, while gradients of
         the last chunk's results come."""
-        s, one, (last, *_) = self.s, routed.apart()[-1], routed.stays()[::-1]
+        s, one, last = self.s, routed.apart()[-1], routed.local_pieces()[-1]
         handed = one.trips[-1].arriving + one.visits * one.trips[0].leaving
-        rows = handed * s.model.hidden + 2 * last.leaving + self.rows(last, self._piece(routed))
+        rows = handed * s.model.hidden + 2 * last.leaving + self.rows(last)
         return rows * s.narrow + 2 * last.leaving * INDEX_BYTES
 
     def _let_go(self, routed: Routed) -> int:
         """What that piece has let go when they come to what has travelled, but for gradients of its
         tokens."""
-        rows = routed.stays()[-1].leaving
-        return (2 * self.s.ffn * rows - self._piece(routed) * self.s.model.hidden) * self.s.narrow
-
-    def _piece(self, routed: Routed) -> int:
-        """Tokens of a piece."""
-        return self.s.sent // routed.pieces
+        rows = routed.local_pieces()[-1].leaving
+        return (2 * self.s.ffn * rows - self.s.sent * self.s.model.hidden) * self.s.narrow
 
     def _gradient_size(self, parameter: Parameter) -> int:
         """Elements of what lies on this rank of the gradient of a dense parameter."""
@@ -343,9 +339,9 @@ class Step:
         cast = s.casts * s.stream * s.narrow
         return max(most, joined + cast + max(joined, rows + weight * s.narrow))
 
-    def rows(self, routed: Routed, tokens: int | None = None, *, stay: bool = False) -> int:
+    def rows(self, routed: Routed, *, stay: bool = False) -> int:
         """Elements that an expert layer's rows take beside the gradients of their results, share by
-        share; of so many `tokens`, or all; gradients between the products may `stay`."""
+        share; gradients between the products may `stay`."""
         model, rows = self.s.model, sum(routed.slots)
         shares, between = self._shares(routed.slots), 2 * self.s.ffn * stay
         whole, most, done = rows * model.hidden, 0, 0
@@ -361,7 +357,7 @@ class Step:
             weights = one if self.on_cpu else num_slots * one
             most = max(most, before + copied + max(5 * inner, 4 * inner + one), after + weights)
         if not routed.by_rows:  # Sums by token, at last.
-            sums = routed.trips[-1].arriving if routed.visits else tokens or self.s.sent
+            sums = routed.trips[-1].arriving if routed.visits else self.s.sent
             most = max(most, whole + done * between + sums * model.hidden)
         return most
 

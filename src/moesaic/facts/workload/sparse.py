@@ -13,6 +13,8 @@ EXPERTS = "experts"
 
 _DISPATCH_BYTES = 132
 """Per token and choice, read and written as indices, masks and counts: an estimate."""
+_PIECE_BYTES = 90
+"""The same of each piece of what is local."""
 
 
 def router(s: Sizes) -> Part:
@@ -55,20 +57,24 @@ def dispatch(s: Sizes, routed: Routed) -> Part:
 
 
 def _local_ahead(s: Sizes, routed: Routed) -> Op:
-    """What is local told from what travels, and which rows stand where, piece by piece."""
+    """What is local told from what travels, and which rows stand where, of all and piece by
+    piece."""
     chosen, pieces = s.sent * s.model.top_k, routed.pieces
-    moved = chosen * (_DISPATCH_BYTES + 2 * s.wide + 24) + s.cast(chosen)
+    each = _DISPATCH_BYTES + _PIECE_BYTES * pieces - 20 + 30 * routed.visits
+    moved = chosen * each + s.cast(chosen) * pieces
     again = 4 + 2 * (len(routed.trips) - 1) if routed.visits else 0
-    return Op("", (), moved, 11 + 9 * pieces + again)
+    return Op("", (), moved, 19 + 14 * pieces + s.casts * (pieces - 1) + again)
 
 
 def _local_behind(s: Sizes, routed: Routed) -> Op:
-    """Gradients of pieces put together, and added to those of what travels."""
+    """Gradients of each piece, added to those of what travels."""
     if s.begins and not s.learning.routers:
         return Op("")
     width = (not s.begins) * s.model.hidden + s.learning.routers * s.model.top_k
-    summed = (s.model.top_k + 1) * s.sent * s.model.hidden
-    return Op("", (), (5 * s.sent * width + summed) * s.narrow, 6)
+    pieces, chosen = routed.pieces, s.sent * s.model.top_k
+    moved = pieces * (3 * s.sent * width + (chosen + s.sent) * s.model.hidden) * s.narrow
+    moved += (pieces - 1) * chosen * _PIECE_BYTES // 2
+    return Op("", (), moved, 4 * pieces + s.casts * (pieces - 1))
 
 
 def _rows(s: Sizes, routed: Routed) -> Part:
@@ -238,8 +244,10 @@ def _adapted_experts(s: Sizes, slots: Sequence[int], rank: int, of_tokens: bool)
 def combine(s: Sizes, routed: Routed) -> Part:
     """Results added up by token, by weight; of visits where they are, and where they set out."""
     if routed.local:
-        found = _combine(s, routed), _combine(s, routed.staying())
-        return both(found[0][0], found[1][0]), both(found[0][1], found[1][1])
+        found, (ahead, behind) = _combine(s, routed), _combine(s, routed.all_local())
+        more = (routed.pieces - 1) * (s.model.top_k + 1) * s.sent * s.model.hidden * s.narrow
+        ahead = both(ahead, Op("", (), more))
+        return both(found[0], ahead), both(found[1], behind)
     return _combine(s, routed)
 
 
@@ -273,9 +281,9 @@ def _combine(s: Sizes, routed: Routed) -> Part:
 
 def joined(s: Sizes, routed: Routed) -> Part:
     """Chunks of results put together, and what is local added; gradients are cut as they are."""
-    moved, adds = _joined(s, routed, s.model.hidden), bool(routed.local)
-    moved += 5 * adds * s.sent * s.model.hidden * s.narrow
-    return Op("joined", (), moved, (routed.chunks > 1) + 2 * adds), Op("joined")
+    moved, adds = _joined(s, routed, s.model.hidden), routed.pieces
+    moved += 3 * adds * s.sent * s.model.hidden * s.narrow
+    return Op("joined", (), moved, (routed.chunks > 1) + adds), Op("joined")
 
 
 def beside(s: Sizes) -> Part:
