@@ -5,6 +5,7 @@ Here is what is about chunks; under other axes, and in every family, they are in
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from moesaic.dist.world import World
 from moesaic.facts.plan import lay_out
 from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.travel import There
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import ranks_of
@@ -97,10 +99,20 @@ def test_what_tokens_become_does_not_depend_on_chunks(ranks: Ranks, way: dict[st
 
 @pytest.mark.parametrize("way", [ROWS, VISITS], ids=["rows", "visits"])
 def test_what_is_local_is_computed_while_tokens_travel(ranks: Ranks, way: dict[str, Any]) -> None:
-    """Half of it on their way to experts, half on the way of results; so in backward."""
+    """Half of it on their way to experts, half on the way of results; so in backward. Which rows
+    stand where is found on the way, too."""
     passes = ranks.run(2, order_of_things, {"ep": 2, **FIRST, **way})
     expected = ["leave", "compute", "come", "compute", "leave", "compute", "come"]
-    assert passes == [[expected, expected]] * 2
+    assert passes == [[["leave", "sort", *expected[1:]], expected]] * 2
+
+
+def test_what_is_local_is_computed_before_between_and_after_chunks(ranks: Ranks) -> None:
+    passes = ranks.run(2, order_of_things, {"ep": 2, "chunks": 2, **FIRST, **ROWS})
+    first = ["leave", "compute", "come", "leave", "compute", "leave", "compute"]
+    ahead = [*first, "come", "compute", "come", "leave", "compute", "come"]
+    turned = {"leave": "come", "come": "leave"}
+    behind = [turned.get(one, one) for one in reversed(ahead)]
+    assert passes == [[["leave", "sort", *ahead[1:]], behind]] * 2
 
 
 def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
@@ -109,7 +121,10 @@ def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
     plan, told = lay_out(job.layout, job.model, world.size), list[str]()
     own = ranks_of(plan, world)
     own = replace(own, carriers=tuple(Telling(carrier, told) for carrier in own.carriers))
-    dispatcher = Dispatcher(8, own, visits=plan.dispatch == "visits", local_first=True)
+    dispatcher = Watched(
+        8, own, visits=plan.dispatch == "visits", chunks=plan.chunks, local_first=True
+    )
+    dispatcher.told = told
     bank = Bank(range(4), hidden=8, ffn=4)
     torch.nn.init.normal_(bank.arena)
     tokens = torch.randn(12, 8, requires_grad=True)
@@ -130,6 +145,16 @@ def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
     told.clear()
     out.sum().backward()
     return [ahead, told]
+
+
+class Watched(Dispatcher):
+    """A dispatcher that says when it sorts what is local."""
+
+    told: list[str]
+
+    def _stay(self, *tensors: torch.Tensor) -> Iterator[There]:
+        self.told.append("sort")
+        yield from super()._stay(*tensors)
 
 
 @dataclass

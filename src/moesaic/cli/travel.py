@@ -47,9 +47,9 @@ def cheapest(
     loads: Sequence[NDArray[np.float64]] | None,
     traffic: Traffic,
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """`plan`, in which tokens travel in the way, in as many chunks and beside as much computing
-    that a step is the shortest, where `job` leaves that open; and other ways, with about how much
-    longer it would be.
+    """`plan` with the way of tokens that makes a step the shortest, and then with what shortens it
+    further, chunks and local tokens first, where `job` leaves that open; and other ways, with about
+    how much longer a step would be.
 
     Without `loads` all expert layers are alike, and as few as there can be show which one it is.
     Sums of gradients travel whichever it is, and are left to the end.

@@ -220,7 +220,8 @@ def by_onednn(rows: Tensor, weight: Tensor) -> bool:
 
 def _evenly(rows: Tensor, count: int, matrix: Tensor, *, transposed: bool) -> bool:
     """Whether oneDNN multiplies so many rows and a matrix of a slot, in even numbers of rows; in
-    bf16 it would do so in any case where the processor has such products."""
+    bf16 it would do so in any case where the processor has such products. Where it gains little, it
+    does large matrices alone, and numbers of rows that are nearly even as they are."""
     single = count == 1 and not transposed  # The other library is quicker at that.
     if rows.device.type != "cpu" or single or count * matrix.numel() < _WORTH:
         return False
@@ -273,7 +274,11 @@ def engine(device: torch.device, dtype: torch.dtype) -> str:
     """What multiplies rows of experts there, for a person."""
     if device.type != "cpu":
         return "torch's grouped product" if dtype == torch.bfloat16 else "torch.mm, one by one"
-    by = "oneDNN (torch.mm where they are small)" if _has_onednn(dtype) else "torch.mm"
+    by = "torch.mm"
+    if _has_onednn(dtype):
+        rarely = dtype == torch.float32 and not prefers_copies()
+        others = "matrices are small or rows no multiple of 16" if rarely else "they are small"
+        by = f"oneDNN (torch.mm where {others})"
     crew = threads.crew()
     alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
     return f"{by}, one by one{alone}"

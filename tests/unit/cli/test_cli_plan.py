@@ -174,7 +174,7 @@ def test_tokens_go_in_as_many_parts_and_beside_as_much_as_is_shortest(
         assert (plan["chunks"], plan["local"]) == min(left, key=lambda way: left[way])
     as_json = []
     parts, beside = f" in {best[0]} parts" * (best[0] > 1), best[1] == "first"
-    words = f"once to each of 2 hosts{parts}{' beside local ones' * beside}"
+    words = f"once to each of 2 hosts{parts}{' while local ones are computed' * beside}"
     assert f"{words}; longer by about" in told()
 
 

@@ -13,10 +13,13 @@ from moesaic.facts.plan import lay_out
 from moesaic.facts.workload.loads import Routed, routed
 from moesaic.testing.jobs import tiny_job
 
+FIRST = {"local": "first"}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"ep": 2}), (4, {"ep": 4}), (8, {"ep": 4}), (4, {"ep": 4, "hosts": 2}),
     (8, {"ep": 8, "hosts": 2}), (8, {"ep": 8, "hosts": 4}), (16, {"ep": 8, "hosts": 2, "tp": 2}),
     (8, {"ep": 4, "hosts": 4}), (8, {"ep": 4, "hosts": 2, "tp": 2, "etp": 2}),
+    (8, {"ep": 4, **FIRST}), (8, {"ep": 8, "hosts": 2, **FIRST}),
+    (8, {"ep": 4, "hosts": 2, "tp": 2, "etp": 2, "chunks": 2, **FIRST}),
 ]  # fmt: skip
 
 
@@ -47,11 +50,33 @@ def test_what_one_sends_another_gets(
                 assert found[other].trips[number].back[trip.group.index(rank)] == rows
             if dispatch == "visits":  # Which are expected, and so rounded, one by one.
                 assert max(trip.to) <= trip.tokens + size
-                assert trip.leaving >= trip.tokens * (number > 0) - size
+                if "local" not in layout:
+                    assert trip.leaving >= trip.tokens * (number > 0) - size
         if dispatch == "rows":
             assert one.trips[-1].arriving == sum(one.slots)
+        if "local" in layout:
+            straight = one.trips[-1] if len(one.trips) == 1 else one.trips[0]
+            assert len(one.trips) > 1 or straight.to[straight.group.index(rank)] == 0
+            turns = one.turns()
+            assert len(turns) == 2 * one.chunks + 1
+            assert sum(sum(turn.slots) for turn in turns) == one.num_rows
+            number = [sum(turn.slots) for turn in turns[::2]]
+            assert max(number) - min(number) <= 1
+            each = np.array([turn.slots for turn in turns[::2]])
+            assert each.sum(axis=0).tolist() == list(one.local)
+            # Slot after slot: of a piece that has begun, no slot before it is in a later one.
+            assert all(
+                not each[at + 1 :, : int(np.flatnonzero(row)[-1])].any()
+                for at, row in enumerate(each)
+                if row.any()
+            )
     firsts = [one.trips[0] for one in found]
-    assert sum(trip.tokens for trip in firsts) == tokens * (3 if dispatch == "rows" else 1)
+    away = sum(one.leaving for one in found)
+    assert away + sum(sum(one.local) for one in found) == tokens * 3
+    if dispatch == "rows":
+        assert sum(trip.tokens for trip in firsts) == away
+    else:
+        assert sum(trip.tokens for trip in firsts) == tokens
 
 
 def test_even_visits_are_those_of_experts_drawn_at_random() -> None:
@@ -64,6 +89,18 @@ def test_even_visits_are_those_of_experts_drawn_at_random() -> None:
     assert within.group == (0, 1)
     none_on_rank = 6 * 5 * 4 / (8 * 7 * 6)
     assert within.to == [2 * round(tokens / 4 * (1 - none_on_rank))] * 2
+
+
+def test_even_visits_beside_local_tokens_are_those_to_others() -> None:
+    layout = {"ep": 4, "hosts": 2, "dispatch": "visits", **FIRST}
+    (one, *_), tokens = everywhere(4, layout, None)
+    across, within = one.trips
+    # To this host: whose choices are among the two of the other rank there.
+    none_on_host, none_on_rank = 4 * 3 * 2 / (8 * 7 * 6), 6 * 5 * 4 / (8 * 7 * 6)
+    here, there = (round(tokens / 4 * (1 - none)) for none in (none_on_rank, none_on_host))
+    assert across.to == across.back == [here, there]
+    # Of the other host's tokens to both ranks, of this one's to the other rank.
+    assert within.to == [here, 2 * here]
 
 
 def test_visits_that_are_known_are_taken_as_they_are() -> None:

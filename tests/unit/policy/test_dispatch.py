@@ -55,6 +55,15 @@ def test_all_ways_are_tried() -> None:
     assert len(ways(plan_of(8), on(8))) == 1
 
 
+def test_a_person_reads_what_is_computed_meanwhile() -> None:
+    plan = plan_of(8, ep=8)
+    for update, words in (
+        ({"local": "first"}, "expert while local ones are computed"),
+        ({"local": "first", "chunks": 2}, "expert in 2 parts while local ones are computed"),
+    ):
+        assert f"tokens once to each {words}, dense" in in_words(plan.model_copy(update=update))
+
+
 def test_a_person_reads_it() -> None:
     words = [in_words(one) for one in ways(plan_of(8, ep=8), on(4, 4))]
     assert words == [

@@ -49,7 +49,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
 
 
 def _travelling(layout: LayoutConfig) -> dict[str, Any]:
-    """How tokens travel to experts of other ranks, and what becomes of others meanwhile."""
+    """How tokens travel to experts of other ranks, and when local ones are computed."""
     hosts = layout.hosts or 1
     if layout.hosts is not None and layout.dispatch == "auto":
         raise ConfigError(
@@ -188,11 +188,11 @@ def block_names(model: ModelConfig) -> list[str]:
 
 def travel_words(dispatch: str, hosts: int, ep: int, chunks: int = 1, local: str = "along") -> str:
     """How tokens travel between `ep` ranks on so many hosts."""
-    several, parts = 1 < hosts < ep, f" in {chunks} parts" * (chunks > 1)
-    parts += " beside local ones" * (local == "first")
+    several, how = 1 < hosts < ep, f" in {chunks} parts" * (chunks > 1)
+    how += " while local ones are computed" * (local == "first")
     if dispatch == "rows":
-        return "once to each expert" + f" by way of {hosts} hosts" * several + parts
-    return f"once to each {f'of {hosts} hosts' if several else 'rank'}{parts}"
+        return "once to each expert" + f" by way of {hosts} hosts" * several + how
+    return f"once to each {f'of {hosts} hosts' if several else 'rank'}{how}"
 
 
 def in_words(plan: Plan) -> str:

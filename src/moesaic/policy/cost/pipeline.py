@@ -153,14 +153,14 @@ class Part:
         adds, rows = kind in _LAST, self._of(stage)
         for row in rows if kind == "forward" else reversed(rows):
             works = [one_way(block, kind, first=stage == 0) for block in row]
-            several = lanes.plan.overlaps
-            computed = [() if several else work.ops for work in works]
+            woven = lanes.plan.overlaps
+            computed = [() if woven else work.ops for work in works]
             each = lanes.computing(computed, ranks)
             if adds:
                 more = lanes.computing([_only(one.update, _ADDING).ops for one in row], ranks)
                 each = tuple(a + b / times for a, b in zip(each, more, strict=True))
             yield Event(kind, PIPELINE, row[0].name, lanes.spread(each, ranks))
-            if several:
+            if woven:
                 yield from lanes.block_events(PIPELINE, row, works, ranks)
             else:
                 said = lanes.block_messages(PIPELINE, row[0].name, works, ranks)
