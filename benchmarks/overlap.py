@@ -63,7 +63,8 @@ def rows(rounds: int) -> Iterator[measure.Row]:
             yield measure.row(
                 f"{title}, {way}", float(np.median(shares)), "ratio",
                 bar=BAR if way == shown else "", interval=measure.bootstrap(shares),
-                against="limit: all of it, and copies that local first spares; an expert layer forward and backward, top 8 of 64, "
+                against="limit: all of it, and copies that local first spares; an expert layer "
+                "forward and backward, top 8 of 64, "
                 f"{TOKENS} tokens a rank, {layer_job({}).model.hidden} x {FFN}",
                 repeats=rounds,
             )  # fmt: skip
