@@ -327,7 +327,7 @@ CHUNKS: list[tuple[int, dict[str, Any], str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CHUNKS, ids=str)
+@pytest.mark.parametrize("case", sparing(CHUNKS, 3), ids=str)
 def test_chunks_allocate_what_is_predicted(
     ranks: Ranks, case: tuple[int, dict[str, Any], str, dict[str, Any]]
 ) -> None:
@@ -382,13 +382,19 @@ def test_slices_keep_what_is_predicted(ranks: Ranks, family: str, precision: str
     assert_kept(ranks, job, 2)
 
 
+TRAVELS = [
+    [dispatch, hosts, num, local, *model]
+    for dispatch in ("rows", "visits")
+    for hosts in (1, 2)
+    for num in (1, 3)
+    for local in ("along", "first")
+    for model in (("olmoe", {"precision": "bf16"}), ("deepseek", {}))
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "train"), [("olmoe", {"precision": "bf16"}), ("deepseek", {})], ids=["olmoe", "deep"]
+    ("dispatch", "hosts", "num", "local", "family", "train"), sparing(TRAVELS, 3), ids=str
 )
-@pytest.mark.parametrize("local", ["along", "first"])
-@pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("dispatch", ["rows", "visits"])
 def test_however_tokens_travel_ranks_keep_what_is_predicted(
     ranks: Ranks,
     dispatch: str,

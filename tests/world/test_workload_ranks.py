@@ -63,7 +63,7 @@ def seen(world: World, job: Job) -> Watched:
     return watch(job, lay_out(job.layout, job.model, world.size), world)
 
 
-@pytest.mark.parametrize("case", sparing(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", sparing(CASES, 9), ids=str)
 def test_slices_do_what_is_predicted(
     ranks: Ranks, case: tuple[int, dict[str, Any], str, str, bool]
 ) -> None:
