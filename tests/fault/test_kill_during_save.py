@@ -66,20 +66,22 @@ def save_until_killed(directory: Path, first_step: int, pipe: Connection) -> Non
 def save_and_die(
     world_of: tuple[int, int, int, str], directory: Path, step: int, victim: int, phase: str
 ) -> None:
-    """Two saves with room for one; the victim dies at `phase` of the second."""
+    """Two saves with room for one; the victim dies at `phase` of the second, for which nobody waits
+    long."""
     rank, size, port, prefix = world_of
     torch.set_num_threads(1)
-    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
-    deadline = timedelta(seconds=0.3)
-    world = World(rank, size, torch.device("cpu"), 0, deadline, store)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     num_saves = 0
 
     def die(name: str) -> None:
         if rank == victim and num_saves == 2 and name == phase:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    saver = Saver(directory, world, keep=1, phase=die)
-    for num_saves in (1, 2):
+    for num_saves, patience_s in ((1, 30.0), (2, 1.5)):
+        own = dist.PrefixStore(f"{prefix}/{num_saves}", store)
+        deadline = timedelta(seconds=patience_s)
+        world = World(rank, size, torch.device("cpu"), 0, deadline, own)
+        saver = Saver(directory, world, keep=1, phase=die)
         saver.save(state_at(step + num_saves, rank, size), step + num_saves, {})
         saver.wait()
 
