@@ -11,7 +11,7 @@ from types import ModuleType
 from benchmarks import generate, measure
 from moesaic.cli.start import sleep_soon
 
-THEMES = ("foundation", "facts", "families", "layer")
+THEMES = ("foundation", "facts", "families", "layer", "balance")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parts", nargs="?", const="", metavar="PART",
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
-        "of layer experts, hosts, overlap, fusion, embedding, peers, exchange or step; without a "
-        "name, the first",
+        "of layer experts, hosts, overlap, fusion, embedding, peers, exchange or step, of balance "
+        "host or hosts; without a name, the first",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.

@@ -99,7 +99,8 @@ class Layer:
     def ours(self) -> Tensor:
         """Forward."""
         counted = self._dispatcher.count(self.choices, training=True)
-        sent = self._dispatcher.start(self.tokens, self.weights, counted)
+        placed = self._dispatcher.place(counted)
+        sent = self._dispatcher.start(self.tokens, self.weights, placed)
         with self.bank.at_work() as compute:
             return sent.through(compute)
 

@@ -210,7 +210,8 @@ class Pass:
     def __call__(self) -> Tensor:
         """One pass."""
         counted = self._dispatcher.count(self._choices, training=False)
-        return self._dispatcher.start(self._tokens, self._weights, counted).through(nothing)
+        placed = self._dispatcher.place(counted)
+        return self._dispatcher.start(self._tokens, self._weights, placed).through(nothing)
 
     def counted(self) -> tuple[int, int]:
         """Bytes that this host sends over the link in a pass, and those of rows and visits.

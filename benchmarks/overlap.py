@@ -126,7 +126,7 @@ class Layer:
     def __call__(self) -> Tensor:
         """One pass; what the tokens' gradients are."""
         counted = self.dispatcher.count(self.choices, training=True)
-        sent = self.dispatcher.start(self.tokens, self.weights, counted)
+        sent = self.dispatcher.start(self.tokens, self.weights, self.dispatcher.place(counted))
         with self.bank.at_work(self.dispatcher.computations) as compute:
             return self._back(sent.through(compute))
 
@@ -134,7 +134,9 @@ class Layer:
         """One pass of experts that give back what they get."""
         counted = self.dispatcher.count(self.choices, training=True)
         return self._back(
-            self.dispatcher.start(self.tokens, self.weights, counted).through(nothing)
+            self.dispatcher.start(
+                self.tokens, self.weights, self.dispatcher.place(counted)
+            ).through(nothing)
         )
 
     def _back(self, out: Tensor) -> Tensor:

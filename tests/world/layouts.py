@@ -14,6 +14,7 @@ import pytest
 
 from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
+from moesaic.facts.balance import Balance, Ints
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
@@ -65,14 +66,22 @@ def run_layout(
     replay: str | None = None,
     homes: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
+    shaken: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
-    """Train on one rank; pieces are returned as (key, shape, offset, values)."""
+    """Train on one rank; pieces are returned as (key, shape, offset, values).
+
+    `shaken` seeds copies of experts at random, in the place of what a policy decides.
+    """
     plan = lay_out(job.layout, job.model, world.size)
     if homes is not None:
         plan = plan.model_copy(update={"homes_by_rank": homes})
     if stages is not None:
         plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    if shaken is not None:
+        for layer, moe in run.model.expert_layers():
+            homes = moe.dispatcher.homes
+            moe.balancer = Shaken(homes.places // homes.each, [shaken, layer])
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
     run.gradients(samples)
@@ -95,6 +104,7 @@ def run_layout(
                     "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
                     "dropped": sum(step.dropped.values()),
                     "counts": [c.tolist() for c in step.counts.values()],
+                    "copies": sum(one.copies for one in step.spread.values()),
                 }
             )  # fmt: skip
         if run.recorder:
@@ -104,16 +114,38 @@ def run_layout(
     return facts, gradients, state
 
 
+class Shaken:
+    """Copies at random, each of whom gets rows at random; every few times nobody does."""
+
+    def __init__(self, homes: Ints, seed: list[int]) -> None:
+        self._homes, self._draw = homes, np.random.default_rng(seed)
+
+    def __call__(self, counts: Ints) -> Balance:
+        share = self._draw.choice([0.0, 0.1, 0.4, 1.0])
+        chosen = self._draw.random(counts.T.shape) < share
+        chosen[np.arange(len(self._homes)), self._homes] = False
+        diverted = []
+        for expert, targets in enumerate(map(np.flatnonzero, chosen)):
+            for source, number in enumerate(counts[:, expert].tolist()):
+                odds = self._draw.dirichlet([0.3] * (len(targets) + 1))
+                for target, rows in zip(
+                    targets, self._draw.multinomial(number, odds), strict=False
+                ):
+                    diverted += [(expert, source, int(target), int(rows))] * bool(rows)
+        return Balance(np.argwhere(chosen), np.array(diverted, np.int64).reshape(-1, 4))
+
+
 def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
     return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
 
 
 def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:
     """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
-    wishes = (more.get(name) for name in ("record", "replay", "homes", "stages"))
+    wishes = (more.get(name) for name in ("record", "replay", "homes", "stages", "shaken"))
     results = ranks.run(size, run_layout, job, steps, *wishes)
-    for facts, _, _ in results[1:]:
-        assert facts == results[0][0], "ranks disagree about what happened"
+    said = [[{**step, "copies": 0} for step in facts] for facts, _, _ in results]  # Groups' own.
+    for facts in said[1:]:
+        assert facts == said[0], "ranks disagree about what happened"
     return Outcome(
         results[0][0], put_together([r[1] for r in results]), put_together([r[2] for r in results])
     )

@@ -140,7 +140,7 @@ def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
             return results
 
         counted = dispatcher.count(chosen.indices, training=True)
-        out = dispatcher.start(tokens, weights, counted).through(telling)
+        out = dispatcher.start(tokens, weights, dispatcher.place(counted)).through(telling)
     ahead = told.copy()
     told.clear()
     out.sum().backward()
@@ -152,9 +152,9 @@ class Watched(Dispatcher):
 
     told: list[str]
 
-    def _stay(self, *tensors: torch.Tensor) -> Iterator[There]:
+    def _stay(self, *there: Any) -> Iterator[There]:
         self.told.append("sort")
-        yield from super()._stay(*tensors)
+        yield from super()._stay(*there)
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 Home slots own parameters; their gradient is one tensor of the arena's shape. `acquire` begins a
 layer's forward pass and returns the slots, `release` ends it. Every home expert is always in place,
-so neither has anything to do yet; backward reads the arena after `release`.
+so neither has anything to do yet; backward reads the arena after `release`. Experts of other ranks
+may be there as guests, after the home slots, for one pass and its backward.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.nn.grouped import GatedExperts, Total, arena_views
+from moesaic.nn.guests import Guests
 from moesaic.nn.lora import AdaptedExperts, Adapters
 from moesaic.nn.routes import Routes
 from moesaic.nn.slices import WHOLE, Slices
@@ -48,14 +50,20 @@ class Bank(nn.Module):
         """Forward is through with the slots; backward may not be."""
 
     @contextmanager
-    def at_work(self, times: int = 1) -> Iterator[Compute]:
-        """What computes so many times in one forward pass of the layer."""
-        yield partial(self._compute, self.acquire(), Total(times))
+    def at_work(self, times: int = 1, guests: Guests | None = None) -> Iterator[Compute]:
+        """What computes so many times in one forward pass of the layer, with `guests` or none."""
+        if guests is None:
+            yield partial(self._compute, self.acquire(), None, Total(times))
+        else:
+            total = Total(times, guests.flight)
+            yield partial(self._compute, guests.arena, guests.guests, total)
+            total.receive_guests()  # What was sent is held until then, too.
         self.release()
 
     def _compute(
         self,
         arena: Tensor,
+        guests: Tensor | None,
         total: Total,
         tokens: Tensor,
         routes: Routes,
@@ -63,8 +71,14 @@ class Bank(nn.Module):
     ) -> Tensor:
         results: Tensor
         if self.adapters is None:
-            results = GatedExperts.apply(tokens, arena, weights_NK, self.ffn, total, *routes)
+            if guests is not None:  # Other ranks may have more of them.
+                num_slots = len(arena) + len(guests)
+                routes = routes._replace(counts=routes.counts[:num_slots])
+            results = GatedExperts.apply(
+                tokens, arena, guests, weights_NK, self.ffn, total, *routes
+            )
         else:
+            assert guests is None, "adapters have no guests"
             own, shape = self.adapters.arena, self.adapters.shape
             results = AdaptedExperts.apply(tokens, arena, own, weights_NK, shape, *routes)
         return results

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moesaic.facts.balance import Balance
 from moesaic.facts.job.model import RopeScaling
 from moesaic.nn.rope import frequencies, sharpness
 
@@ -70,6 +71,8 @@ class LayerFacts:
     once; on the host."""
     flips: int
     """This rank's assignments in which a replayed choice differs from the router's own."""
+    spread: Balance | None = None
+    """Which experts had copies, and who computed what; None: nobody was asked."""
 
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}

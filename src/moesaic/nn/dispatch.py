@@ -1,8 +1,9 @@
 """Dispatch: tokens to the slots of their experts, wherever those live, and results back.
 
 `count` says how many tokens go where, over all ranks: one all-gather of counts serves the exchange,
-the balance loss, capacity and the report. `start` launches the exchange of tokens. However they
-travel, rows come about in order of (slot, global token), the same whatever the layout.
+the balance loss, capacity and the report. `place` finds the slot of each row, which is that of its
+expert, or of a copy. `start` launches the exchange of tokens. However they travel, rows come about
+in order of (slot, global token), the same whatever the layout.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist.collectives import gather
+from moesaic.facts.balance import Balance
 from moesaic.facts.workload.loads import even
 from moesaic.nn.bank import Compute
+from moesaic.nn.guests import Homes
+from moesaic.nn.placement import Placement
 from moesaic.nn.router import NOBODY
 from moesaic.nn.travel import ByRows, Leaving, Ranks, RowsByHosts, Sent, Stay, There, routes
 from moesaic.nn.visits import ByHosts, ByVisits, Visits, stops
@@ -46,6 +51,23 @@ class Counted:
     def counts_RE(self) -> Tensor:
         """Assignments that are carried out."""
         return self.counts_RCE.sum(1)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where rows are computed; S slots of all ranks of the group."""
+
+    slots_TK: Tensor
+    """Of this rank's tokens; S where there is none."""
+    counts_RCS: Tensor
+    """Rows of each chunk of a rank's tokens, of ranks of the group; on the host."""
+    visits: list[Visits]
+    """As above."""
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.counts_RCS.shape[-1]
 
     @property
     def visits_RP(self) -> Tensor | None:
@@ -80,6 +102,7 @@ class Dispatcher:
         self.experts, self.ranks, self.capacity = experts, ranks, capacity
         in_turn = slots is None or list(slots) == list(range(experts))
         self._slots = None if in_turn or slots is None else list(slots)
+        self.homes = Homes(tuple(slots or range(experts)), len(ranks.group_ranks))
         self._places_E: Tensor | None = None
         self._stops = _stops(ranks) if visits else []
 
@@ -95,21 +118,13 @@ class Dispatcher:
         ids = known_TK + torch.arange(top_k, device=known_TK.device) * (self.experts + 1)
         each = top_k * (self.experts + 1)
         local = [torch.bincount(one.reshape(-1), minlength=each) for one in self._cut(ids)]
-        slots_TK = self._to_slots(known_TK) if self._stops else known_TK
-        if self._stops and self._pieces:
-            slots_TK = slots_TK.masked_fill(self.ranks.has(slots_TK, self.experts), self.experts)
-        asked_TP = [stops(slots_TK, self.experts, places) for places in self._stops]
-        stopping = [part.sum(0) for one in asked_TP for part in self._cut(one)]
-        said = torch.cat((*local, local[0].new_tensor([num_tokens]), *stopping))
+        going = self._going(self._to_slots(known_TK), self.experts)
+        said = torch.cat((*local, local[0].new_tensor([num_tokens]), *going.said))
         everywhere = gather(said, self.ranks.everyone).cpu()
-        sizes = [self.chunks * each, 1, *(self.chunks * places for places in self._stops)]
-        asked_R, tokens_R, *visits_R = everywhere.split(sizes, dim=1)
+        sizes = [self.chunks * each, 1, going.size]
+        asked_R, tokens_R, visits_R = everywhere.split(sizes, dim=1)
         asked_RCKE = asked_R.view(-1, self.chunks, top_k, self.experts + 1)[..., : self.experts]
-        visits = list[Visits]()
-        if asked_TP:
-            visits_RCP = torch.cat([one.view(len(one), self.chunks, -1) for one in visits_R], dim=2)
-            own = self._cut(slots_TK), self._cut(torch.cat(asked_TP, dim=1)), visits_RCP.unbind(1)
-            visits = [Visits(*chunk) for chunk in zip(*own, strict=True)]
+        visits = going.visits(visits_R)
         tokens, asked_KE = int(tokens_R.sum()), asked_RCKE.sum((0, 1))
         if self.capacity is None or not training:
             return Counted(experts_TK, asked_KE, asked_RCKE.sum(2), tokens, 0, visits)
@@ -120,23 +135,56 @@ class Dispatcher:
         dropped = int(asked_RCKE.sum() - kept_RCKE.sum())
         return Counted(kept_TK, asked_KE, kept_RCKE.sum(2), tokens, dropped, visits)
 
-    def start(self, tokens_TH: Tensor, weights_TK: Tensor, counted: Counted) -> Underway:
+    def place(self, counted: Counted, balance: Balance | None = None) -> Placed:
+        """Every row at home, or where `balance` has it."""
+        experts_TK = counted.experts_TK
+        experts_TK = torch.where(experts_TK == NOBODY, self.experts, experts_TK)
+        if balance is None or not len(balance.copies):
+            counts_RCS = counted.counts_RCE
+            if self._slots is not None:
+                counts_RCS = counts_RCS[..., self._slots]
+            return Placed(self._to_slots(experts_TK), counts_RCS, counted.visits)
+        ranks = list(self.ranks.group_ranks)
+        placement = Placement(self.homes, balance, counted.counts_RCE[ranks].numpy())
+        counts_GCS = torch.from_numpy(placement.counts())
+        counts_RCS = counts_GCS.new_zeros((len(counted.counts_RCE), *counts_GCS.shape[1:]))
+        counts_RCS[ranks] = counts_GCS
+        mine, chunks = ranks.index(self.ranks.rank), enumerate(self._cut(experts_TK))
+        slots_TK = torch.cat([placement.slots(part, mine, chunk) for chunk, part in chunks])
+        going = self._going(slots_TK, counts_RCS.shape[-1])
+        said_R = counts_RCS.new_zeros((len(counts_RCS), going.size))
+        if going.size:  # Other groups may have no copies, and nothing to say.
+            assert self.ranks.straight is not None
+            said_R[ranks] = gather(torch.cat(going.said), self.ranks.straight.group).cpu()
+        return Placed(slots_TK, counts_RCS, going.visits(said_R))
+
+    def _going(self, slots_TK: Tensor, slots: int) -> _Going:
+        """Where tokens stop on the way to these of so many slots, in all chunks."""
+        if self._stops and self._pieces:
+            slots_TK = slots_TK.masked_fill(self.ranks.has(slots_TK, slots), slots)
+        asked_TP = [stops(slots_TK, slots, places) for places in self._stops]
+        return _Going(
+            said=[part.sum(0) for one in asked_TP for part in self._cut(one)],
+            slots=self._cut(slots_TK),
+            asked=self._cut(torch.cat(asked_TP, dim=1)) if asked_TP else (),
+            sizes=[self.chunks * places for places in self._stops],
+            chunks=self.chunks,
+        )
+
+    def start(self, tokens_TH: Tensor, weights_TK: Tensor, placed: Placed) -> Underway:
         """Launch the exchange of tokens."""
-        present_TK = counted.experts_TK != NOBODY
-        slots_TK = torch.where(present_TK, counted.experts_TK, self.experts)
-        slots_TK, counts_RCS = self._to_slots(slots_TK), counted.counts_RCE
-        if self._slots is not None:
-            counts_RCS = counts_RCS[..., self._slots]
+        slots_TK, counts_RCS, slots = placed.slots_TK, placed.counts_RCS, placed.slots
+        present_TK = slots_TK < slots
         stays: Iterator[There] = iter(())
         if self._pieces:
-            here_TK = self.ranks.has(slots_TK, self.experts)
-            stays = self._stay(tokens_TH, weights_TK, slots_TK, here_TK)
-            slots_TK = slots_TK.masked_fill(here_TK, self.experts)
+            here_TK = self.ranks.has(slots_TK, slots)
+            stays = self._stay(tokens_TH, weights_TK, slots_TK, here_TK, slots)
+            slots_TK = slots_TK.masked_fill(here_TK, slots)
             present_TK = present_TK & ~here_TK
             counts_RCS = self.ranks.of_others(counts_RCS)
         columns = tokens_TH, _weighed(weights_TK, present_TK, tokens_TH), slots_TK, present_TK
         cut = zip(*(self._cut(column) for column in columns), counts_RCS.unbind(1), strict=True)
-        visits: Sequence[Visits | None] = counted.visits or [None] * self.chunks
+        visits: Sequence[Visits | None] = placed.visits or [None] * self.chunks
         departures = [
             partial(self._depart, Leaving(*chunk), going)
             for chunk, going in zip(cut, visits, strict=True)
@@ -144,11 +192,16 @@ class Dispatcher:
         return Underway(departures, stays)
 
     def _stay(
-        self, tokens_TH: Tensor, weights_TK: Tensor, slots_TK: Tensor, here_TK: Tensor
+        self,
+        tokens_TH: Tensor,
+        weights_TK: Tensor,
+        slots_TK: Tensor,
+        here_TK: Tensor,
+        slots: int,
     ) -> Iterator[There]:
         """What is for experts of this rank, for them to add up, in equal pieces of rows: most slots
         are in one piece. It is worked out when the first piece is asked for."""
-        own = self.ranks.slots(self.experts)
+        own = self.ranks.slots(slots)
         slots_TK = torch.where(here_TK, slots_TK - own.start, len(own))
         counts_S = torch.bincount(slots_TK.reshape(-1), minlength=len(own) + 1)[:-1].cpu()
         whole, first = routes(slots_TK, here_TK, counts_S), 0
@@ -178,6 +231,32 @@ class Dispatcher:
             slots = torch.tensor([*self._slots, self.experts], device=experts.device)
             self._places_E = slots.argsort()
         return self._places_E[experts]
+
+
+class _Going(NamedTuple):
+    """Where this rank's tokens stop, before it is known where others' do."""
+
+    said: list[Tensor]
+    """How many stop where, in each chunk."""
+    slots: Sequence[Tensor]
+    asked: Sequence[Tensor]
+    """Of each chunk, as `Visits` has them."""
+    sizes: list[int]
+    chunks: int
+
+    @property
+    def size(self) -> int:
+        """Of what is said."""
+        return sum(self.sizes)
+
+    def visits(self, said_R: Tensor) -> list[Visits]:
+        """Of each chunk, given what all ranks say; none if tokens do not travel once."""
+        if not self.asked:
+            return []
+        parts = said_R.split(self.sizes, dim=1)
+        counts_RCP = torch.cat([one.view(len(one), self.chunks, -1) for one in parts], dim=2)
+        chunks = zip(self.slots, self.asked, counts_RCP.unbind(1), strict=True)
+        return [Visits(*chunk) for chunk in chunks]
 
 
 class Underway:

@@ -1,10 +1,10 @@
-"""The network of experts over tokens' rows sorted by slot, from and to one arena."""
+"""The network of experts over tokens' rows sorted by slot, from and to one arena; after its slots
+there may be those of guests, experts of other ranks that are here for a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist import threads
+from moesaic.dist.exchange import Flight
 from moesaic.dist.products import grouped_mm, grouped_outer
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
@@ -34,6 +35,9 @@ class GatedExperts(torch.autograd.Function):
     tokens, as they are needed, and only what comes of gate and up is kept. A row's weight meets
     what is between the products: its own gradient is found there. The gradient of the arena is
     written once. Slots without rows get zeros.
+
+    Guests come last, when they have arrived; in backward first, so that their gradients are on
+    their way while those of the arena are made.
     """
 
     @staticmethod
@@ -41,16 +45,17 @@ class GatedExperts(torch.autograd.Function):
         ctx: Any,
         tokens: Tensor,
         arena: Tensor,
+        guests: Tensor | None,
         weights_NK: Tensor | None,
         ffn: int,
         total: Total,
         *routes: Tensor | None,
     ) -> Tensor:
-        """Compute in the dtype of `tokens`, along `Routes.of(routes)`; the gradient of the arena
-        goes to `total`."""
-        way = Routes.of(routes)
-        gate_up, down = arena_views(arena, ffn, tokens.shape[1])
-        parts = shares(tokens, way.counts, ffn)
+        """Compute in the dtype of `tokens`, along `Routes.of(routes)`; the gradients of the arena
+        and of `guests` go to `total`."""
+        way, arenas = Routes.of(routes), _arenas(arena, guests)
+        gate_up, down = views(arenas, ffn, tokens.shape[1])
+        parts = shares(tokens, way.counts, ffn, len(arena))
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -59,8 +64,9 @@ class GatedExperts(torch.autograd.Function):
             inner = inners.multiply(share, own[share], gate_up, transposed=True)
             results.multiply(share, activate(inner), down, transposed=True)
 
-        for_each(parts, compute)
-        ctx.save_for_backward(tokens, arena, weights_NK, inners.whole, *routes)
+        waited_for = any(part.arena and part.rows.stop > part.rows.start for part in parts)
+        for_both(parts, compute, total.receive_guests if waited_for else None)
+        ctx.save_for_backward(tokens, arena, guests, weights_NK, inners.whole, *routes)
         ctx.ffn, ctx.total, ctx.ahead = ffn, total, None
         return results.add_up(weights_NK)
 
@@ -72,14 +78,14 @@ class GatedExperts(torch.autograd.Function):
         The first half keeps the gradients between the products for the second.
         """
         refuse_second_order()
-        tokens, arena, weights_NK, inners, *routes = ctx.saved_tensors
-        ffn, way = ctx.ffn, Routes.of(routes)
+        tokens, arena, guests, weights_NK, inners, *routes = ctx.saved_tensors
+        ffn, way, arenas = ctx.ffn, Routes.of(routes), _arenas(arena, guests)
         of_tokens, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
-        of_tokens |= weights_NK is not None and asked_for(ctx, 2)
+        of_tokens |= weights_NK is not None and asked_for(ctx, 1 + len(arenas))
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
-        total = ctx.total.begun(arena, ffn, tokens.shape[1]) if of_arena else None
-        gate_up, down = arena_views(arena, ffn, tokens.shape[1])
-        parts = shares(tokens, way.counts, ffn) if known is None else known.parts
+        total = ctx.total.begun(arenas, ffn, tokens.shape[1]) if of_arena else None
+        gate_up, down = views(arenas, ffn, tokens.shape[1])
+        parts = shares(tokens, way.counts, ffn, len(arena)) if known is None else known.parts
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
         weighed = Weighed(weights_NK, way) if known is None else known.weighed
         own, spread = Copies(tokens, way), Copies(grads[0], way)
@@ -106,27 +112,39 @@ class GatedExperts(torch.autograd.Function):
                 grad_tokens.multiply(share, grad_inner, gate_up, transposed=False)
             made[place] = grad_inner if keeps else None
 
-        for_each(parts, compute)
+        for_both(parts, compute, total and total.send_guests_home, guests_first=True)
         if keeps:
             ctx.ahead = Ahead(grads[0], grads[0]._version, parts, made, weighed)
         of_inputs = None if grad_tokens is None else grad_tokens.add_up()
         whole = None if total is None else total.done()
         of_weights = weighed.gradient() if of_tokens else None
-        return of_inputs, whole, of_weights, *[None] * (2 + len(routes))
+        return of_inputs, whole, None, of_weights, *[None] * (2 + len(routes))
 
 
 class Total:
     """The gradient of an arena that so many computations have used: the first to come writes what
-    it makes of every slot, others add to it, and the last one has all of it."""
+    it makes of every slot, others add to it, and the last one has all of it.
 
-    def __init__(self, times: int = 1) -> None:
-        self._times, self._come = times, 0
+    Guests come by a `flight`, and their gradients go back by it: what is to come from elsewhere for
+    this rank's own experts is added where they have left from.
+    """
 
-    def begun(self, arena: Tensor, ffn: int, hidden: int) -> Total:
+    def __init__(self, times: int = 1, flight: Flight | None = None) -> None:
+        self._times, self._come, self._flight = times, 0, flight
+        self._landed = flight is None
+
+    def receive_guests(self) -> None:
+        """Wait for guests, if there are any that have not arrived."""
+        if self._flight is not None and not self._landed:
+            self._landed = True
+            self._flight.wait()
+
+    def begun(self, arenas: Sequence[Tensor], ffn: int, hidden: int) -> Total:
         """Itself, for one more of them."""
         if not self._come:
-            self._whole = torch.empty_like(arena)
-            self._gate_up, self._down = arena_views(self._whole, ffn, hidden)
+            kind = arenas[0].dtype  # Guests may have come in a narrower one.
+            self._wholes = [torch.empty_like(arena, dtype=kind) for arena in arenas]
+            self._gate_up, self._down = views(self._wholes, ffn, hidden)
         self._come += 1
         return self
 
@@ -138,15 +156,21 @@ class Total:
         """What there is for those of the first."""
         self._put(share, grad, rows, self._gate_up)
 
-    def _put(self, share: Share, grad: Tensor, rows: Tensor, matrices: Tensor) -> None:
-        grouped_outer(grad, rows, share.counts, matrices[share.slots], self._come > 1)
+    def _put(self, share: Share, grad: Tensor, rows: Tensor, matrices: Matrices) -> None:
+        whole = matrices[share.arena][share.slots]
+        grouped_outer(grad, rows, share.counts, whole, self._come > 1)
+
+    def send_guests_home(self) -> None:
+        """Launch the gradients of guests, if all of them are there."""
+        if self._flight is not None and self._come == self._times:
+            self._flight.turn_back(self._wholes[1])
 
     def done(self) -> Tensor | None:
         """The whole, if this was the last of them, and then nothing stays here."""
         if self._come < self._times:
             return None
-        whole, self._come = self._whole, 0
-        del self._whole, self._gate_up, self._down
+        whole, self._come = self._wholes[0], 0
+        del self._wholes, self._gate_up, self._down
         return whole
 
 
@@ -207,9 +231,13 @@ def go_back(
     return grad_inner
 
 
+Matrices = Sequence[Tensor]
+"""Of all slots of an arena, arena by arena."""
+
+
 @dataclass(frozen=True)
 class Share:
-    """Consecutive slots and their rows."""
+    """Consecutive slots of an arena and their rows."""
 
     slots: slice
     rows: slice
@@ -217,12 +245,15 @@ class Share:
     alone: bool
     """Whether one thread takes it: it is no more than half of a thread's part, and the cache of one
     core holds what stands between its products."""
+    arena: int = 0
+    """1: of guests."""
 
     def multiply(
-        self, rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | None = None
+        self, rows: Tensor, weights: Matrices, *, transposed: bool, out: Tensor | None = None
     ) -> Tensor:
-        """The share's `rows` times its slots of `weight`, in the dtype of `rows`."""
-        return grouped_mm(rows, weight[self.slots], self.counts, transposed, out)
+        """The share's `rows` times its slots of `weights`, in the dtype of `rows`."""
+        weight = weights[self.arena][self.slots]
+        return grouped_mm(rows, weight, self.counts, transposed, out)
 
 
 class Joined:
@@ -246,9 +277,11 @@ class Joined:
         if not self._several:
             self.whole = results
 
-    def multiply(self, share: Share, rows: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+    def multiply(
+        self, share: Share, rows: Tensor, weights: Matrices, *, transposed: bool
+    ) -> Tensor:
         """As the share does; its results are where they belong."""
-        results = share.multiply(rows, weight, transposed=transposed, out=self.place(share))
+        results = share.multiply(rows, weights, transposed=transposed, out=self.place(share))
         self.put(share, results)
         return results
 
@@ -323,8 +356,9 @@ class Weighed:
         return grad
 
 
-def shares(tokens: Tensor, counts: Tensor, ffn: int) -> list[Share]:
-    """All slots at once on a GPU; on the CPU as many as have few enough rows, or one."""
+def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> list[Share]:
+    """All slots of an arena at once on a GPU; on the CPU as many as have few enough rows, or one.
+    The first slots are `own`, if not all are, and guests' follow."""
     limit, most_alone = int(counts.sum()), 0
     if tokens.device.type == "cpu":
         crew = _crew_for(tokens, counts, ffn)
@@ -333,22 +367,27 @@ def shares(tokens: Tensor, counts: Tensor, ffn: int) -> list[Share]:
             limit = max(1, limit // (_LARGE * crew.size))
             most_alone = min(limit, _CACHED * fitting)
         limit = min(limit, fitting)
-    cuts, first_row, row = [(0, 0)], 0, 0
-    for slot, count in enumerate(counts.tolist()):
-        if row > first_row and row + count - first_row > limit:
-            cuts.append((slot, row))
-            first_row = row
-        row += count
-    cuts.append((len(counts), row))
-    return [
-        Share(
-            slice(slot, next_slot),
-            slice(row, next_row),
-            counts[slot:next_slot],
-            next_row - row <= most_alone,
-        )
-        for (slot, row), (next_slot, next_row) in pairwise(cuts)
-    ]
+    found, row = list[Share](), 0
+    for arena, slots in enumerate((counts[:own], counts[len(counts) if own is None else own :])):
+        if arena and not len(slots):
+            break
+        for first, stop, num_rows in _cut(slots.tolist(), limit):
+            rows = slice(row, row + num_rows)
+            alone = num_rows <= most_alone
+            found.append(Share(slice(first, stop), rows, slots[first:stop], alone, arena))
+            row += num_rows
+    return found
+
+
+def _cut(counts: Sequence[int], limit: int) -> Iterable[tuple[int, int, int]]:
+    """Runs of slots, from one to another, and their rows: as many as have so many, or one."""
+    first, rows = 0, 0
+    for slot, count in enumerate(counts):
+        if rows and rows + count > limit:
+            yield first, slot, rows
+            first, rows = slot, 0
+        rows += count
+    yield first, len(counts), rows
 
 
 def _crew_for(tokens: Tensor, counts: Tensor, ffn: int) -> threads.Crew | None:
@@ -358,12 +397,30 @@ def _crew_for(tokens: Tensor, counts: Tensor, ffn: int) -> threads.Crew | None:
     return threads.crew() if touched >= _LEAST_BYTES else None
 
 
-def for_each(parts: Sequence[Share], compute: Callable[[int], None]) -> None:
-    """Have `compute` take all shares, by their places: those of one thread each, the largest first,
+def for_both(
+    parts: Sequence[Share],
+    compute: Callable[[int], None],
+    between: Callable[[], None] | None = None,
+    *,
+    guests_first: bool = False,
+) -> None:
+    """Have `compute` take shares of the arena and those of guests, by their places, after another
+    in either order, and call `between` in between."""
+    own = sum(not share.arena for share in parts)
+    runs = list(range(own)), list(range(own, len(parts)))
+    first, then = runs[::-1] if guests_first else runs
+    for_each(parts, compute, first)
+    if between is not None:
+        between()
+    for_each(parts, compute, then)
+
+
+def for_each(parts: Sequence[Share], compute: Callable[[int], None], places: list[int]) -> None:
+    """Have `compute` take shares, by their places: those of one thread each, the largest first,
     after those that all threads take."""
     crew, alone = threads.crew(), list[int]()
-    for place, share in enumerate(parts):
-        if share.alone and crew is not None:
+    for place in places:
+        if parts[place].alone and crew is not None:
             alone.append(place)
         else:
             compute(place)
@@ -377,3 +434,13 @@ def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:
     slots, split = arena.shape[0], 2 * ffn * hidden
     gate_up = arena[:, :split].view(slots, 2 * ffn, hidden)
     return gate_up, arena[:, split:].view(slots, hidden, ffn)
+
+
+def _arenas(arena: Tensor, guests: Tensor | None) -> list[Tensor]:
+    return [arena] if guests is None else [arena, guests]
+
+
+def views(arenas: Sequence[Tensor], ffn: int, hidden: int) -> tuple[Matrices, Matrices]:
+    """Both kinds of matrices of each arena."""
+    gate_up, down = zip(*(arena_views(arena, ffn, hidden) for arena in arenas), strict=True)
+    return gate_up, down

@@ -21,10 +21,10 @@ from moesaic.nn.grouped import (
     Weighed,
     activate,
     activate_apart,
-    arena_views,
-    for_each,
+    for_both,
     go_back,
     shares,
+    views,
 )
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
@@ -65,19 +65,19 @@ class Pair(NamedTuple):
 
     def add(self, share: Share, rows: Tensor, out: Tensor) -> None:
         """Add scale * B A rows to `out`."""
-        out += share.multiply(self._thin(share, rows), self.b, transposed=True)
+        out += share.multiply(self._thin(share, rows), (self.b,), transposed=True)
 
     def back(self, share: Share, rows: Tensor, grad: Tensor, grads: Pair | None) -> Tensor:
         """What `grad`, the gradient of `out`, brings to `rows`; those of A and B go to `grads`, if
         they are asked for."""
-        grad_thin = share.multiply(grad, self.b, transposed=False).mul_(self.scale)
+        grad_thin = share.multiply(grad, (self.b,), transposed=False).mul_(self.scale)
         if grads is not None:
             grouped_outer(grad, self._thin(share, rows), share.counts, grads.b[share.slots])
             grouped_outer(grad_thin, rows, share.counts, grads.a[share.slots])
-        return share.multiply(grad_thin, self.a, transposed=False)
+        return share.multiply(grad_thin, (self.a,), transposed=False)
 
     def _thin(self, share: Share, rows: Tensor) -> Tensor:
-        return share.multiply(rows, self.a, transposed=True).mul_(self.scale)
+        return share.multiply(rows, (self.a,), transposed=True).mul_(self.scale)
 
 
 class Shape(NamedTuple):
@@ -117,7 +117,7 @@ class AdaptedExperts(torch.autograd.Function):
     ) -> Tensor:
         """Compute in the dtype of `tokens`, along `Routes.of(routes)`."""
         way, (gate_pair, up_pair, down_pair) = Routes.of(routes), shape.pairs(adapters)
-        gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
+        gate_up, down = views([arena], shape.ffn, shape.hidden)
         parts = shares(tokens, way.counts, shape.ffn)
         inners, results = Joined(parts, tokens, 2 * shape.ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
@@ -134,7 +134,7 @@ class AdaptedExperts(torch.autograd.Function):
             down_pair.add(share, activated, result)
             results.put(share, result)
 
-        for_each(parts, compute)
+        for_both(parts, compute)
         ctx.save_for_backward(tokens, arena, adapters, weights_NK, inners.whole, *routes)
         ctx.shape = shape
         return results.add_up(weights_NK)
@@ -153,7 +153,7 @@ class AdaptedExperts(torch.autograd.Function):
         grad_gate_pair, grad_up_pair, grad_down_pair = (
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
         )
-        gate_up, down = arena_views(arena, shape.ffn, shape.hidden)
+        gate_up, down = views([arena], shape.ffn, shape.hidden)
         parts = shares(tokens, way.counts, shape.ffn)
         own, spread, weighed = Copies(tokens, way), Copies(grads[0], way), Weighed(weights_NK, way)
         grad_tokens = Returned(parts, tokens, way) if of_tokens else None
@@ -177,7 +177,7 @@ class AdaptedExperts(torch.autograd.Function):
                 result += thin
                 grad_tokens.put(share, result)
 
-        for_each(parts, compute)
+        for_both(parts, compute)
         of_inputs = None if grad_tokens is None else grad_tokens.add_up()
         of_weights = weighed.gradient() if of_tokens else None
         return of_inputs, None, grad_adapters, of_weights, None, *[None] * len(routes)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
+from moesaic.facts.balance import Balance, Ints
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, LayerFacts, compute_dtype
-from moesaic.nn.dispatch import Counted, Dispatcher
+from moesaic.nn.dispatch import Counted, Dispatcher, Placed
+from moesaic.nn.guests import Guests, invite
 from moesaic.nn.router import Router, Routing, balance_share, z_share
+
+Balancer = Callable[[Ints], Balance]
+"""Who computes what of rows [ranks that share out the experts, experts], the same on each."""
 
 
 class MoE(nn.Module):
@@ -28,6 +35,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.bank, self.dispatcher = router, bank, dispatcher
         self.shared = shared
+        self.balancer: Balancer | None = None
+        """Whom to ask; nobody: every row is computed at its expert's home."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
@@ -35,16 +44,41 @@ class MoE(nn.Module):
         routing, slices = self.router(tokens_TH, context), self.bank.slices
         experts_TK, weights_TK = slices.rows(routing.experts_TK), slices.rows(routing.weights_TK)
         counted = self.dispatcher.count(experts_TK, training=context.training)
+        balance = self._balance(counted, context)
+        placed = self.dispatcher.place(counted, balance)
         # A layer that is recomputed in backward must not leave its second graph here.
-        context.layers.setdefault(self.router.layer, self._facts(routing, counted))
+        context.layers.setdefault(self.router.layer, self._facts(routing, counted, placed, balance))
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
-        sent = self.dispatcher.start(tokens_TH, weights_TK, counted)
+        sent = self.dispatcher.start(tokens_TH, weights_TK, placed)
+        guests = self._invite(balance, tokens_TH)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        with self.bank.at_work(self.dispatcher.computations) as compute:
+        with self.bank.at_work(self.dispatcher.computations, guests) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 
-    def _facts(self, routing: Routing, counted: Counted) -> LayerFacts:
+    def _balance(self, counted: Counted, context: Context) -> Balance | None:
+        """Who computes what; where the layer is recomputed, what it was the first time."""
+        known = context.layers.get(self.router.layer)
+        if known is not None:
+            return known.spread
+        if self.balancer is None:
+            return None
+        ranks = list(self.dispatcher.ranks.group_ranks)
+        return self.balancer(counted.counts_RE[ranks].numpy())
+
+    def _invite(self, balance: Balance | None, tokens_TH: Tensor) -> Guests | None:
+        """Launch the experts that are computed elsewhere, behind the tokens, which come first."""
+        ranks = self.dispatcher.ranks
+        if balance is None or not len(balance.copies):
+            return None
+        assert ranks.straight is not None
+        mine = ranks.group_ranks.index(ranks.rank)
+        homes, arena = self.dispatcher.homes, self.bank.acquire()
+        return invite(arena, balance, homes, mine, ranks.straight, tokens_TH.dtype)
+
+    def _facts(
+        self, routing: Routing, counted: Counted, placed: Placed, balance: Balance | None
+    ) -> LayerFacts:
         asked_E = counted.asked_KE.sum(0)
         first_E = counted.asked_KE[0] if self.router.kind == "gshard" else asked_E
         return LayerFacts(
@@ -53,6 +87,7 @@ class MoE(nn.Module):
             asked=asked_E,
             counts=counted.counts_RE,
             dropped=counted.dropped,
-            visits=counted.visits_RP,
+            visits=placed.visits_RP,
             flips=routing.flips,
+            spread=balance,
         )

@@ -34,6 +34,8 @@ class Ranks:
     carriers: tuple[Carrier, ...] = ()
     """Take rows to the ranks that share out the experts, trip after trip; none: there is one."""
     group_ranks: tuple[int, ...] = (0,)
+    straight: Carrier | None = None
+    """Takes experts from one of those ranks to another, where some are computed elsewhere."""
     slices: Slices = WHOLE
     """Ranks that share out the matrices of the same experts."""
 

@@ -27,7 +27,7 @@ from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
 from moesaic.nn.travel import Ranks
-from moesaic.train import scale
+from moesaic.train import balancing, scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
 from moesaic.train.run import Run
@@ -53,7 +53,8 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
     """
-    ranks = ranks_of(plan, world)
+    balanced = balancing.balances(plan, job)
+    ranks = ranks_of(plan, world, copies=balanced)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
     columns = _columns(plan, world)
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
@@ -89,14 +90,17 @@ def assemble(
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
     try:
         source.fill(run.state().pieces)
+        if balanced:
+            run.prices = balancing.begin(model, job, plan, world)
     except BaseException:
         run.close()  # Hooks of its parameters hold the model.
         raise
     return run
 
 
-def ranks_of(plan: Plan, world: World) -> Ranks:
-    """The ranks that dispatch, by place in their part of the pipeline."""
+def ranks_of(plan: Plan, world: World, *, copies: bool = False) -> Ranks:
+    """The ranks that dispatch, by place in their part of the pipeline; with what carries `copies`
+    of experts, if there are to be some."""
     mine = next(group for group in plan.expert_groups() if world.rank in group)
     carriers = (world.carrier(groups) for groups in plan.trip_groups())
     return Ranks(
@@ -104,6 +108,7 @@ def ranks_of(plan: Plan, world: World) -> Ranks:
         everyone=world.partition(plan.same_expert_slice_groups()),
         carriers=tuple(carrier for carrier in carriers if carrier is not None),
         group_ranks=tuple(rank % plan.span // plan.etp for rank in mine),
+        straight=world.carrier(plan.expert_groups()) if copies else None,
         slices=Slices(world.rank % plan.etp, plan.etp, world.partition(plan.expert_slice_groups())),
     )
 

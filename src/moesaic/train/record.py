@@ -6,7 +6,7 @@ are sinks of the same scalars.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from moesaic.base.records import RecordWriter
 from moesaic.dist import device as devices
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, LogConfig
+from moesaic.train.balancing import Spread
 from moesaic.train.run import StepFacts
 
 LOADS = pa.schema(
@@ -118,6 +119,16 @@ def open_sinks(log: LogConfig, job: Job, out: Path) -> list[Sink]:
     return sinks
 
 
+def _spread(layers: Sequence[Spread]) -> dict[str, float]:
+    """Copies of all layers, what a policy took to decide, and the least even layer's rows."""
+    return {
+        "copies": sum(one.copies for one in layers),
+        "planning_s": sum(one.planning_s for one in layers),
+        "busiest_before": max(one.before for one in layers),
+        "busiest_after": max(one.after for one in layers),
+    }
+
+
 class RunRecord:
     """The directory of one run, as this rank writes to it."""
 
@@ -146,6 +157,8 @@ class RunRecord:
             "step_s": step_s, "tokens_per_s": facts.tokens / max(step_s, 1e-9),
             "dropped": sum(facts.dropped.values()), "flips": facts.flips, "memory_bytes": held,
         }  # fmt: skip
+        if facts.spread:
+            figures |= _spread(list(facts.spread.values()))
         if facts.scale is not None:
             figures |= {"loss_scale": facts.scale, "skipped": float(facts.skipped)}
         if not self._world.leads:

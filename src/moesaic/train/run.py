@@ -24,12 +24,13 @@ from moesaic.dist.collectives import gather, sum_, sum_buckets_
 from moesaic.dist.products import engine
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
-from moesaic.facts.job import Job
+from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
 from moesaic.nn.context import NARROW, Context, computing_in
 from moesaic.train import scale
+from moesaic.train.balancing import Balancer, Spread
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
@@ -63,6 +64,8 @@ class StepFacts:
     """The loss scale of fp16 that the step had."""
     skipped: bool = False
     """Whether the gradient overflowed, and nothing was updated."""
+    spread: dict[int, Spread] = field(default_factory=dict)
+    """What became of rows by layer, if a policy was asked; of layers and groups of this rank."""
 
 
 @dataclass
@@ -86,6 +89,8 @@ class Run:
     frozen: list[Held] = field(default_factory=list)
     """What does not: no gradient, no moments, and no part in the gradient's norm."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
+    prices: Prices | None = None
+    """What a policy of balance counts on, if one is asked."""
     hook: Callable[[str], None] | None = None
     """Called as each phase begins."""
     recorder: RouteRecorder | None = None
@@ -123,8 +128,14 @@ class Run:
         self.counters["samples"] += self.job.train.batch
         self.counters["tokens"] += targets
         with phases("log"):
+            spread = {
+                layer: moe.balancer.told()
+                for layer, moe in self.model.expert_layers()
+                if isinstance(moe.balancer, Balancer)
+            }
             facts = self._facts(losses, norm, lr, targets, phases)
         scaled = scale.EXPONENT in self.counters
+        facts = replace(facts, spread=spread)
         return replace(facts, scale=factor, skipped=not finite) if scaled else facts
 
     def gradients(self, samples: Samples) -> list[lm.Losses]:
@@ -238,6 +249,16 @@ class Run:
         found = f"experts: {engine(self.world.device, kind)}"
         carriers = [one.name for one in moe.dispatcher.ranks.carriers]
         return f"{found}; tokens carried by {' and then '.join(carriers)}" if carriers else found
+
+    def balance(self) -> str | None:
+        """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
+        if self.prices is None:
+            return None
+        rows_per_s, bytes_per_s, latency_s = self.prices.model_dump().values()
+        return (
+            f"balance: {self.job.balance.policy}; experts take {rows_per_s:,.0f} rows/s, "
+            f"{bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes {latency_s * 1e3:.3g} ms"
+        )
 
     def _reduce(self) -> None:
         """Sum what is left of gradients over ranks that learn the same, and wait for all sums; then

@@ -256,9 +256,9 @@ class _Session:
         train, began = self.job.train, time.perf_counter()
         done = self.run.counters["step"]
         self._announce(origin)
-        engines = self.run.engines()
-        if engines is not None:
-            self.progress.message(engines)
+        for line in (self.run.engines(), self.run.balance()):
+            if line is not None:
+                self.progress.message(line)
         for line in describe(self.job) if self.job.finetune is not None else ():
             self.progress.message(line)
         if train.precision in NARROW and self.world.device.type == "cpu":

@@ -264,7 +264,7 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
         ({"mode": "async"}, 'mode = "async" is not known: give "synchronous"'),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
-        ({"copies": [[], [0]]}, "copies[1] names expert 0, and nothing sends an expert to where"),
+        ({"copies": [[], [0]]}, "copies[1] names expert 0, and a plan sends no expert to where"),
         ({"copy": {}}, "unknown key 'copy'"),
         ({"rank": 2}, "unknown key 'rank': did you mean 'ranks'?"),
         (

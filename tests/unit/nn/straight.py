@@ -19,7 +19,7 @@ def straight(counts: Sequence[int]) -> Routes:
 
 def experts_of(rows: Tensor, arena: Tensor, counts: Sequence[int], ffn: int) -> Tensor:
     """Every row through the expert of its slot."""
-    result: Tensor = GatedExperts.apply(rows, arena, None, ffn, Total(), *straight(counts))
+    result: Tensor = GatedExperts.apply(rows, arena, None, None, ffn, Total(), *straight(counts))
     return result
 
 

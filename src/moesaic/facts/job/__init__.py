@@ -1,5 +1,6 @@
 """The job: everything a user asks for, in one TOML file."""
 
+from moesaic.facts.job.balance import BalanceConfig, Prices
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.job import Job
@@ -15,6 +16,7 @@ from moesaic.facts.job.train import (
 )
 
 __all__ = [
+    "BalanceConfig",
     "CheckpointConfig",
     "DataConfig",
     "FinetuneConfig",
@@ -24,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Preset",
+    "Prices",
     "RoutingConfig",
     "ScheduleConfig",
     "TrainConfig",

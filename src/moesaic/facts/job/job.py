@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ConfigError
+from moesaic.facts.job.balance import BalanceConfig
 from moesaic.facts.job.data import DataConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.job.model import PRESETS, ModelConfig
@@ -39,6 +40,8 @@ class Job(Section):
     """How tokens find experts."""
     layout: LayoutConfig = LayoutConfig()
     """How the ranks share the model."""
+    balance: BalanceConfig = BalanceConfig()
+    """What is done about experts that get more tokens than others, where ranks share them out."""
     finetune: FinetuneConfig | None = None
     """What a run changes of the weights that it starts from; without this table all of them."""
     data: DataConfig
@@ -57,6 +60,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Job:
         self._check_experts()
+        self._check_balance()
         uncut = self.uncut(self.layout.tp, self.layout.etp)
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
@@ -107,6 +111,17 @@ class Job(Section):
             f'routing.router = "{router}" chooses {needs} of the experts, '
             f"but model.top_k = {model.top_k}: set model.top_k = {needs}"
         )
+
+    def _check_balance(self) -> None:
+        finetune, policy = self.finetune, self.balance.policy
+        if policy == "none" or finetune is None or finetune.method != "lora":
+            return
+        if "experts" in finetune.targets:
+            raise ValueError(
+                f'balance.policy = "{policy}" with "experts" among finetune.targets: adapters of '
+                'experts have no copies, set balance.policy = "none", or adapt what is not an '
+                "expert's"
+            )
 
     def uncut(self, tp: int, etp: int) -> str | None:
         """Why `tp` slices, `etp` of an expert, cannot share this job's matrices and tokens equally;
@@ -225,6 +240,8 @@ class Job(Section):
                 for key in ("dispatch", "hosts", "local", "chunks")
                 if key in given
             ]
+            if self.balance.policy != "none":
+                found.append("balance.policy has no effect: every rank has all experts")
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found

@@ -82,8 +82,8 @@ class Plan(Section):
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
     """The experts on each of the `ep` ranks, in the order of its slots; unset: in turn."""
     copies: list[list[int]] = Field(default_factory=list)
-    """Experts that each of the `ep` ranks has beside its own for a step: none, as nothing sends
-    them there yet."""
+    """Experts that each of the `ep` ranks has beside its own whatever the loads are: none. Those of
+    a single step are decided while it runs (`balance` of a job)."""
     stages: list[list[str]] | None = None
     """Names of the blocks of each stage, which parts take in turn; unset: an even cut."""
     tiers: Tiers = Tiers()
@@ -222,8 +222,8 @@ class Plan(Section):
         for rank, copies in enumerate(self.copies):
             if copies:
                 raise ValueError(
-                    f"copies[{rank}] names expert {copies[0]}, and nothing sends an expert to "
-                    "where it has no home yet: empty copies"
+                    f"copies[{rank}] names expert {copies[0]}, and a plan sends no expert to where "
+                    "it has no home, a job's balance.policy does: empty copies"
                 )
 
     def _check_timeline(self) -> None:

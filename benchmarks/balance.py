@@ -1,0 +1,312 @@
+"""Expert load balance: an expert layer over two ranks under skewed routing, policy by policy.
+
+Forward and backward of one layer, each rank with one core to itself; the same choices, tokens and
+experts for all. What all are held against are as many rows, spread evenly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.layer import PATIENCE_S, in_turn, plan_of
+from benchmarks.training import olmoe
+from moesaic.dist.world import World
+from moesaic.facts.job import BalanceConfig
+from moesaic.facts.job.balance import Policy
+from moesaic.nn.bank import Bank
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.moe import MoE
+from moesaic.nn.router import Router, Routing
+from moesaic.testing.hosts import impossible, met, two_hosts
+from moesaic.testing.ranks import Ranks
+from moesaic.train import balancing
+from moesaic.train.assemble import ranks_of
+
+RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
+EVEN, PLAIN, OURS = "even routing", "none", "auto"
+POLICIES: tuple[Policy, ...] = (
+    "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep",
+)  # fmt: skip
+MOVES_EVERY = 10
+_STEPS = 40
+"""Of choices, which a layer takes in turn."""
+
+
+class Skew(NamedTuple):
+    """How choices are spread."""
+
+    name: str
+    top_k: int
+    bar: str = ""
+    """For ours over none."""
+
+
+SKEWS = (
+    Skew("a run trained without balance loss", 2),
+    Skew("Zipf 1.2", 2),
+    Skew("one expert has 80%", 1, ">= 1.5"),
+    Skew("a hot expert that moves", 2),
+    Skew("even", 2, ">= 0.99"),
+)
+EXPERTS = (16, 64)
+
+
+def rows(rounds: int) -> Iterator[measure.Row]:
+    """Every figure, as it comes."""
+    for part in PARTS.values():
+        yield from part(rounds)
+
+
+def on_one_host(rounds: int) -> Iterator[measure.Row]:
+    """Two ranks, and the host's memory between them."""
+    learnt = {experts: natural(experts) for experts in EXPERTS}
+    for experts in EXPERTS:
+        for skew in SKEWS:
+            pool = Ranks()
+            try:
+                work = Work(skew, experts, learnt[experts])
+                found = pool.run(RANKS, taken, work, rounds, os.getpid(), timeout_s=PATIENCE_S)
+            finally:
+                pool.close()
+            title = f"two ranks, {experts} experts, {skew.name}"
+            yield from _rows(title, skew.bar, found[0], rounds, ">= 0.95")
+
+
+def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
+    """A link of 1 Gbit/s between them, over which copies have a price."""
+    for experts in EXPERTS:
+        for skew in SKEWS[1:]:
+            title = f"two hosts of a rank, 1 Gbit/s, {experts} experts, {skew.name}"
+            hindrance = impossible()
+            if hindrance:
+                yield measure.row(
+                    title, None, "ratio", bar=">= 1.0", against=f"untried: {hindrance}", repeats=0
+                )
+                continue
+            with two_hosts(1000) as hosts:
+                pool = Ranks()
+                try:
+                    found = pool.run(
+                        RANKS, taken, Work(skew, experts, None), rounds, os.getpid(), hosts,
+                        timeout_s=PATIENCE_S,
+                    )  # fmt: skip
+                finally:
+                    pool.close()
+            yield from _rows(title, ">= 0.99", found[0], rounds, "")
+
+
+PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
+    "host": on_one_host,
+    "hosts": on_two_hosts,
+}
+
+
+def _rows(
+    title: str, bar: str, found: Found | None, rounds: int, even_bar: str
+) -> Iterator[measure.Row]:
+    assert found is not None
+    times = found.times
+    shape = f"{TOKENS} tokens a rank, {HIDDEN} x {FFN}, forward and backward"
+    for policy in POLICIES:
+        ratio, interval = times.ratio(of=PLAIN, to=policy)
+        yield measure.row(
+            f"{title}: {policy} over none", ratio, "ratio", bar=bar if policy == OURS else "",
+            against=f"every row at home; {found.told[policy]}; {shape}", interval=interval,
+            repeats=rounds,
+        )  # fmt: skip
+    ratio, interval = times.ratio(of=EVEN, to=OURS)
+    yield measure.row(
+        f"{title}: {OURS}, of as many rows spread evenly", ratio, "ratio", bar=even_bar,
+        against=f"limit: even routing; {shape}", interval=interval, repeats=rounds,
+    )  # fmt: skip
+    best = min((name for name in POLICIES if name != OURS), key=times.median)
+    ratio, interval = times.ratio(of=best, to=OURS)
+    yield measure.row(
+        f"{title}: {OURS} over the best of the others", ratio, "ratio",
+        bar=">= 0.98" if even_bar else "", against=f"{best}; {shape}", interval=interval,
+        repeats=rounds,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is given to choose."""
+
+    skew: Skew
+    experts: int
+    learnt: NDArray[np.float64] | None
+    """Shares of experts in a real run."""
+
+    def choices(self, rank: int) -> list[Tensor]:
+        """[tokens, choices] of each step."""
+        draw = np.random.default_rng([rank, self.experts])
+        return [self._chosen(self._shares(step), draw) for step in range(_STEPS)]
+
+    def even(self) -> Tensor:
+        """As many choices, of all experts in turn."""
+        chosen = np.arange(TOKENS * self.skew.top_k).reshape(TOKENS, -1) % self.experts
+        return torch.from_numpy(chosen)
+
+    def _shares(self, step: int) -> NDArray[np.float64]:
+        """Of experts, in a step; which of them is hot is not in their order."""
+        order = np.random.default_rng(1).permutation(self.experts)
+        flat = np.full(self.experts, 1.0 / self.experts)
+        if self.skew.name.startswith("Zipf"):
+            shares = 1.0 / np.arange(1, self.experts + 1) ** 1.2
+            return (shares / shares.sum())[order]
+        if self.skew.name.startswith("one expert"):
+            return np.where(order == 0, 0.8, 0.2 / (self.experts - 1))
+        if self.skew.name.startswith("a hot"):
+            hot = step // MOVES_EVERY % self.experts
+            return np.where(order == hot, 0.4, 0.6 / (self.experts - 1))
+        if self.skew.name.startswith("a run"):
+            assert self.learnt is not None
+            return self.learnt
+        return flat
+
+    def _chosen(self, shares: NDArray[np.float64], draw: np.random.Generator) -> Tensor:
+        """Choices of each token, none of them twice."""
+        if self.skew.name == "even":
+            return self.even()
+        odds = np.log(np.maximum(shares, 1e-9)) + draw.gumbel(size=(TOKENS, self.experts))
+        return torch.from_numpy(np.argsort(-odds, axis=1)[:, : self.skew.top_k].copy())
+
+
+class Chosen(torch.nn.Module):
+    """A router that has been told what to choose."""
+
+    layer, kind = 0, "top-k"
+
+    def __init__(self, weights: Tensor, choices: list[Tensor], experts: int) -> None:
+        super().__init__()
+        self._weights, self._choices, self._step = weights, choices, 0
+        self._scores = torch.zeros(TOKENS, experts)
+
+    def forward(self, tokens: Tensor, context: Context) -> Routing:
+        """The choices of the next step."""
+        del tokens, context
+        chosen = self._choices[self._step % len(self._choices)]
+        self._step += 1
+        return Routing(chosen, self._weights, self._scores, self._scores, 0)
+
+
+class Found(NamedTuple):
+    """What a case came to."""
+
+    times: measure.Times
+    told: dict[str, str]
+    """What each policy did."""
+
+
+def taken(
+    world: World, work: Work, rounds: int, root: int, hosts: tuple[str, str] | None = None
+) -> Found | None:
+    """On each rank, with a core to itself: all in turn, as rank 0 says."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    if hosts is None:
+        return _taken(world, work, rounds, root)
+    with met(world, hosts) as world:
+        return _taken(world, work, rounds, root)
+
+
+def _taken(world: World, work: Work, rounds: int, root: int) -> Found | None:
+    layers = {name: _layer(world, work, name) for name in (EVEN, PLAIN, *POLICIES)}
+    results = {name: one() for name, one in layers.items() if name != EVEN}
+    for name, result in results.items():
+        torch.testing.assert_close(result, results[PLAIN], rtol=1e-4, atol=1e-5, msg=name)
+    times = in_turn(world, dict(layers), rounds, root)
+    told = {name: layers[name].words() for name in POLICIES}
+    return None if times is None else Found(times, told)
+
+
+class Layer:
+    """One contender's."""
+
+    def __init__(self, moe: MoE, tokens: Tensor, cotangent: Tensor) -> None:
+        self._moe, self._tokens, self._cotangent = moe, tokens, cotangent
+        self._calls = self._copies = 0
+        self._left = list[float]()
+
+    def __call__(self) -> Tensor:
+        """One pass; what the tokens' gradients are."""
+        context = Context(Rotary(torch.empty(0), torch.empty(0)))
+        context.training = True
+        self._moe(self._tokens, context).backward(self._cotangent)
+        gradient = self._tokens.grad
+        assert gradient is not None
+        self._tokens.grad = self._moe.bank.arena.grad = None
+        if isinstance(self._moe.balancer, balancing.Balancer):
+            told = self._moe.balancer.told()
+            self._calls += 1
+            self._copies += told.copies
+            self._left.append(told.after)
+        return gradient
+
+    def words(self) -> str:
+        """What became of its rows."""
+        each = self._copies / max(self._calls, 1)
+        return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
+
+
+def _layer(world: World, work: Work, name: str) -> Layer:
+    sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
+    model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
+    plan = plan_of(olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS}), world)
+    ranks = ranks_of(plan, world, copies=True)
+    draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
+    cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
+    weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
+    choices = [work.even()] if name == EVEN else work.choices(world.rank)
+    moe = MoE(
+        Router(0, HIDDEN, work.experts, work.skew.top_k),
+        Bank(plan.homes_at(ranks.rank), HIDDEN, FFN),
+        Dispatcher(work.experts, ranks, slots=plan.slots(), visits=plan.dispatch == "visits"),
+    )
+    moe.router = Chosen(weights, choices, work.experts)  # type: ignore[assignment]
+    with torch.no_grad():
+        every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
+        moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank))] * 0.02)
+    if name not in (EVEN, PLAIN):
+        config = BalanceConfig.model_validate({"policy": name})
+        prices = balancing.measured(moe, None, world)
+        setting = balancing.setting_of(moe, config, prices)
+        moe.balancer = balancing.balancer_of(config, setting)
+    return Layer(moe, tokens, cotangent)
+
+
+def natural(experts: int) -> NDArray[np.float64]:
+    """Shares of experts of the least even layer of a small model that was trained without a loss
+    that evens them out."""
+    demo = measure.ROOT / "examples" / "demo"
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, demo / "make_text.py", place], check=True)
+        changed = {
+            "data.path": f"{place}/topics.jsonl", "layout.ep": 1, "routing.balance_loss": 0.0,
+            "model.experts": experts, "model.top_k": 2, "train.steps": 150,
+            "data.cache": f"{place}/cache",
+        }  # fmt: skip
+        sets = [f"--set={key}={json.dumps(value)}" for key, value in changed.items()]
+        command = [sys.executable, "-m", "moesaic", "train", demo / "demo.toml", *sets]
+        subprocess.run([*command, "--out", f"{place}/run"], check=True, capture_output=True)
+        table = pq.read_table(Path(place) / "run" / "loads").to_pylist()
+    last = max(one["step"] for one in table)
+    counts = [np.array(one["counts"], float) for one in table if one["step"] == last]
+    return max((one / one.sum() for one in counts), key=lambda shares: float(shares.max()))

@@ -1,0 +1,197 @@
+"""Balance, simulated: Pro-Prophet's models on its clusters, and many devices, by the model alone.
+
+No clock is in it: seconds are those of `policy.balance.model`, with speeds of data sheets and of the
+paper's released code. Loads are drawn, for the paper's are not published: by Zipf with an exponent
+at which, as the paper says of its own, the 3 hottest of 16 experts have more than half of all tokens
+and the 3 coldest less than a twentieth; other experts are hot in other layers and, little by little,
+in later iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import measure
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.policy.balance import (
+    Search,
+    at_copies,
+    auto,
+    faster_moe,
+    pro_prophet,
+    quota,
+    times,
+)
+
+SKEW = 1.1
+ITERATIONS, WARM = 12, 2
+"""Of a run, and of those that come before what counts."""
+DRIFT = 0.05
+"""How much of the logarithm of a share changes by chance from one iteration to the next."""
+SHAPES = {
+    "S": (12, 512, 1024), "M": (12, 1024, 2048), "L": (12, 2048, 4096), "DS": (24, 512, 1024),
+    "DM": (24, 1024, 2048),
+}  # fmt: skip
+"""Layers, width and inner width; every feed-forward network has as many experts as there are GPUs,
+each of two matrices."""
+SEQUENCE = 1024
+
+
+class Machines(NamedTuple):
+    """GPUs of a kind, and what is between them."""
+
+    name: str
+    gpus: int
+    tokens: int
+    """Of an iteration."""
+    flops: float
+    bytes_per_s: float
+    """Of what a GPU exchanges."""
+    published: dict[tuple[str, int], tuple[float, float]]
+    """Speed-ups over DeepSpeed-MoE by shape and choices: FasterMoE's and Pro-Prophet's."""
+
+
+# What a GPU reaches of its data sheet, and all-to-all and broadcast of what adapters have: 100 Gbit/s a
+# host of four, 15 of them for copies as in the released code.
+_EFFICIENCY = 0.5
+_COPIES_BYTES_PER_S = 15e9 / 8
+CLUSTERS = (
+    Machines(
+        "4 hosts of 4 RTX 3090, NVLink in pairs", 16, 16384, 35.6e12, 25e9 / 8,
+        {
+            ("S", 1): (1.63, 1.98), ("S", 2): (2.31, 2.62), ("M", 1): (1.99, 2.22),
+            ("M", 2): (1.82, 2.10), ("L", 1): (1.62, 1.80), ("L", 2): (1.94, 2.23),
+            ("DS", 1): (1.34, 1.70), ("DS", 2): (1.77, 1.94), ("DM", 1): (1.68, 2.26),
+            ("DM", 2): (1.84, 2.07),
+        },
+    ),
+    Machines(
+        "2 hosts of 4 RTX 2080 Ti", 8, 4096, 13.4e12, 25e9 / 8,
+        {
+            ("S", 1): (1.20, 1.30), ("S", 2): (1.56, 1.91), ("M", 1): (1.02, 1.18),
+            ("M", 2): (1.29, 1.94), ("DS", 1): (1.12, 1.30), ("DS", 2): (1.44, 1.64),
+            ("DM", 1): (0.96, 1.26), ("DM", 2): (1.25, 1.58),
+        },
+    ),
+    Machines(
+        "4 hosts of 4 RTX 3090, PCIe", 16, 16384, 35.6e12, 20e9 / 8,
+        {},
+    ),
+)  # fmt: skip
+RANGE = (1.18, 2.66)
+"""Pro-Prophet's speed-ups over DeepSpeed-MoE, over all that it measured."""
+
+
+def rows() -> Iterator[measure.Row]:
+    """Every figure."""
+    for machines in CLUSTERS:
+        for shape in SHAPES:
+            for top_k in (1, 2):
+                yield from _rows(machines, shape, top_k)
+    yield from _many()
+
+
+def _rows(machines: Machines, shape: str, top_k: int) -> Iterator[measure.Row]:
+    seconds = iterations(machines, shape, top_k)
+    title = f"{machines.name}, {shape}, top-{top_k}"
+    published = machines.published.get((shape, top_k))
+    for at, name in enumerate(("FasterMoE", "Pro-Prophet", "auto")):
+        value = seconds["DeepSpeed-MoE"] / seconds[name]
+        said = "the same, every row at home"
+        if published is not None and name != "auto":
+            said += f"; published: {published[at]}"
+        bar = f">= {max(seconds['DeepSpeed-MoE'] / seconds[n] for n in seconds)}"
+        yield measure.row(
+            f"{title}: {name} over DeepSpeed-MoE", value, "ratio",
+            bar=bar if name == "auto" else "", against=said, repeats=1, simulated=True,
+        )  # fmt: skip
+
+
+def iterations(machines: Machines, shape: str, top_k: int) -> dict[str, float]:
+    """Seconds of all iterations that count, by system."""
+    layers, width, inner = SHAPES[shape]
+    setting = setting_of(machines, width, inner)
+    found = dict.fromkeys(("DeepSpeed-MoE", "FasterMoE", "Pro-Prophet", "auto"), 0.0)
+    for layer in range(layers):
+        before: Ints | None = None
+        for step, counts in enumerate(
+            loads(machines.gpus, machines.gpus, machines.tokens, top_k, layer)
+        ):
+            if step >= WARM and before is not None:
+                late = pro_prophet(before, setting, Search(coefficient=1.0))
+                decided = {
+                    "DeepSpeed-MoE": unchanged(),
+                    "FasterMoE": faster_moe(counts, setting),
+                    "Pro-Prophet": at_copies(counts, late.copies),
+                    "auto": auto(counts, setting),
+                }
+                for name, balance in decided.items():
+                    found[name] += layer_s(counts, setting, balance, hides=name != "FasterMoE")
+            before = counts
+    return found
+
+
+def layer_s(counts: Ints, setting: Setting, balance: Balance, *, hides: bool) -> float:
+    """Seconds of a layer and of what is between it and the next; FasterMoE hides no copies."""
+    taken = times(counts, setting, balance)
+    whole = (
+        taken.whole if hides else 4 * taken.exchange + 3 * taken.experts + taken.out + taken.back
+    )
+    return whole + 3 * setting.beside_s
+
+
+def setting_of(machines: Machines, width: int, inner: int) -> Setting:
+    """What a layer costs there, in fp32."""
+    speed = _EFFICIENCY * machines.flops
+    tokens = machines.tokens / machines.gpus
+    beside = tokens * (8 * width**2 + 4 * width * SEQUENCE) / speed
+    # Copies are slower by so much than all-to-all: the model knows one speed.
+    slower = machines.bytes_per_s / _COPIES_BYTES_PER_S
+    expert_bytes = slower * 4.0 * 2 * width * inner
+    return Setting(
+        np.arange(machines.gpus), machines.gpus, speed / (4 * width * inner), 4.0 * width,
+        machines.bytes_per_s, expert_bytes, expert_bytes, latency_s=2e-5, beside_s=beside,
+        relays=True,
+    )  # fmt: skip
+
+
+def loads(ranks: int, experts: int, tokens: int, top_k: int, seed: int) -> Iterator[Ints]:
+    """Rows of every rank for every expert, iteration after iteration."""
+    draw = np.random.default_rng([seed, ranks, experts])
+    shares = draw.permutation(-SKEW * np.log(np.arange(1, experts + 1)))
+    for _ in range(ITERATIONS):
+        odds = np.exp(shares) / np.exp(shares).sum()
+        each = np.stack([draw.dirichlet(200 * odds) for _ in range(ranks)])
+        yield np.stack([draw.multinomial(tokens // ranks * top_k, one) for one in each])
+        shares = shares + DRIFT * draw.standard_normal(experts)
+
+
+def _many() -> Iterator[measure.Row]:
+    """Ours and the paper's on 64 to 2,048 devices, and how long it takes to decide."""
+    for ranks, experts in ((64, 64), (64, 256), (256, 256), (1024, 512), (2048, 512)):
+        homes = np.arange(experts) * ranks // experts
+        setting = Setting(
+            homes, ranks, 0.5 * 312e12 / (6 * 2048 * 1024), 2 * 2048.0, 2.5e10, 2 * 3 * 2048 * 1024.0,
+            4 * 3 * 2048 * 1024.0, latency_s=1e-5, beside_s=1e-3, least_rows=64,
+        )  # fmt: skip
+        every = list(loads(ranks, experts, ranks * 4096, 8, 0))[WARM:]
+        plain = sum(layer_s(one, setting, unchanged(), hides=True) for one in every)
+        policies: dict[str, Callable[[Ints, Setting], Balance]] = {
+            "Pro-Prophet": pro_prophet, "FasterMoE": faster_moe, "quota": quota,
+        }  # fmt: skip
+        seconds = {}
+        for name, policy in policies.items():
+            hides = name != "FasterMoE"
+            seconds[name] = sum(
+                layer_s(one, setting, policy(one, setting), hides=hides) for one in every
+            )
+        for name in policies:
+            best = plain / min(seconds.values())
+            yield measure.row(
+                f"{ranks:,} devices, {experts} experts, top-8: {name} over plain", plain / seconds[name],
+                "ratio", bar=f">= {best}" if name == "quota" else "", against="every row at home",
+                repeats=1, simulated=True,
+            )  # fmt: skip

@@ -1,0 +1,60 @@
+"""What is done about experts that get more tokens than others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section
+
+Policy = Literal[
+    "none", "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep"
+]  # fmt: skip
+"""Who decides which experts have copies for a step."""
+
+
+class Prices(Section):
+    """What a policy counts on; the same on every rank."""
+
+    rows_per_s: float = Field(gt=0)
+    """Rows that the experts of a rank take in a second, forward."""
+    bytes_per_s: float = Field(gt=0)
+    """Bytes that a rank sends to others in a second, while it gets as many."""
+    latency_s: float = Field(ge=0)
+    """Seconds that an exchange takes, however little travels."""
+
+
+class BalanceConfig(Section):
+    """What is done about experts that get more tokens than others, where ranks share them out.
+
+    Routing stays as it is: for one step, experts have copies on ranks that have less to do, and
+    gradients of copies go home.
+    """
+
+    policy: Policy = "none"
+    """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
+    none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
+    `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
+    rows of the time before. auto: whichever of these is modelled best by the rows at hand."""
+    copies: int | None = Field(default=None, ge=0)
+    """Experts of other ranks that a rank has memory for, in each layer; unset: any number, and of
+    eplb one. quota, llep and eplb keep to it, and the others cannot."""
+    hottest: int = Field(default=1, ge=1)
+    """top-k-broadcast: how many."""
+    least_rows: int = Field(default=64, ge=1)
+    """quota and llep: rows that a copy gets at least."""
+    prices: Prices | None = None
+    """What copies cost and save; unset: measured when a run starts, so that two runs may decide
+    differently."""
+
+    @model_validator(mode="after")
+    def _keeps_to_memory(self) -> BalanceConfig:
+        if self.copies is not None and self.policy not in (
+            "none", "auto", "quota", "eplb", "llep",
+        ):  # fmt: skip
+            raise ValueError(
+                f'balance.copies = {self.copies} with balance.policy = "{self.policy}", which '
+                "knows no limit: remove it, or take a policy that does (quota, eplb, llep)"
+            )
+        return self

@@ -1,0 +1,96 @@
+"""Guests: experts of other ranks that are on this one for a step.
+
+Where a balance has copies, every rank sends parameters of its own experts to the ranks that get
+some, all for one rank in one message, in the type that products take. Nothing of a guest outlives
+the step: its gradient goes home, where it is added to that of the expert, and with the graph of the
+step it is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.dist.exchange import Carrier, Flight
+from moesaic.facts.balance import Balance, Ints
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Which rank of a group has which expert, in which of its slots."""
+
+    slots: tuple[int, ...]
+    """The experts of all slots of the group, rank by rank."""
+    ranks: int
+
+    @property
+    def each(self) -> int:
+        """Slots of a rank."""
+        return len(self.slots) // self.ranks
+
+    @cached_property
+    def places(self) -> Ints:
+        """The slot of each expert."""
+        return np.argsort(self.slots)
+
+    def ordered(self, balance: Balance) -> Ints:
+        """Copies (expert, rank) by rank, and on one by the slots of their homes: so they arrive."""
+        experts, ranks = balance.copies.T
+        return balance.copies[np.lexsort((self.places[experts], ranks))]
+
+    def most(self, balance: Balance) -> int:
+        """Guests of the rank that has the most."""
+        return int(np.bincount(balance.copies[:, 1]).max(initial=0))
+
+
+@dataclass(frozen=True)
+class Guests:
+    """Of a rank, under way."""
+
+    arena: Tensor
+    """The rank's own slots, whose gradient is that of all copies too."""
+    guests: Tensor
+    """To be read when they have landed."""
+    flight: Flight
+
+
+def invite(
+    arena: Tensor, balance: Balance, homes: Homes, rank: int, carrier: Carrier, dtype: torch.dtype
+) -> Guests:
+    """Launch the experts that `balance` has go between ranks of the group, of which this is one."""
+    experts, ranks = homes.ordered(balance).T
+    slots = homes.places[experts]
+    leaving, coming = slots // homes.each == rank, ranks == rank
+    send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
+    receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
+    order = torch.from_numpy(slots[leaving] - rank * homes.each).to(arena.device)
+    flight = Flight(carrier, send, receive)
+    own, guests = Invite.apply(arena, order, dtype, flight)
+    return Guests(own, guests, flight)
+
+
+class Invite(torch.autograd.Function):
+    """Launch parameters; what it returns of others may be read when it has landed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, arena: Tensor, order: Tensor, dtype: torch.dtype, flight: Flight
+    ) -> tuple[Tensor, Tensor]:
+        """The arena as it is, and its guests."""
+        ctx.set_materialize_grads(False)
+        ctx.flight = flight
+        ctx.save_for_backward(order)
+        return arena.view_as(arena), flight.leave(arena.index_select(0, order).to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        """Wait for gradients, which experts have launched, and add them to that of the arena."""
+        grad, (order,) = grads[0], ctx.saved_tensors
+        if grad is not None:  # It was made for this, and nobody else has it.
+            grad.index_add_(0, order, ctx.flight.back())
+        return grad, None, None, None

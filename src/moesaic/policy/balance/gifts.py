@@ -1,0 +1,231 @@
+"""The search for gifts, compiled: a thousand ranks are decided on in milliseconds.
+
+Numbers and ties are those of the plain way to write it, which tests hold it against.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.policy.balance.model import moved, rows
+
+WAYS = range(3)
+"""How much a rank takes."""
+_TO_THE_MEAN, _HALF, _GIVEN_ON = WAYS
+
+
+class State(NamedTuple):
+    """Who computes what so far; D ranks, E experts."""
+
+    counts_ED: Ints
+    left_ED: Ints
+    """Rows that are still to be computed at home."""
+    has_ED: Any
+    """Copies."""
+    homes_E: Ints
+    at_home_E: Ints
+    computed: Ints
+    sent: Ints
+    received: Ints
+    out: Ints
+    """Copies that a rank sends."""
+    come: Ints
+    """Copies that it gets."""
+    own: Ints
+    """Rows of experts that are at home there, which can be given on."""
+    room: Ints
+
+    @classmethod
+    def of(cls, counts: Ints, setting: Setting) -> State:
+        """Everything is at home."""
+        counts_ED = np.ascontiguousarray(counts.T, np.int64)
+        start, experts = rows(counts, setting.homes, unchanged()), len(setting.homes)
+        room = experts if setting.room is None else setting.room
+        return cls(
+            counts_ED, counts_ED.copy(), np.zeros(counts_ED.shape, np.bool_),
+            np.ascontiguousarray(setting.homes, np.int64), counts_ED.sum(axis=1), *start,
+            *moved(unchanged(), setting), start.computed.copy(),
+            np.full(setting.ranks, room, np.int64),
+        )  # fmt: skip
+
+
+class Terms(NamedTuple):
+    """What gifts cost and save."""
+
+    mean: int
+    least_rows: int
+    rows_per_s: float
+    row_bytes: float
+    bytes_per_s: float
+    expert_bytes: float
+    gradient_bytes: float
+    latency_s: float
+    beside_s: float
+    relays: bool
+
+    @classmethod
+    def of(cls, counts: Ints, setting: Setting) -> Terms:
+        """Of a setting."""
+        return cls(
+            -(-int(counts.sum()) // setting.ranks), max(setting.least_rows, 1),
+            float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
+            float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
+            float(setting.beside_s), setting.relays,
+        )  # fmt: skip
+
+
+@njit(cache=True)
+def search(state: State, terms: Terms, way: int, least_s: float) -> Any:
+    """All gifts (expert, rank, rows), how many of them are best, and seconds then; 0 if none are
+    better than `least_s`."""
+    gifts, best = [(0, 0, 0)][:0], 0
+    while True:
+        expert, rank, number = _next(state, terms, way)
+        if expert < 0:
+            break
+        _give(state, expert, rank, number)
+        gifts.append((expert, rank, number))
+        step_s = _step_s(state, terms)
+        if step_s < least_s:
+            least_s, best = step_s, len(gifts)
+    found = np.zeros((len(gifts), 3), np.int64)
+    for at, gift in enumerate(gifts):
+        found[at, 0], found[at, 1], found[at, 2] = gift
+    return found, best, least_s
+
+
+def balance_of(gifts: Ints, state: State) -> Balance:
+    """What these come to, from the beginning."""
+    diverted = _taken(gifts, state.left_ED, state.homes_E)
+    copies = gifts[:, :2]
+    return Balance(copies[np.lexsort(copies.T[::-1])], diverted[np.lexsort(diverted.T[::-1])])
+
+
+@njit(cache=True)
+def _taken(gifts: Ints, left_ED: Ints, homes_E: Ints) -> Any:
+    """By source, the rows of each gift: those of its own rank first, then those of others, and of
+    the home last."""
+    found = [(0, 0, 0, 0)][:0]
+    for at in range(len(gifts)):
+        expert, rank, rest = gifts[at]
+        home = homes_E[expert]
+        left = left_ED[expert]
+        for turn in range(len(left) + 2):
+            source = rank if turn == 0 else home if turn > len(left) else turn - 1
+            if 0 < turn <= len(left) and source in (rank, home):
+                continue
+            part = min(rest, left[source])
+            if part > 0:
+                left[source] -= part
+                rest -= part
+                found.append((expert, source, rank, part))
+    whole = np.zeros((len(found), 4), np.int64)
+    for at, one in enumerate(found):
+        whole[at, 0], whole[at, 1], whole[at, 2], whole[at, 3] = one
+    return whole
+
+
+@njit(cache=True)
+def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
+    """What the busiest rank had best give to whom, and how much; (-1, -1, 0): nothing."""
+    busiest = state.computed.argmax()
+    excess = state.computed[busiest] - terms.mean
+    tried = np.zeros(len(state.homes_E), np.bool_)
+    while excess >= terms.least_rows:
+        expert = -1
+        for one in range(len(tried)):
+            if state.homes_E[one] != busiest or tried[one]:
+                continue
+            if expert < 0 or state.at_home_E[one] > state.at_home_E[expert]:
+                expert = one
+        if expert < 0:
+            break
+        tried[expert] = True
+        offered = min(excess, state.at_home_E[expert])
+        rank, number = _receiver(state, terms, way, expert, offered)
+        if rank >= 0:
+            return expert, rank, number
+    return -1, -1, 0
+
+
+@njit(cache=True)
+def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) -> tuple[int, int]:
+    """Who had best take some of so many rows, and how many; (-1, 0): nobody."""
+    top, counts_D, has_D = state.computed.max(), state.counts_ED[expert], state.has_ED[expert]
+    each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
+    found, takes, saved = -1, 0, 0.0
+    for rank in range(len(counts_D)):
+        if state.room[rank] <= 0 or has_D[rank]:
+            continue
+        computed = state.computed[rank]
+        most = terms.mean - computed
+        if way == _HALF:
+            most = max(most, (top - computed) // 2)
+        elif way == _GIVEN_ON:
+            more = most + min(state.own[rank], terms.mean)
+            if computed + min(more, number) < top:
+                most = more
+        one = min(most, number)
+        if one < terms.least_rows:
+            continue
+        saves = one * each_row + min(counts_D[rank], one) * each_local
+        if saves > saved:
+            found, takes, saved = rank, one, saves
+    return found, takes
+
+
+@njit(cache=True)
+def _give(state: State, expert: int, rank: int, number: int) -> None:
+    """Rows are taken in the order of `_taken`, which counts here by source only as far as they
+    travel or not."""
+    home, left = state.homes_E[expert], state.left_ED[expert]
+    rest = number
+    part = min(rest, left[rank])
+    left[rank] -= part
+    rest -= part
+    state.sent[rank] -= part
+    state.received[home] -= part
+    for source in range(len(left)):
+        if rest == 0:
+            break
+        if source in (rank, home):
+            continue
+        part = min(rest, left[source])
+        left[source] -= part
+        rest -= part
+        state.received[home] -= part
+        state.received[rank] += part
+    left[home] -= rest
+    state.sent[home] += rest
+    state.received[rank] += rest
+    state.computed[home] -= number
+    state.computed[rank] += number
+    state.at_home_E[expert] -= number
+    state.own[home] -= number
+    state.out[home] += 1
+    state.come[rank] += 1
+    state.room[rank] -= 1
+    state.has_ED[expert, rank] = True
+
+
+@njit(cache=True)
+def _step_s(state: State, terms: Terms) -> float:
+    """As `times_of` has it."""
+    busiest = max(state.sent.max(), state.received.max())
+    exchange = busiest * terms.row_bytes / terms.bytes_per_s
+    exchange += terms.latency_s * (busiest > 0)
+    experts = state.computed.max() / terms.rows_per_s
+    most = max(state.come.max(), -(-state.out.sum() // len(state.out)))
+    if not terms.relays:
+        most = max(most, state.out.max())
+    out_s = most * (terms.expert_bytes / terms.bytes_per_s + terms.latency_s)
+    back_s = most * (terms.gradient_bytes / terms.bytes_per_s + terms.latency_s)
+    hidden = experts + terms.beside_s
+    whole: float = 4 * exchange + 3 * experts
+    whole += max(0.0, out_s - hidden)
+    whole += max(0.0, back_s - 2 * hidden)
+    return whole

@@ -1,0 +1,205 @@
+"""Balance of a run: its policy is asked, layer by layer, with the exact rows of each micro-batch.
+
+What copies cost and save is measured when a run starts, unless the job says it. All ranks that
+share out experts know the same rows and prices, so that each works out the same by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.dist import device as devices
+from moesaic.dist.collectives import gather
+from moesaic.dist.world import World
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.plan import Plan
+from moesaic.models.lm import LanguageModel
+from moesaic.nn.context import NARROW
+from moesaic.nn.moe import MoE
+from moesaic.nn.routes import Routes
+from moesaic.policy import balance as policies
+
+_ROWS, _TIMES = 512, 3
+_EXCHANGE_BYTES = 4 << 20
+
+
+class Spread(NamedTuple):
+    """What became of one layer's rows, of one micro-batch or of several."""
+
+    copies: int = 0
+    """That were made."""
+    before: float = 1.0
+    """Rows of the busiest rank over the mean, if everything were computed at home."""
+    after: float = 1.0
+    """The same, as it was computed."""
+    planning_s: float = 0.0
+
+    def and_then(self, other: Spread) -> Spread:
+        """Of both, the worse of the two where they do not add up."""
+        return Spread(
+            self.copies + other.copies, max(self.before, other.before),
+            max(self.after, other.after), self.planning_s + other.planning_s,
+        )  # fmt: skip
+
+
+Spreading = Callable[[Ints, Setting, Ints], Balance]
+"""Rows over homes and copies (expert, rank) that there are."""
+
+
+class Balancer:
+    """Asks a policy, and keeps what came of it until that is told."""
+
+    def __init__(
+        self, policy: policies.Policy, setting: Setting, late: Spreading | None = None
+    ) -> None:
+        """A policy that decides on copies from the rows of the time before is `late`: that is how
+        rows are spread over its copies."""
+        self._policy, self._setting, self._late = policy, setting, late
+        self._last: Ints | None = None
+        self._spread = Spread()
+
+    def __call__(self, counts: Ints) -> Balance:
+        """Who computes what of rows [ranks, experts]."""
+        began = time.perf_counter()
+        if self._late is not None:
+            last, self._last = self._last, counts
+            decided = unchanged() if last is None else self._policy(last, self._setting)
+            balance = self._late(counts, self._setting, decided.copies)
+        else:
+            balance = self._policy(counts, self._setting)
+        planning_s = time.perf_counter() - began
+        before, after = (
+            _busiest(policies.rows(counts, self._setting.homes, one).computed)
+            for one in (unchanged(), balance)
+        )
+        now = Spread(len(balance.copies), before, after, planning_s)
+        self._spread = self._spread.and_then(now)
+        return balance
+
+    def prepare(self) -> None:
+        """Have the policy compile what it compiles, before a step waits for it."""
+        counts = np.zeros((self._setting.ranks, len(self._setting.homes)), np.int64)
+        counts[:, 0] = 1 << 20
+        self._policy(counts, self._setting)
+
+    def told(self) -> Spread:
+        """What came of it since this was asked last."""
+        spread, self._spread = self._spread, Spread()
+        return spread
+
+
+def balances(plan: Plan, job: Job) -> bool:
+    """Whether anything is to be balanced."""
+    return job.balance.policy != "none" and plan.ep > 1 and bool(job.model.experts)
+
+
+def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
+    """Have the policy of `job` asked by every expert layer; every rank must call this."""
+    prices = job.balance.prices
+    if prices is None:
+        moe = next((moe for _, moe in model.expert_layers()), None)
+        prices = measured(moe, NARROW.get(job.train.precision), world)
+    for _, moe in model.expert_layers():
+        setting = setting_of(moe, job.balance, prices, NARROW.get(job.train.precision))
+        moe.balancer = balancer_of(job.balance, setting)
+        moe.balancer.prepare()
+    return prices
+
+
+def balancer_of(config: BalanceConfig, setting: Setting) -> Balancer:
+    """Asks the policy that the job names."""
+    named: dict[str, policies.Policy] = {
+        "auto": policies.auto, "quota": policies.quota, "pro-prophet": policies.pro_prophet,
+        "faster-moe": policies.faster_moe, "llep": policies.llep,
+        "top-k-broadcast": partial(policies.top_k_broadcast, number=config.hottest),
+        "eplb": partial(policies.eplb, each=1 if config.copies is None else config.copies),
+    }  # fmt: skip
+    late: dict[str, Spreading] = {
+        "pro-prophet": lambda counts, _, copies: policies.at_copies(counts, copies),
+        "eplb": policies.evenly,
+    }
+    return Balancer(named[config.policy], setting, late.get(config.policy))
+
+
+def setting_of(
+    moe: MoE, config: BalanceConfig, prices: Prices, narrow: torch.dtype | None = None
+) -> Setting:
+    """What a layer's rows and experts cost, if products take a type that is `narrow`, or not."""
+    homes, arena = moe.dispatcher.homes, moe.bank.arena
+    kind = narrow or arena.dtype
+    return Setting(
+        homes=homes.places // homes.each,
+        ranks=homes.ranks,
+        rows_per_s=prices.rows_per_s,
+        row_bytes=moe.bank.hidden * kind.itemsize,
+        bytes_per_s=prices.bytes_per_s,
+        expert_bytes=arena.shape[1] * kind.itemsize,
+        gradient_bytes=arena.shape[1] * arena.itemsize * arena.requires_grad,
+        latency_s=prices.latency_s,
+        room=config.copies,
+        least_rows=config.least_rows,
+    )
+
+
+def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:
+    """Prices of the slowest rank, by an expert layer of each; some may have none."""
+    own = torch.zeros(3, dtype=torch.float64)
+    if moe is not None:
+        own = torch.tensor(_of_layer(moe, narrow or moe.bank.arena.dtype, world.device)).double()
+    row_s, byte_s, latency_s = gather(own.to(world.device), world.everyone).amax(0).tolist()
+    return Prices(rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s)
+
+
+@torch.no_grad()
+def _of_layer(moe: MoE, kind: torch.dtype, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of a row, of a byte, and of the least exchange."""
+    bank, carrier = moe.bank, moe.dispatcher.ranks.straight
+    assert carrier is not None
+    tokens = torch.ones((_ROWS, bank.hidden), dtype=kind, device=device)
+    counts = torch.zeros(len(bank.arena), dtype=torch.int64)
+    counts[0] = _ROWS
+    routes = Routes(counts, torch.arange(_ROWS, device=device))
+
+    def compute() -> Tensor:
+        with bank.at_work() as through:
+            return through(tokens, routes, None)
+
+    ranks = carrier.group.size()
+
+    def exchange(rows: int) -> None:
+        leaving = tokens.new_zeros((ranks * rows, bank.hidden))
+        _, work = carrier.start(leaving, [rows] * ranks, [rows] * ranks)
+        work.wait()
+
+    row_bytes = bank.hidden * kind.itemsize
+    many = max(_EXCHANGE_BYTES // (row_bytes * ranks), 2)
+    computing_s, least_s, whole_s = (
+        _least_s(call, device) for call in (compute, partial(exchange, 1), partial(exchange, many))
+    )
+    sent = (ranks - 1) * (many - 1) * row_bytes
+    return computing_s / _ROWS, max(whole_s - least_s, 1e-3 * whole_s) / sent, least_s
+
+
+def _least_s(call: Callable[[], object], device: torch.device) -> float:
+    """Of several times, after one that warms up."""
+    call()
+    times = list[float]()
+    for _ in range(_TIMES):
+        began = devices.now(device)
+        call()
+        times.append(devices.now(device) - began)
+    return min(times)
+
+
+def _busiest(rows: Ints) -> float:
+    """The most that one has of what all have, over the mean."""
+    total = int(rows.sum())
+    return float(rows.max() * len(rows) / total) if total else 1.0
