@@ -7,7 +7,7 @@ from collections.abc import Callable
 from moesaic.facts.balance import Balance, Ints, Setting
 from moesaic.policy.balance.model import times
 from moesaic.policy.balance.prophet import pro_prophet
-from moesaic.policy.balance.quota import quota
+from moesaic.policy.balance.quota import nothing_to_gain, quota
 from moesaic.policy.balance.replicas import eplb
 from moesaic.policy.balance.shadow import faster_moe
 from moesaic.policy.balance.spill import llep
@@ -15,13 +15,25 @@ from moesaic.policy.balance.spill import llep
 Policy = Callable[[Ints, Setting], Balance]
 """From rows [ranks, experts] and what they cost."""
 
+_ASKING_S, _ASKING_EACH_S = 5e-4, 1.5e-6
+"""About what it takes to ask all others, and for each rank and expert."""
+_GAIN = 0.01
+"""Of a layer's time: what asking takes must be less."""
+
 
 def auto(counts: Ints, setting: Setting) -> Balance:
-    """Ours, or what another one makes of it if that is modelled faster."""
-    policies: list[Policy] = [quota, llep]
+    """Ours, or what another policy makes of it if that is modelled faster; others are asked where
+    a layer takes so long that asking does not count."""
+    best = quota(counts, setting)
+    if nothing_to_gain(counts, setting):
+        return best
+    asking_s = _ASKING_S + _ASKING_EACH_S * counts.size
+    if asking_s > _GAIN * times(counts, setting, best).whole:
+        return best
+    others: list[Policy] = [llep]
     if setting.room != 0:
-        policies.append(eplb)
-    if setting.room is None:  # The others know no limit.
-        policies += [pro_prophet, faster_moe]
-    found = [policy(counts, setting) for policy in policies]
+        others.append(eplb)
+    if setting.room is None:  # These know no limit.
+        others += [pro_prophet, faster_moe]
+    found = [best, *(policy(counts, setting) for policy in others)]
     return min(found, key=lambda balance: times(counts, setting, balance).whole)

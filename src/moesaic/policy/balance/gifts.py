@@ -23,9 +23,11 @@ class State(NamedTuple):
 
     counts_ED: Ints
     left_ED: Ints
-    """Rows that are still to be computed at home."""
+    """Rows that are still to be computed at home, of experts that have been given."""
     has_ED: Any
     """Copies."""
+    given_E: Any
+    """Which have been given."""
     homes_E: Ints
     at_home_E: Ints
     computed: Ints
@@ -38,6 +40,10 @@ class State(NamedTuple):
     own: Ints
     """Rows of experts that are at home there, which can be given on."""
     room: Ints
+    takes: Ints
+    """What each rank would take of a gift, while that is looked for."""
+    saves: Any
+    """What it would save."""
 
     @classmethod
     def of(cls, counts: Ints, setting: Setting) -> State:
@@ -46,10 +52,19 @@ class State(NamedTuple):
         start, experts = rows(counts, setting.homes, unchanged()), len(setting.homes)
         room = experts if setting.room is None else setting.room
         return cls(
-            counts_ED, counts_ED.copy(), np.zeros(counts_ED.shape, np.bool_),
-            np.ascontiguousarray(setting.homes, np.int64), counts_ED.sum(axis=1), *start,
-            *moved(unchanged(), setting), start.computed.copy(),
-            np.full(setting.ranks, room, np.int64),
+            counts_ED, np.empty_like(counts_ED), np.zeros(counts_ED.shape, np.bool_),
+            np.zeros(experts, np.bool_), np.ascontiguousarray(setting.homes, np.int64),
+            counts.sum(axis=0), *start, *moved(unchanged(), setting), start.computed.copy(),
+            np.full(setting.ranks, room, np.int64), np.empty(setting.ranks, np.int64),
+            np.empty(setting.ranks),
+        )  # fmt: skip
+
+    def again(self) -> State:
+        """The beginning, once more, given that this is it."""
+        fresh = [one.copy() for one in self[4:]]
+        return State(
+            self.counts_ED, np.empty_like(self.left_ED), np.zeros_like(self.has_ED),
+            np.zeros_like(self.given_E), *fresh,
         )  # fmt: skip
 
 
@@ -89,9 +104,11 @@ def search(state: State, terms: Terms, way: int, least_s: float) -> Any:
             break
         _give(state, expert, rank, number)
         gifts.append((expert, rank, number))
-        step_s = _step_s(state, terms)
+        step_s, later_s = _step_s(state, terms)
         if step_s < least_s:
             least_s, best = step_s, len(gifts)
+        if later_s >= least_s:
+            break
     found = np.zeros((len(gifts), 3), np.int64)
     for at, gift in enumerate(gifts):
         found[at, 0], found[at, 1], found[at, 2] = gift
@@ -100,33 +117,48 @@ def search(state: State, terms: Terms, way: int, least_s: float) -> Any:
 
 def balance_of(gifts: Ints, state: State) -> Balance:
     """What these come to, from the beginning."""
-    diverted = _taken(gifts, state.left_ED, state.homes_E)
+    diverted = _taken(gifts, state.again())
     copies = gifts[:, :2]
-    return Balance(copies[np.lexsort(copies.T[::-1])], diverted[np.lexsort(diverted.T[::-1])])
+    return Balance(copies[np.lexsort(copies.T[::-1])], diverted)
 
 
 @njit(cache=True)
-def _taken(gifts: Ints, left_ED: Ints, homes_E: Ints) -> Any:
+def _taken(gifts: Ints, state: State) -> Any:
     """By source, the rows of each gift: those of its own rank first, then those of others, and of
     the home last."""
-    found = [(0, 0, 0, 0)][:0]
+    ranks = len(state.computed)
+    found, size = np.empty((8 * len(gifts) + ranks, 4), np.int64), 0
     for at in range(len(gifts)):
         expert, rank, rest = gifts[at]
-        home = homes_E[expert]
-        left = left_ED[expert]
-        for turn in range(len(left) + 2):
-            source = rank if turn == 0 else home if turn > len(left) else turn - 1
-            if 0 < turn <= len(left) and source in (rank, home):
+        home, left = state.homes_E[expert], _left(state, expert)
+        if size + ranks > len(found):
+            larger = np.empty((2 * len(found) + ranks, 4), np.int64)
+            larger[:size] = found[:size]
+            found = larger
+        for turn in range(ranks + 2):
+            source = rank if turn == 0 else home if turn > ranks else turn - 1
+            if 0 < turn <= ranks and source in (rank, home):
                 continue
             part = min(rest, left[source])
             if part > 0:
                 left[source] -= part
                 rest -= part
-                found.append((expert, source, rank, part))
-    whole = np.zeros((len(found), 4), np.int64)
-    for at, one in enumerate(found):
-        whole[at, 0], whole[at, 1], whole[at, 2], whole[at, 3] = one
-    return whole
+                found[size, 0], found[size, 1] = expert, source
+                found[size, 2], found[size, 3] = rank, part
+                size += 1
+            if rest == 0:
+                break
+    return found[:size].copy()
+
+
+@njit(cache=True)
+def _left(state: State, expert: int) -> Any:
+    """Rows of an expert that are still to be computed at home, by source."""
+    left = state.left_ED[expert]
+    if not state.given_E[expert]:
+        state.given_E[expert] = True
+        left[:] = state.counts_ED[expert]
+    return left
 
 
 @njit(cache=True)
@@ -155,34 +187,43 @@ def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
 @njit(cache=True)
 def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) -> tuple[int, int]:
     """Who had best take some of so many rows, and how many; (-1, 0): nobody."""
-    top, counts_D, has_D = state.computed.max(), state.counts_ED[expert], state.has_ED[expert]
+    counts_D, has_D, saves = state.counts_ED[expert], state.has_ED[expert], state.saves
     each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
-    found, takes, saved = -1, 0, 0.0
-    for rank in range(len(counts_D)):
-        if state.room[rank] <= 0 or has_D[rank]:
-            continue
-        computed = state.computed[rank]
-        most = terms.mean - computed
-        if way == _HALF:
-            most = max(most, (top - computed) // 2)
-        elif way == _GIVEN_ON:
-            more = most + min(state.own[rank], terms.mean)
-            if computed + min(more, number) < top:
-                most = more
-        one = min(most, number)
-        if one < terms.least_rows:
-            continue
-        saves = one * each_row + min(counts_D[rank], one) * each_local
-        if saves > saved:
-            found, takes, saved = rank, one, saves
-    return found, takes
+    computed, own, room, mean = state.computed, state.own, state.room, terms.mean
+    takes, top = state.takes, _most(computed)
+    for rank in range(len(takes)):  # Loops without branches: several ranks at a time.
+        takes[rank] = mean - computed[rank]
+    if way == _HALF:
+        for rank in range(len(takes)):
+            takes[rank] = max(takes[rank], (top - computed[rank]) >> 1)
+    elif way == _GIVEN_ON:
+        for rank in range(len(takes)):
+            more = takes[rank] + min(own[rank], mean)
+            takes[rank] = more if computed[rank] + min(more, number) < top else takes[rank]
+    for rank in range(len(takes)):
+        one = min(takes[rank], number)
+        fits = (one >= terms.least_rows) & (room[rank] > 0) & (not has_D[rank])
+        takes[rank] = one
+        saved = one * each_row + min(counts_D[rank], one) * each_local
+        saves[rank] = saved if fits else 0.0
+    found = saves.argmax()
+    return (found, takes[found]) if saves[found] > 0 else (-1, 0)
+
+
+@njit(cache=True)
+def _most(numbers: Ints) -> int:
+    """The largest, none of which is negative."""
+    most = 0
+    for one in numbers:
+        most = max(most, one)
+    return most
 
 
 @njit(cache=True)
 def _give(state: State, expert: int, rank: int, number: int) -> None:
     """Rows are taken in the order of `_taken`, which counts here by source only as far as they
     travel or not."""
-    home, left = state.homes_E[expert], state.left_ED[expert]
+    home, left = state.homes_E[expert], _left(state, expert)
     rest = number
     part = min(rest, left[rank])
     left[rank] -= part
@@ -213,19 +254,19 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
 
 
 @njit(cache=True)
-def _step_s(state: State, terms: Terms) -> float:
-    """As `times_of` has it."""
-    busiest = max(state.sent.max(), state.received.max())
+def _step_s(state: State, terms: Terms) -> tuple[float, float]:
+    """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
+    which each is a copy more and leaves less to hide copies under."""
+    busiest = max(_most(state.sent), _most(state.received))
     exchange = busiest * terms.row_bytes / terms.bytes_per_s
     exchange += terms.latency_s * (busiest > 0)
-    experts = state.computed.max() / terms.rows_per_s
-    most = max(state.come.max(), -(-state.out.sum() // len(state.out)))
+    experts = _most(state.computed) / terms.rows_per_s
+    most = max(_most(state.come), -(-state.out.sum() // len(state.out)))
     if not terms.relays:
-        most = max(most, state.out.max())
+        most = max(most, _most(state.out))
     out_s = most * (terms.expert_bytes / terms.bytes_per_s + terms.latency_s)
     back_s = most * (terms.gradient_bytes / terms.bytes_per_s + terms.latency_s)
     hidden = experts + terms.beside_s
-    whole: float = 4 * exchange + 3 * experts
-    whole += max(0.0, out_s - hidden)
-    whole += max(0.0, back_s - 2 * hidden)
-    return whole
+    out_s, back_s = max(0.0, out_s - hidden), max(0.0, back_s - 2 * hidden)
+    whole = 4 * exchange + 3 * experts + out_s + back_s
+    return whole, 3 * (terms.mean / terms.rows_per_s) + out_s + back_s

@@ -20,21 +20,21 @@ _WORTH = 1.01
 
 def quota(counts: Ints, setting: Setting) -> Balance:
     """The best state on the ways from everything at home to equal loads."""
-    least_s = times(counts, setting, unchanged()).whole / _WORTH
-    if least_s <= _least_s(counts, setting):
+    if nothing_to_gain(counts, setting):
         return unchanged()
+    least_s = times(counts, setting, unchanged()).whole / _WORTH
     from moesaic.policy.balance import gifts  # Compiled at first, then read from a cache.
 
-    terms, best = gifts.Terms.of(counts, setting), None
+    start, terms, best = gifts.State.of(counts, setting), gifts.Terms.of(counts, setting), None
     for way in gifts.WAYS:
-        found, number, step_s = gifts.search(gifts.State.of(counts, setting), terms, way, least_s)
+        found, number, step_s = gifts.search(start.again(), terms, way, least_s)
         if number:
             least_s, best = step_s, found[:number]
-    if best is None:
-        return unchanged()
-    return gifts.balance_of(best, gifts.State.of(counts, setting))
+    return unchanged() if best is None else gifts.balance_of(best, start)
 
 
-def _least_s(counts: Ints, setting: Setting) -> float:
-    """What no balance can be faster than: rows spread evenly that need not travel."""
-    return 3 * (int(counts.sum()) / setting.ranks) / setting.rows_per_s
+def nothing_to_gain(counts: Ints, setting: Setting) -> bool:
+    """Whether rows that are spread evenly and need not travel would save too little: no balance can
+    do better than that."""
+    even_s = 3 * (int(counts.sum()) / setting.ranks) / setting.rows_per_s
+    return times(counts, setting, unchanged()).whole <= even_s * _WORTH
