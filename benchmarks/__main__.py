@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--parts", nargs="?", const="", metavar="PART",
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
         "of layer experts, hosts, overlap, fusion, embedding, peers, exchange or step, of balance "
-        "host or hosts; without a name, the first",
+        "host, hosts or planning; without a name, the first",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks import measure
+from benchmarks import balance_simulated, measure
 from benchmarks.layer import PATIENCE_S, in_turn, plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.world import World
@@ -33,6 +34,7 @@ from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
+from moesaic.policy.balance import quota
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train import balancing
@@ -71,6 +73,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure, as it comes."""
     for part in PARTS.values():
         yield from part(rounds)
+    yield from simulated_rows()
 
 
 def on_one_host(rounds: int) -> Iterator[measure.Row]:
@@ -111,10 +114,32 @@ def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
             yield from _rows(title, ">= 0.99", found[0], rounds, "")
 
 
+def planning(rounds: int) -> Iterator[measure.Row]:
+    """How long it takes to decide on a layer."""
+    for (ranks, experts), bar in {(64, 256): "<= 1.0", (1024, 512): "<= 20.0"}.items():
+        every = list(balance_simulated.loads(ranks, experts, ranks * 4096, 8, 0))
+        setting = balance_simulated.large(ranks, experts)
+        quota(every[0], setting)
+        taken_s = list[float]()
+        for turn in range(rounds):
+            began = time.perf_counter()
+            quota(every[turn % len(every)], setting)
+            taken_s.append(time.perf_counter() - began)
+        low, high = measure.bootstrap(taken_s)
+        yield measure.row(
+            f"deciding on a layer, {ranks:,} devices, {experts} experts",
+            1e3 * float(np.median(taken_s)), "ms", bar=bar, against="limit: nobody is to wait",
+            interval=(1e3 * low, 1e3 * high), repeats=rounds,
+        )  # fmt: skip
+
+
 PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
     "host": on_one_host,
     "hosts": on_two_hosts,
+    "planning": planning,
 }
+simulated_rows = balance_simulated.rows
+"""Those of the model, which may be taken alone."""
 
 
 def _rows(

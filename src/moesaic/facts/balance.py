@@ -46,8 +46,8 @@ class Balance(NamedTuple):
     copies: Ints
     """(expert, rank), [C, 2], in that order: who gets an expert's parameters beside its home."""
     diverted: Ints
-    """(expert, source, target, rows), [M, 4], in any order: rows of a rank that are computed where a
-    copy is; all others are computed at their expert's home."""
+    """(expert, source, target, rows), [M, 4], in any order: rows of a rank that are computed where
+    a copy is; all others are computed at their expert's home."""
 
 
 def unchanged() -> Balance:

@@ -16,8 +16,8 @@ class Search(NamedTuple):
     """How it is told to search."""
 
     coefficient: float = 0.1
-    """Loads are even enough where they differ by less than so many times the mean: 3 in the released
-    code, with which few ranks never search at all."""
+    """Loads are even enough where they differ by less than so many times the mean: 3 in the
+    released code, with which few ranks never search at all."""
     left_out: int = 0
     """Ranks that get no copy of an expert that is chosen."""
     hides: bool = True
