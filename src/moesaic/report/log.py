@@ -89,6 +89,12 @@ class Steps:
     loss_scale: Floats
     """Of fp16 alone, as is `skipped`: 1 where nothing was updated."""
     skipped: Floats
+    copies: Floats
+    """Of experts, if a policy of balance was asked, as are the next three: rows of the busiest rank
+    over the mean without copies and with them, and what deciding took."""
+    busiest_before: Floats
+    busiest_after: Floats
+    planning_s: Floats
     memory_bytes: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesaic.facts.plan import travel_words
-from moesaic.report.charts import experts, learning, prediction, speed, timeline
+from moesaic.report.charts import balance, experts, learning, prediction, speed, timeline
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
 from moesaic.report.facts import RunFacts
@@ -107,7 +107,7 @@ def _sections(run: RunFacts) -> list[tuple[str, str, list[Figure]]]:
         return []
     first = [learning.loss(run), learning.learning_rate(run), learning.gradient_norm(run)]
     sections = [("Learning", "", first)]
-    auxiliary = learning.auxiliary(run)
+    auxiliary = balance.figures(run) + learning.auxiliary(run)
     if run.loads is not None:
         loads = run.loads
         group = [experts.heat_by_step(loads), experts.overview(loads), experts.imbalance(loads)]

@@ -45,6 +45,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "flips": int(np.nansum(run.steps.flips)),
         "skipped": int(np.nansum(run.steps.skipped)),
         "experts": _experts(run),
+        "balance": _balance(run),
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
     }
@@ -94,6 +95,15 @@ def _prediction(run: RunFacts) -> dict[str, Any] | None:
         "measured": found.measured.model_dump(),
         "step_ratio": known(found.ratio),
     }  # fmt: skip
+
+
+def _balance(run: RunFacts) -> dict[str, Any] | None:
+    """Means over the steps in which a policy was asked."""
+    names = ("copies", "busiest_before", "busiest_after", "planning_s")
+    columns = {name: getattr(run.steps, name) for name in names}
+    if not np.isfinite(columns["copies"]).any():
+        return None
+    return {name: known(float(np.nanmean(values))) for name, values in columns.items()}
 
 
 def _experts(run: RunFacts) -> dict[str, Any] | None:

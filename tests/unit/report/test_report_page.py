@@ -79,6 +79,25 @@ def test_utilisation_in_hundredths_is_what_was_recorded(tmp_path: Path) -> None:
     assert column == [round(100 * count / mean) for count in row["counts"]]
 
 
+def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=20))
+    assert not {"busiest-rank", "expert-copies"} & set(figures_of(page.render(run)))
+    assert summary(run)["balance"] is None
+    asked = replace(
+        run.steps, copies=np.full(20, 3.0), busiest_before=np.full(20, 1.7),
+        busiest_after=np.full(20, 1.1), planning_s=np.full(20, 1e-3),
+    )  # fmt: skip
+    balanced = replace(run, steps=asked)
+    figures = figures_of(page.render(balanced))
+    before, after = (trace["y"] for trace in figures["busiest-rank"]["data"])
+    assert set(before) == {1.7}
+    assert set(after) == {1.1}
+    assert set(figures["expert-copies"]["data"][0]["y"]) == {3.0}
+    assert summary(balanced)["balance"] == pytest.approx({
+        "copies": 3.0, "busiest_before": 1.7, "busiest_after": 1.1, "planning_s": 1e-3,
+    })  # fmt: skip
+
+
 def test_dense_run_has_no_experts_section(tmp_path: Path) -> None:
     text = page.render(RunFacts.read(fabricate(tmp_path / "run", steps=20, experts=0)))
     assert not {"expert-load", "expert-overview", "imbalance", "balance-loss"} & set(
