@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parts", nargs="?", const="", metavar="PART",
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
-        "of layer experts, hosts, overlap, fusion, embedding, peers, exchange or step, of balance "
+        "of layer experts (or a shape of them: olmoe, qwen3-moe, mixtral, deepseek-v3), hosts, "
+        "overlap, fusion, embedding, peers, exchange or step, of balance "
         "host, hosts or planning; without a name, the first",
     )  # fmt: skip
     options = parser.parse_args(arguments)

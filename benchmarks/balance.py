@@ -34,7 +34,7 @@ from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
-from moesaic.policy.balance import quota
+from moesaic.policy.balance import Asked, quota, setting_of
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train import balancing
@@ -293,7 +293,8 @@ class Layer:
 def _layer(world: World, work: Work, name: str) -> Layer:
     sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
     model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
-    plan = plan_of(olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS}), world)
+    job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
+    plan = plan_of(job, world)
     ranks = ranks_of(plan, world, copies=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
@@ -312,8 +313,9 @@ def _layer(world: World, work: Work, name: str) -> Layer:
     if name not in (EVEN, PLAIN):
         config = BalanceConfig.model_validate({"policy": name})
         prices = balancing.measured(moe, None, world)
-        setting = balancing.setting_of(moe, config, prices)
-        moe.balancer = balancing.balancer_of(config, setting)
+        policy = Asked(config, setting_of(job, plan, config, prices))
+        policy.prepare()
+        moe.balancer = balancing.Balancer(policy)
     return Layer(moe, tokens, cotangent)
 
 

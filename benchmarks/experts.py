@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,9 +151,9 @@ def _theirs(shape: Shape, bank: Bank) -> nn.Module:
     return theirs
 
 
-def rows(rounds: int) -> Iterator[measure.Row]:
+def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]:
     """Every figure, as it comes."""
-    for shape in SHAPES:
+    for shape in shapes:
         for name, dtype in DTYPES.items():
             yield _decoding(shape, name, dtype, rounds)
             for (each, bar), skewed in itertools.product(BARS.items(), (False, True)):

@@ -42,7 +42,7 @@ PATIENCE_S = 3600.0
 
 def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure of the theme, as it comes."""
-    for part in PARTS.values():
+    for part in WHOLES.values():
         yield from part(rounds)
 
 
@@ -109,10 +109,13 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
         yield from _host_rows(name, bar, found[0], rounds)
 
 
-PARTS = {
+WHOLES = {
     "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
     "embedding": tables, "peers": against_peers, "exchange": exchanges, "step": steps,
 }  # fmt: skip
+OF_EXPERTS = {one.name.lower(): partial(experts.rows, shapes=[one]) for one in experts.SHAPES}
+"""A shape at a time, each a quarter of the whole."""
+PARTS = {**WHOLES, **OF_EXPERTS}
 
 
 @dataclass(frozen=True)

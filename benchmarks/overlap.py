@@ -30,11 +30,11 @@ WAYS: dict[str, dict[str, Any]] = {
 """To compute while tokens travel."""
 CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "each token once, 1 Gbit/s": (1000, {"dispatch": "visits"}, "local first"),
-    "each token once, 200 Mbit/s": (200, {"dispatch": "visits"}, "8 chunks"),
+    "each token once, 200 Mbit/s": (200, {"dispatch": "visits"}, "local first, 2 chunks"),
     "once for each expert, 1 Gbit/s": (1000, {"dispatch": "rows"}, "local first, 2 chunks"),
 }
 """Megabits a second, how tokens travel, and the way that the bar is for: what is local while a
-message takes less than that does, and chunks where it takes more than experts do."""
+message takes less than that does, and two chunks beside it where it takes more."""
 RANKS, FFN, TOKENS = 2, 512, 4096
 BAR = ">= 0.7"
 

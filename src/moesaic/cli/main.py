@@ -21,8 +21,8 @@ from moesaic.cli.launch import INTERRUPTED, CutOff, speaker
 from moesaic.cli.rank import LESS_MEMORY
 
 VERBS = (
-    "train", "generate", "convert", "inspect", "report", "probe", "plan", "calibrate", "trace",
-    "bench",
+    "train", "generate", "convert", "inspect", "report", "replay", "probe", "plan", "calibrate",
+    "trace", "bench",
 )  # fmt: skip
 """Each is a function of the module of its name."""
 USER_ERROR = 2

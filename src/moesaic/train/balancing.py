@@ -11,15 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.balance import Balance, Ints, unchanged
+from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import NARROW
@@ -50,45 +49,24 @@ class Spread(NamedTuple):
         )  # fmt: skip
 
 
-Spreading = Callable[[Ints, Setting, Ints], Balance]
-"""Rows over homes and copies (expert, rank) that there are."""
-
-
 class Balancer:
     """Asks a policy, and keeps what came of it until that is told."""
 
-    def __init__(
-        self, policy: policies.Policy, setting: Setting, late: Spreading | None = None
-    ) -> None:
-        """A policy that decides on copies from the rows of the time before is `late`: that is how
-        rows are spread over its copies."""
-        self._policy, self._setting, self._late = policy, setting, late
-        self._last: Ints | None = None
-        self._spread = Spread()
+    def __init__(self, policy: policies.Asked) -> None:
+        self._policy, self._spread = policy, Spread()
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
         began = time.perf_counter()
-        if self._late is not None:
-            last, self._last = self._last, counts
-            decided = unchanged() if last is None else self._policy(last, self._setting)
-            balance = self._late(counts, self._setting, decided.copies)
-        else:
-            balance = self._policy(counts, self._setting)
+        balance = self._policy(counts)
         planning_s = time.perf_counter() - began
         before, after = (
-            _busiest(policies.rows(counts, self._setting.homes, one).computed)
+            policies.busiest(policies.rows(counts, self._policy.setting.homes, one).computed)
             for one in (unchanged(), balance)
         )
         now = Spread(len(balance.copies), before, after, planning_s)
         self._spread = self._spread.and_then(now)
         return balance
-
-    def prepare(self) -> None:
-        """Have the policy compile what it compiles, before a step waits for it."""
-        counts = np.zeros((self._setting.ranks, len(self._setting.homes)), np.int64)
-        counts[:, 0] = 1 << 20
-        self._policy(counts, self._setting)
 
     def told(self) -> Spread:
         """What came of it since this was asked last."""
@@ -108,45 +86,10 @@ def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
         moe = next((moe for _, moe in model.expert_layers()), None)
         prices = measured(moe, NARROW.get(job.train.precision), world)
     for _, moe in model.expert_layers():
-        setting = setting_of(moe, job.balance, prices, NARROW.get(job.train.precision))
-        moe.balancer = balancer_of(job.balance, setting)
-        moe.balancer.prepare()
+        policy = policies.Asked(job.balance, policies.setting_of(job, plan, job.balance, prices))
+        policy.prepare()
+        moe.balancer = Balancer(policy)
     return prices
-
-
-def balancer_of(config: BalanceConfig, setting: Setting) -> Balancer:
-    """Asks the policy that the job names."""
-    named: dict[str, policies.Policy] = {
-        "auto": policies.auto, "quota": policies.quota, "pro-prophet": policies.pro_prophet,
-        "faster-moe": policies.faster_moe, "llep": policies.llep,
-        "top-k-broadcast": partial(policies.top_k_broadcast, number=config.hottest),
-        "eplb": partial(policies.eplb, each=1 if config.copies is None else config.copies),
-    }  # fmt: skip
-    late: dict[str, Spreading] = {
-        "pro-prophet": lambda counts, _, copies: policies.at_copies(counts, copies),
-        "eplb": policies.evenly,
-    }
-    return Balancer(named[config.policy], setting, late.get(config.policy))
-
-
-def setting_of(
-    moe: MoE, config: BalanceConfig, prices: Prices, narrow: torch.dtype | None = None
-) -> Setting:
-    """What a layer's rows and experts cost, if products take a type that is `narrow`, or not."""
-    homes, arena = moe.dispatcher.homes, moe.bank.arena
-    kind = narrow or arena.dtype
-    return Setting(
-        homes=homes.places // homes.each,
-        ranks=homes.ranks,
-        rows_per_s=prices.rows_per_s,
-        row_bytes=moe.bank.hidden * kind.itemsize,
-        bytes_per_s=prices.bytes_per_s,
-        expert_bytes=arena.shape[1] * kind.itemsize,
-        gradient_bytes=arena.shape[1] * arena.itemsize * arena.requires_grad,
-        latency_s=prices.latency_s,
-        room=config.copies,
-        least_rows=config.least_rows,
-    )
 
 
 def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:
@@ -197,9 +140,3 @@ def _least_s(call: Callable[[], object], device: torch.device) -> float:
         call()
         times.append(devices.now(device) - began)
     return min(times)
-
-
-def _busiest(rows: Ints) -> float:
-    """The most that one has of what all have, over the mean."""
-    total = int(rows.sum())
-    return float(rows.max() * len(rows) / total) if total else 1.0

@@ -28,6 +28,7 @@ LOADS = pa.schema(
         ("layer", pa.int16()),
         ("counts", pa.list_(pa.int64())),
         ("dropped", pa.int64()),
+        ("by_rank", pa.list_(pa.int64())),
     ]
 )
 
@@ -171,6 +172,7 @@ class RunRecord:
                 {
                     "step": facts.step, "layer": layer, "counts": counts.tolist(),
                     "dropped": facts.dropped[layer],
+                    "by_rank": facts.counts_by_rank[layer].flatten().tolist(),
                 }
                 for layer, counts in facts.counts.items()
             )  # fmt: skip

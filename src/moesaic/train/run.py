@@ -57,8 +57,9 @@ class StepFacts:
     tokens: int
     flips: int
     dropped: dict[int, int]
-    counts: dict[int, Tensor]
-    """Tokens by expert for each expert layer, over the whole batch."""
+    counts_by_rank: dict[int, Tensor]
+    """Tokens by rank and expert for each expert layer, over the whole batch: of the ranks of a part
+    of the pipeline that between them send each token once."""
     phases: dict[str, float]
     scale: float | None = None
     """The loss scale of fp16 that the step had."""
@@ -66,6 +67,11 @@ class StepFacts:
     """Whether the gradient overflowed, and nothing was updated."""
     spread: dict[int, Spread] = field(default_factory=dict)
     """What became of rows by layer, if a policy was asked; of layers and groups of this rank."""
+
+    @property
+    def counts(self) -> dict[int, Tensor]:
+        """Tokens by expert for each expert layer, over the whole batch."""
+        return {layer: counts.sum(0) for layer, counts in self.counts_by_rank.items()}
 
 
 @dataclass
@@ -331,7 +337,7 @@ class Run:
         dropped: dict[int, int] = {}
         for one in losses:
             for layer, facts in one.context.layers.items():
-                counts[layer] = facts.counts.sum(0) + counts.get(layer, 0)
+                counts[layer] = facts.counts + counts.get(layer, 0)
                 dropped[layer] = facts.dropped + dropped.get(layer, 0)
         if self.pipeline is not None:
             counts, dropped = self.pipeline.all_layers(counts, dropped)
@@ -340,7 +346,7 @@ class Run:
             step=self.counters["step"], loss=loss,
             total_loss=loss + routing.balance_loss * balance + routing.z_loss * z,
             balance_loss=balance, z_loss=z, grad_norm=norm, lr=lr, tokens=targets,
-            flips=int(all_flips), dropped=dropped, counts=counts, phases=phases.seconds,
+            flips=int(all_flips), dropped=dropped, counts_by_rank=counts, phases=phases.seconds,
         )  # fmt: skip
 
     @torch.no_grad()

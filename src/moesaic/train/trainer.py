@@ -323,6 +323,7 @@ class _Session:
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
+            prices=None if self.run.prices is None else self.run.prices.model_dump(),
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
         )  # fmt: skip
 

@@ -59,6 +59,12 @@ def rows(counts: Ints, homes: Ints, balance: Balance) -> Rows:
     return Rows(computed, sent, received)
 
 
+def busiest(computed: Ints) -> float:
+    """The most rows that a rank computes, over the mean; 1 where there are none."""
+    total = int(computed.sum())
+    return float(computed.max() * len(computed) / total) if total else 1.0
+
+
 def moved(balance: Balance, setting: Setting) -> tuple[Ints, Ints]:
     """Copies that each rank sends, and receives."""
     sent, received = (np.zeros(setting.ranks, np.int64) for _ in range(2))

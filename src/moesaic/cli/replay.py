@@ -1,0 +1,212 @@
+"""`moesaic replay`: what a policy would have made of the loads that a run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import typer
+from rich.table import Table
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError, StoreError, UserError
+from moesaic.base.events import read_events
+from moesaic.base.records import read_records
+from moesaic.cli import flags, screen
+from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.facts.balance import Balance, Ints, unchanged
+from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job.balance import Policy
+from moesaic.facts.plan import Plan
+from moesaic.policy.balance import Asked, busiest, rows, setting_of, times
+from moesaic.report import RunFacts
+
+Run = Annotated[
+    Path | None,
+    typer.Argument(metavar="RUN", help="A run directory.", show_default=False),
+]
+Named = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="POLICY", help="Whom to ask, as --set policy=POLICY."),
+]
+
+_COLUMNS = {"step": pa.int64(), "layer": pa.int64(), "by_rank": pa.list_(pa.int64())}
+_REMEDY = (
+    "give them with --set prices.rows_per_s=, .bytes_per_s= and .latency_s= (a run with a "
+    "balance.policy measures them and says what they are)"
+)
+
+
+class ReplayConfig(BalanceConfig):
+    """Whom to ask, and what it counts on; as a job's [balance]."""
+
+    policy: Policy = "auto"
+    """As in a job."""
+    prices: Prices | None = None
+    """What copies cost and save; unset: what the run measured."""
+
+
+def replay(
+    run: Run = None,
+    policy: Named = None,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    explain: Explain = None,
+) -> int:
+    """Say what a policy of balance would have made of a run's recorded loads.
+
+    No ranks are started and no device is used: rows by rank and expert, as the run recorded them,
+    go through the policy, and its model says what each layer takes with and without copies.
+    """
+    if explain is not None:
+        flags.explain(ReplayConfig, explain, as_json)
+        return 0
+    directory = flags.need(run, "RUN", "replay")
+    given = list(sets or []) + ([f"policy={policy}"] if policy is not None else [])
+    config = flags.settings(ReplayConfig, given)
+    facts = replayed(directory, config)
+    if out is not None and not dry_run:
+        flags.write("--out", out, screen.dumps(facts) + "\n")
+    if as_json:
+        screen.as_json(facts)
+    else:
+        _show(facts)
+    return 0
+
+
+class Recorded(NamedTuple):
+    """Rows of one layer in one micro-batch of a step, about."""
+
+    step: int
+    layer: int
+    counts: Ints
+    """[ranks, experts], of all ranks of a part."""
+
+
+@dataclass
+class _Layer:
+    """What came of one layer, over all steps and groups of ranks."""
+
+    passes: int = 0
+    copies: int = 0
+    before: float = 0.0
+    after: float = 0.0
+    plain_s: float = 0.0
+    step_s: float = 0.0
+
+    def add(self, counts: Ints, asked: Asked, balance: Balance) -> None:
+        """One pass more."""
+        setting = asked.setting
+        self.passes += 1
+        self.copies += len(balance.copies)
+        self.before += busiest(rows(counts, setting.homes, unchanged()).computed)
+        self.after += busiest(rows(counts, setting.homes, balance).computed)
+        self.plain_s += times(counts, setting, unchanged()).whole
+        self.step_s += times(counts, setting, balance).whole
+
+    def facts(self, layer: int) -> dict[str, Any]:
+        """Means over passes."""
+        return {
+            "layer": layer, "passes": self.passes, "copies": self.copies / self.passes,
+            "busiest_before": self.before / self.passes, "busiest_after": self.after / self.passes,
+            "plain_s": self.plain_s / self.passes, "step_s": self.step_s / self.passes,
+            "gain": self.plain_s / self.step_s if self.step_s else 1.0,
+        }  # fmt: skip
+
+
+def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
+    """What `config` makes of a run, as plain data."""
+    facts = RunFacts.read(run)
+    job = parse(Job, facts.job, str(run / "job.json"))
+    plan = parse(Plan, facts.plan, str(run / "plan.json"))
+    if plan.ep == 1:
+        raise UserError(
+            f"'{run}' had all experts on every rank (layout.ep = 1), where nothing is uneven: "
+            "replay a run whose ranks shared them out"
+        )
+    prices = config.prices or _measured(run)
+    if prices is None:
+        raise ConfigError(f"'{run}' has measured no prices: {_REMEDY}")
+    setting = setting_of(job, plan, config, prices)
+    groups = sorted({tuple(r % plan.span // plan.etp for r in g) for g in plan.expert_groups()})
+    asked: dict[tuple[int, tuple[int, ...]], Asked] = {}
+    layers: dict[int, _Layer] = {}
+    for _, layer, counts in _recorded(run, plan, job.train.micro_batches):
+        for group in groups:
+            policy = asked.setdefault((layer, group), Asked(config, setting))
+            own = counts[list(group)]
+            layers.setdefault(layer, _Layer()).add(own, policy, policy(own))
+    if not layers:
+        raise StoreError(
+            f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
+            "log.loads_every not above its steps"
+        )
+    found = [one.facts(layer) for layer, one in sorted(layers.items())]
+    plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
+    return {
+        "run": str(run), "policy": config.policy, "prices": prices.model_dump(),
+        "simulated": True, "layers": found, "plain_s": plain_s, "step_s": step_s,
+        "gain": plain_s / step_s if step_s else 1.0,
+    }  # fmt: skip
+
+
+def _measured(run: Path) -> Prices | None:
+    """What the run said at its last start that it counts on."""
+    log, found = run / "events" / "rank-0.jsonl", None
+    if log.is_file():
+        for event in read_events(log):
+            if event["event"] == "run_start" and event.get("prices"):
+                found = Prices.model_validate(event["prices"])
+    return found
+
+
+def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:
+    """What each layer had, in the order of steps: those of a micro-batch are about its share of the
+    step's."""
+    latest: dict[tuple[int, int], Ints] = {}
+    for table in read_records(run / "loads"):
+        if "by_rank" not in table.column_names:
+            continue
+        for row in table.select(list(_COLUMNS)).to_pylist():
+            counts = np.array(row["by_rank"], np.int64).reshape(-1, plan.experts)
+            latest[row["step"], row["layer"]] = np.rint(counts / micro_batches).astype(np.int64)
+    for (step, layer), counts in sorted(latest.items(), key=lambda item: item[0]):
+        yield Recorded(step, layer, counts)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False)
+    heads = (
+        "layer",
+        "passes",
+        "busiest at home",
+        "with copies",
+        "copies",
+        "at home",
+        "with",
+        "gain",
+    )
+    for name in heads:
+        table.add_column(name, justify="right")
+    for one in facts["layers"]:
+        table.add_row(*_cells(one))
+    screen.show(table)
+    screen.say(
+        f"modelled, not measured: with {facts['policy']} the expert layers would have taken "
+        f"{1e3 * facts['step_s']:.4g} ms for {1e3 * facts['plain_s']:.4g} ms of a micro-batch, "
+        f"{facts['gain']:.3g} times as fast"
+    )
+
+
+def _cells(one: dict[str, Any]) -> Sequence[str]:
+    return (
+        str(one["layer"]), str(one["passes"]), f"{one['busiest_before']:.2f}x",
+        f"{one['busiest_after']:.2f}x", f"{one['copies']:.3g}", f"{1e3 * one['plain_s']:.4g} ms",
+        f"{1e3 * one['step_s']:.4g} ms", f"{one['gain']:.3g}x",
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""A policy as a job asks for it: by name, with what a layer costs, and rows of the time before for
+those that go by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.plan import Plan
+from moesaic.policy.balance.best import Policy, auto
+from moesaic.policy.balance.model import at_copies
+from moesaic.policy.balance.prophet import pro_prophet
+from moesaic.policy.balance.quota import quota
+from moesaic.policy.balance.replicas import eplb, evenly
+from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
+from moesaic.policy.balance.spill import llep
+
+_PRODUCTS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number that products take."""
+_STORED = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
+"""Of one that a parameter or a gradient has."""
+
+Spreading = Callable[[Ints, Setting, Ints], Balance]
+"""Rows over homes and copies (expert, rank) that there are."""
+
+
+class Asked:
+    """The policy of one layer."""
+
+    def __init__(self, config: BalanceConfig, setting: Setting) -> None:
+        """That `config` names."""
+        self.setting, self._policy = setting, _named(config)
+        self._late = _LATE.get(config.policy)
+        self._last: Ints | None = None
+
+    def __call__(self, counts: Ints) -> Balance:
+        """Who computes what of rows [ranks, experts]."""
+        if self._late is None:
+            return self._policy(counts, self.setting)
+        last, self._last = self._last, counts
+        decided = unchanged() if last is None else self._policy(last, self.setting)
+        return self._late(counts, self.setting, decided.copies)
+
+    def prepare(self) -> None:
+        """Have it compile what it compiles."""
+        counts = np.zeros((self.setting.ranks, len(self.setting.homes)), np.int64)
+        counts[:, 0] = 1 << 20
+        self._policy(counts, self.setting)
+
+
+def _named(config: BalanceConfig) -> Policy:
+    named: dict[str, Policy] = {
+        "none": lambda counts, setting: unchanged(), "auto": auto, "quota": quota,
+        "pro-prophet": pro_prophet, "faster-moe": faster_moe, "llep": llep,
+        "top-k-broadcast": partial(top_k_broadcast, number=config.hottest),
+        "eplb": partial(eplb, each=1 if config.copies is None else config.copies),
+    }  # fmt: skip
+    return named[config.policy]
+
+
+_LATE: dict[str, Spreading] = {
+    "pro-prophet": lambda counts, _, copies: at_copies(counts, copies),
+    "eplb": evenly,
+}
+"""Those that decide on copies by rows of the time before, and how rows are spread over these."""
+
+
+def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:
+    """What a layer's rows and experts cost."""
+    numbers = 3 * job.model.hidden * job.model.ffn // plan.etp
+    precision, finetune = job.train.precision, job.finetune
+    learns = finetune is None or finetune.method == "full"
+    return Setting(
+        homes=np.argsort(plan.slots()) // (plan.experts // plan.ep),
+        ranks=plan.ep,
+        rows_per_s=prices.rows_per_s,
+        row_bytes=job.model.hidden * _PRODUCTS[precision],
+        bytes_per_s=prices.bytes_per_s,
+        expert_bytes=numbers * _PRODUCTS[precision],
+        gradient_bytes=numbers * _STORED[precision] * learns,
+        latency_s=prices.latency_s,
+        room=config.copies,
+        least_rows=config.least_rows,
+    )

@@ -1,0 +1,142 @@
+"""`moesaic replay`: policies over recorded loads, without ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from moesaic.base.events import EventLog
+from moesaic.base.records import RecordWriter
+from moesaic.cli.main import main
+from moesaic.facts.balance import Setting, unchanged
+from moesaic.facts.plan import planned
+from moesaic.policy.balance import quota, rows, times
+from moesaic.testing.jobs import tiny_job
+
+LOADS = pa.schema(
+    [
+        ("step", pa.int32()), ("layer", pa.int16()), ("counts", pa.list_(pa.int64())),
+        ("dropped", pa.int64()), ("by_rank", pa.list_(pa.int64())),
+    ]
+)  # fmt: skip
+PRICES = {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5}
+SET = [f"--set=prices.{name}={value}" for name, value in PRICES.items()]
+MICRO = 2
+
+
+def a_run(place: Path, *, ep: int = 2, ranks: int = 4, prices: Any = None) -> np.ndarray:
+    """A run of two steps; returns rows by step, layer, rank and expert."""
+    job = tiny_job(layout={"ep": ep}, train={"micro_batches": MICRO})
+    (place / "events").mkdir(parents=True)
+    (place / "job.json").write_text(job.to_json())
+    (place / "plan.json").write_text(planned(job, ranks).to_json())
+    (place / "versions.json").write_text("{}")
+    log = EventLog(place / "events" / "rank-0.jsonl")
+    log.emit("run_start", step=1, prices=prices)
+    log.close()
+    odds = np.random.default_rng(0).dirichlet(np.full(8, 0.5), size=(2, 2))
+    counts = MICRO * np.array(
+        [[[np.round(400 * one).astype(int)] * ranks for one in step] for step in odds]
+    )
+    writer = RecordWriter(place / "loads", LOADS)
+    for step, layer in np.ndindex(2, 2):
+        whole = counts[step, layer]
+        writer.add([{
+            "step": step + 1, "layer": layer, "counts": whole.sum(0).tolist(), "dropped": 0,
+            "by_rank": whole.ravel().tolist(),
+        }])  # fmt: skip
+    writer.flush()
+    return counts
+
+
+def replay(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
+    assert main(["replay", *line, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_a_policy_says_of_each_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = a_run(tmp_path / "run") // MICRO
+    found = replay(capsys, str(tmp_path / "run"), "--policy", "quota", *SET)
+    setting = Setting(
+        np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
+        least_rows=64,
+    )  # fmt: skip
+    for layer, told in enumerate(found["layers"]):
+        passes = [counts[step, layer, group : group + 2] for step in range(2) for group in (0, 2)]
+        balances = [quota(one, setting) for one in passes]
+        plain = [times(one, setting, unchanged()).whole for one in passes]
+        settled = list(zip(passes, balances, strict=True))
+        with_it = [times(one, setting, balance).whole for one, balance in settled]
+        after = [rows(one, setting.homes, balance).computed for one, balance in settled]
+        assert told["passes"] == 4
+        assert told["copies"] == np.mean([len(one.copies) for one in balances])
+        assert told["plain_s"] == pytest.approx(np.mean(plain))
+        assert told["step_s"] == pytest.approx(np.mean(with_it))
+        busiest = [2 * one.max() / one.sum() for one in after]
+        assert told["busiest_after"] == pytest.approx(np.mean(busiest))
+    assert found["gain"] > 1.05
+    assert found["simulated"] is True
+
+
+def test_prices_that_the_run_measured_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=PRICES)
+    measured = replay(capsys, str(tmp_path / "run"))
+    assert measured["prices"] == PRICES
+    assert measured["policy"] == "auto"
+    given = replay(capsys, str(tmp_path / "run"), *SET)
+    assert given["gain"] == measured["gain"]
+
+
+def test_policies_by_rows_of_the_time_before_have_none_at_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=PRICES)
+    for policy in ("eplb", "pro-prophet"):
+        found = replay(capsys, str(tmp_path / "run"), "--policy", policy)
+        assert all(one["copies"] <= one["passes"] for one in found["layers"])
+    assert replay(capsys, str(tmp_path / "run"), "--policy", "none")["gain"] == 1.0
+
+
+def test_a_table_says_that_it_is_modelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=PRICES)
+    assert main(["replay", str(tmp_path / "run"), "--out", str(tmp_path / "facts.json")]) == 0
+    said = capsys.readouterr().out
+    assert "modelled, not measured: with auto" in said
+    assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ([], "RUN is missing"),
+        (["nowhere"], "there is no run directory 'nowhere'"),
+        (["RUN"], "has measured no prices: give them with --set prices.rows_per_s="),
+        (["RUN", "--policy", "best"], 'policy = "best"'),
+        (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
+        (["EMPTY", *SET], "has no loads by rank"),
+    ],
+)
+def test_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: list[str], words: str
+) -> None:
+    a_run(tmp_path / "RUN")
+    a_run(tmp_path / "ALONE", ep=1)
+    a_run(tmp_path / "EMPTY")
+    for part in (tmp_path / "EMPTY" / "loads").iterdir():
+        part.unlink()
+    named = [str(tmp_path / one) if one.isupper() else one for one in line]
+    assert main(["replay", *named]) == 2
+    said = capsys.readouterr().err
+    assert words in said
