@@ -118,21 +118,35 @@ class Shaken:
     """Copies at random, each of whom gets rows at random; every few times nobody does."""
 
     def __init__(self, homes: Ints, seed: list[int]) -> None:
-        self._homes, self._draw = homes, np.random.default_rng(seed)
+        """Of every second layer they are decided on early."""
+        self._homes, self._draw, self.early = homes, np.random.default_rng(seed), seed[-1] % 2 == 0
+        self._ahead: Ints | None = None
+
+    def ahead(self) -> Ints:
+        """Copies."""
+        self._ahead = self._copies(self._homes.max() + 1)
+        return self._ahead
+
+    def _copies(self, ranks: int) -> Ints:
+        share = self._draw.choice([0.0, 0.1, 0.4, 1.0])
+        chosen = self._draw.random((len(self._homes), ranks)) < share
+        chosen[np.arange(len(self._homes)), self._homes] = False
+        return np.argwhere(chosen)
 
     def __call__(self, counts: Ints) -> Balance:
-        share = self._draw.choice([0.0, 0.1, 0.4, 1.0])
-        chosen = self._draw.random(counts.T.shape) < share
-        chosen[np.arange(len(self._homes)), self._homes] = False
+        """And rows."""
+        copies = self._copies(len(counts)) if self._ahead is None else self._ahead
+        assert (self._ahead is not None) == self.early
+        self._ahead = None
         diverted = []
-        for expert, targets in enumerate(map(np.flatnonzero, chosen)):
+        for expert in range(len(self._homes)):
+            targets = copies[copies[:, 0] == expert, 1].tolist()
             for source, number in enumerate(counts[:, expert].tolist()):
                 odds = self._draw.dirichlet([0.3] * (len(targets) + 1))
-                for target, rows in zip(
-                    targets, self._draw.multinomial(number, odds), strict=False
-                ):
-                    diverted += [(expert, source, int(target), int(rows))] * bool(rows)
-        return Balance(np.argwhere(chosen), np.array(diverted, np.int64).reshape(-1, 4))
+                rows = self._draw.multinomial(number, odds).tolist()
+                for target, part in zip(targets, rows, strict=False):
+                    diverted += [(expert, source, target, part)] * bool(part)
+        return Balance(copies, np.array(diverted, np.int64).reshape(-1, 4))
 
 
 def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:

@@ -63,6 +63,16 @@ def test_copies_at_random(
     assert_same(several, alone(ranks, tables))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
+    tables = {**SWITCH, "train": {"micro_batches": 2, "recompute": recompute}}
+    raw = balanced({**tables, "layout": {"ep": 4}}, "auto")
+    raw["balance"]["early"] = True
+    several = outcome(ranks, 4, tiny_job(**raw), STEPS)
+    assert_same(several, alone(ranks, tables))
+    assert sum(step["copies"] for step in several.steps) > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tables", [{}, SWITCH, DROPS], ids=["top-2", "top-1", "drops"])
 def test_every_policy(ranks: Ranks, policy: str, tables: dict[str, Any]) -> None:

@@ -40,6 +40,9 @@ _STEP = 1 << 20
 """Boxes are as large as multiples of it."""
 _PAUSE_S = 1e-3
 
+MEMORY = "memory"
+"""What a person calls it."""
+
 
 def carrier_of(group: dist.ProcessGroup, deadline_s: float) -> Carrier:
     """What carries rows in `group`, whose ranks are on CPUs; all of them must call this.
@@ -308,7 +311,7 @@ class ByMemory:
     """Carries rows through boxes. Rows are copied into one at the start, and out of it when they
     are waited for: nothing moves in between."""
 
-    name = "memory"
+    name = MEMORY
 
     def __init__(
         self, group: dist.ProcessGroup, lines: dict[int, socket.socket], deadline_s: float

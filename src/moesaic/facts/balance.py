@@ -31,6 +31,8 @@ class Setting(NamedTuple):
     """Of a message."""
     beside_s: float = 0.0
     """What a rank computes forward between two expert layers; backward is twice the work."""
+    hides: bool = True
+    """Whether copies travel while ranks compute; else these wait for them."""
     relays: bool = False
     """Whether ranks that have got a copy hand it on, so that an expert's home sends it once; else
     it sends every copy itself, and adds up what comes back."""

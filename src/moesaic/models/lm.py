@@ -81,6 +81,8 @@ class Layer(nn.Module):
         return self._compute(x, context)
 
     def _compute(self, x: Tensor, context: Context) -> Tensor:
+        if self.moe is not None:
+            self.moe.begin(context, compute_dtype(x))
         x = x + self.attention(self.attention_norm(x), context)
         normed = self.ffn_norm(x)
         inner = self.moe if self.moe is not None else self.ffn

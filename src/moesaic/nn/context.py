@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moesaic.facts.balance import Balance
 from moesaic.facts.job.model import RopeScaling
+from moesaic.nn.guests import Guests
 from moesaic.nn.rope import frequencies, sharpness
 
 
@@ -125,5 +126,7 @@ class Context:
         """Whether expert layers leave their choices in `choices`."""
         self.choices: dict[int, Tensor] = {}
         """Experts chosen by layer, [tokens, choices]; -1 - e where e was chosen and given up."""
+        self.guests: dict[int, Guests | None] = {}
+        """Experts that are on their way to this rank, by layer, until that comes."""
         self.layers: dict[int, LayerFacts] = {}
         """What each expert layer reports."""

@@ -1,7 +1,7 @@
 """Guests: experts of other ranks that are on this one for a step.
 
-Where a balance has copies, every rank sends parameters of its own experts to the ranks that get
-some, all for one rank in one message, in the type that products take. Nothing of a guest outlives
+Where experts have copies, every rank sends parameters of its own to the ranks that get some, all
+for one rank in one message, in the type that products take. Nothing of a guest outlives
 the step: its gradient goes home, where it is added to that of the expert, and with the graph of the
 step it is gone.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.dist.exchange import Carrier, Flight
-from moesaic.facts.balance import Balance, Ints
+from moesaic.facts.balance import Ints
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,10 @@ class Homes:
         """The slot of each expert."""
         return np.argsort(self.slots)
 
-    def ordered(self, balance: Balance) -> Ints:
+    def ordered(self, copies: Ints) -> Ints:
         """Copies (expert, rank) by rank, and on one by the slots of their homes: so they arrive."""
-        experts, ranks = balance.copies.T
-        return balance.copies[np.lexsort((self.places[experts], ranks))]
-
-    def most(self, balance: Balance) -> int:
-        """Guests of the rank that has the most."""
-        return int(np.bincount(balance.copies[:, 1]).max(initial=0))
+        experts, ranks = copies.T
+        return copies[np.lexsort((self.places[experts], ranks))]
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,10 @@ class Guests:
 
 
 def invite(
-    arena: Tensor, balance: Balance, homes: Homes, rank: int, carrier: Carrier, dtype: torch.dtype
+    arena: Tensor, copies: Ints, homes: Homes, rank: int, carrier: Carrier, dtype: torch.dtype
 ) -> Guests:
-    """Launch the experts that `balance` has go between ranks of the group, of which this is one."""
-    experts, ranks = homes.ordered(balance).T
+    """Launch experts between ranks of the group, of which this is one."""
+    experts, ranks = homes.ordered(copies).T
     slots = homes.places[experts]
     leaving, coming = slots // homes.each == rank, ranks == rank
     send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()

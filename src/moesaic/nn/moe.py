@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from moesaic.facts.balance import Balance, Ints
@@ -14,8 +15,18 @@ from moesaic.nn.dispatch import Counted, Dispatcher, Placed
 from moesaic.nn.guests import Guests, invite
 from moesaic.nn.router import Router, Routing, balance_share, z_share
 
-Balancer = Callable[[Ints], Balance]
-"""Who computes what of rows [ranks that share out the experts, experts], the same on each."""
+
+class Balancer(Protocol):
+    """Says who computes what, the same on each of the ranks that share out experts."""
+
+    early: bool
+    """Whether it decides on copies before rows are known."""
+
+    def ahead(self) -> Ints:
+        """Those copies (expert, rank)."""
+
+    def __call__(self, counts: Ints) -> Balance:
+        """Who computes what of rows [ranks, experts]; with those copies, if it is early."""
 
 
 class MoE(nn.Module):
@@ -40,6 +51,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
+        early = self.balancer is not None and self.balancer.early
+        if early and self.router.layer not in context.guests:
+            self.begin(context, compute_dtype(x))
+        guests = context.guests.pop(self.router.layer, None)
         tokens_TH = x.reshape(-1, x.shape[-1])
         routing, slices = self.router(tokens_TH, context), self.bank.slices
         experts_TK, weights_TK = slices.rows(routing.experts_TK), slices.rows(routing.weights_TK)
@@ -50,7 +65,8 @@ class MoE(nn.Module):
         context.layers.setdefault(self.router.layer, self._facts(routing, counted, placed, balance))
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
         sent = self.dispatcher.start(tokens_TH, weights_TK, placed)
-        guests = self._invite(balance, tokens_TH)
+        if balance is not None and not early:  # Behind the tokens, which come first.
+            guests = self._invite(balance.copies, tokens_TH.dtype)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
         with self.bank.at_work(self.dispatcher.computations, guests) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
@@ -66,15 +82,28 @@ class MoE(nn.Module):
         ranks = list(self.dispatcher.ranks.group_ranks)
         return self.balancer(counted.counts_RE[ranks].numpy())
 
-    def _invite(self, balance: Balance | None, tokens_TH: Tensor) -> Guests | None:
-        """Launch the experts that are computed elsewhere, behind the tokens, which come first."""
+    def begin(self, context: Context, dtype: torch.dtype) -> None:
+        """Launch experts that are to be computed elsewhere, if that is decided before rows are
+        known; what is computed until then is computed while they travel."""
+        layer, balancer = self.router.layer, self.balancer
+        if balancer is None or not balancer.early:
+            return
+        known = context.layers.get(layer)
+        if known is None:
+            copies = balancer.ahead()
+        else:  # The layer is recomputed.
+            assert known.spread is not None
+            copies = known.spread.copies
+        context.guests[layer] = self._invite(copies, dtype)
+
+    def _invite(self, copies: Ints, dtype: torch.dtype) -> Guests | None:
         ranks = self.dispatcher.ranks
-        if balance is None or not len(balance.copies):
+        if not len(copies):
             return None
         assert ranks.straight is not None
         mine = ranks.group_ranks.index(ranks.rank)
-        homes, arena = self.dispatcher.homes, self.bank.acquire()
-        return invite(arena, balance, homes, mine, ranks.straight, tokens_TH.dtype)
+        arena, homes = self.bank.acquire(), self.dispatcher.homes
+        return invite(arena, copies, homes, mine, ranks.straight, dtype)
 
     def _facts(
         self, routing: Routing, counted: Counted, placed: Placed, balance: Balance | None

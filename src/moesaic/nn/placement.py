@@ -20,7 +20,7 @@ class Placement:
 
     def __init__(self, homes: Homes, balance: Balance, counts_GCE: Ints) -> None:
         """`counts_GCE` are the rows of each."""
-        self.each = homes.each + homes.most(balance)
+        self.each = homes.each + int(np.bincount(balance.copies[:, 1]).max(initial=0))
         places = homes.places
         self._homes_E = places // homes.each * self.each + places % homes.each
         self._diverted = balance.diverted[np.lexsort(balance.diverted[:, [2, 1, 0]].T)]
@@ -31,7 +31,7 @@ class Placement:
 
     def _guests_slots(self, homes: Homes, balance: Balance) -> Ints:
         """[E, G]; 0 where there is no copy."""
-        experts, ranks = homes.ordered(balance).T
+        experts, ranks = homes.ordered(balance.copies).T
         first = np.searchsorted(ranks, ranks)
         found = np.zeros((len(homes.slots), homes.ranks), np.int64)
         found[experts, ranks] = ranks * self.each + homes.each + np.arange(len(ranks)) - first

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather
+from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import Job, Prices
@@ -53,7 +54,14 @@ class Balancer:
     """Asks a policy, and keeps what came of it until that is told."""
 
     def __init__(self, policy: policies.Asked) -> None:
-        self._policy, self._spread = policy, Spread()
+        self._policy, self._spread, self.early = policy, Spread(), policy.early
+
+    def ahead(self) -> Ints:
+        """Copies for rows that nobody knows yet."""
+        began = time.perf_counter()
+        copies = self._policy.ahead()
+        self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
+        return copies
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
@@ -94,11 +102,16 @@ def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
 
 def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:
     """Prices of the slowest rank, by an expert layer of each; some may have none."""
-    own = torch.zeros(3, dtype=torch.float64)
+    own = torch.zeros(4, dtype=torch.float64)
     if moe is not None:
-        own = torch.tensor(_of_layer(moe, narrow or moe.bank.arena.dtype, world.device)).double()
-    row_s, byte_s, latency_s = gather(own.to(world.device), world.everyone).amax(0).tolist()
-    return Prices(rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s)
+        times = _of_layer(moe, narrow or moe.bank.arena.dtype, world.device)
+        straight = moe.dispatcher.ranks.straight
+        own = torch.tensor([*times, straight is not None and straight.name == MEMORY]).double()
+    all_of_them = gather(own.to(world.device), world.everyone)
+    row_s, byte_s, latency_s, by_hand = all_of_them.amax(0).tolist()
+    return Prices(
+        rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s, hides=not by_hand
+    )
 
 
 @torch.no_grad()

@@ -260,10 +260,11 @@ class Run:
         """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
         if self.prices is None:
             return None
-        rows_per_s, bytes_per_s, latency_s = self.prices.model_dump().values()
+        prices = self.prices
         return (
-            f"balance: {self.job.balance.policy}; experts take {rows_per_s:,.0f} rows/s, "
-            f"{bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes {latency_s * 1e3:.3g} ms"
+            f"balance: {self.job.balance.policy}; experts take {prices.rows_per_s:,.0f} rows/s, "
+            f"{prices.bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes "
+            f"{prices.latency_s * 1e3:.3g} ms"
         )
 
     def _reduce(self) -> None:

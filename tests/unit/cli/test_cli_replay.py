@@ -24,8 +24,8 @@ LOADS = pa.schema(
         ("dropped", pa.int64()), ("by_rank", pa.list_(pa.int64())),
     ]
 )  # fmt: skip
-PRICES = {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5}
-SET = [f"--set=prices.{name}={value}" for name, value in PRICES.items()]
+PRICES = {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "hides": False}
+SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.items()]
 MICRO = 2
 
 
@@ -67,7 +67,7 @@ def test_what_a_policy_says_of_each_layer(
     found = replay(capsys, str(tmp_path / "run"), "--policy", "quota", *SET)
     setting = Setting(
         np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
-        least_rows=64,
+        hides=False, least_rows=64,
     )  # fmt: skip
     for layer, told in enumerate(found["layers"]):
         passes = [counts[step, layer, group : group + 2] for step in range(2) for group in (0, 2)]

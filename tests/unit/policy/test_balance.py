@@ -26,6 +26,7 @@ from moesaic.policy.balance import (
     rows,
     times,
     top_k_broadcast,
+    within,
 )
 from moesaic.policy.balance.model import at_copies
 
@@ -94,8 +95,8 @@ def cases(draw: st.DrawFn) -> tuple[Ints, Setting]:
     return counts, Setting(
         homes, ranks, draw(st.floats(0.1, 10.0)), draw(cost), draw(st.floats(0.1, 10.0)),
         draw(cost), draw(cost), draw(st.floats(0.0, 1.0)), draw(cost),
-        relays=draw(st.booleans()), room=draw(st.none() | st.integers(0, 3)),
-        least_rows=draw(st.integers(0, 5)),
+        hides=draw(st.booleans()), relays=draw(st.booleans()),
+        room=draw(st.none() | st.integers(0, 3)), least_rows=draw(st.integers(0, 5)),
     )  # fmt: skip
 
 
@@ -196,6 +197,22 @@ def test_replicas_are_of_the_fullest_and_on_ranks_with_the_least() -> None:
     found = eplb(counts, setting)
     assert found.copies.tolist() == [[0, 1], [3, 0]]
     assert rows(counts, setting.homes, found).computed.tolist() == [45 + 10 + 15, 45 + 20 + 15]
+
+
+@given(case=cases(), seed=st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_rows_are_spread_over_copies_that_are_there(case: tuple[Ints, Setting], seed: int) -> None:
+    counts, setting = case
+    chosen = np.random.default_rng(seed).random(counts.T.shape) < 0.4
+    chosen[np.arange(len(setting.homes)), setting.homes] = False
+    copies = np.argwhere(chosen)
+    found = within(counts, setting, copies)
+    assert found.copies.tolist() == copies.tolist()
+    assert {(e, t) for e, _, t, _ in found.diverted.tolist()} <= set(map(tuple, copies.tolist()))
+    free = setting._replace(expert_bytes=0.0, gradient_bytes=0.0, latency_s=0.0)
+    alone = times(counts, free, unchanged()).whole
+    assert times(counts, free, found).whole <= alone * (1 + 1e-12)
+    assert rows(counts, setting.homes, found).computed.sum() == counts.sum()
 
 
 def test_ours_leaves_even_loads_alone() -> None:

@@ -23,6 +23,9 @@ class Prices(Section):
     """Bytes that a rank sends to others in a second, while it gets as many."""
     latency_s: float = Field(ge=0)
     """Seconds that an exchange takes, however little travels."""
+    hides: bool = True
+    """Whether copies travel while ranks compute, as over a network or between GPUs; ranks that
+    share a host's memory move bytes themselves, and do nothing else then."""
 
 
 class BalanceConfig(Section):
@@ -44,6 +47,10 @@ class BalanceConfig(Section):
     """top-k-broadcast: how many."""
     least_rows: int = Field(default=64, ge=1)
     """quota and llep: rows that a copy gets at least."""
+    early: bool = False
+    """Copies leave before a layer's attention, under which they travel, and their gradients under
+    its backward: which ones is decided by the rows of the time before, and how many rows each takes
+    by those at hand. Of pro-prophet and eplb they always do."""
     prices: Prices | None = None
     """What copies cost and save; unset: measured when a run starts, so that two runs may decide
     differently."""

@@ -7,7 +7,7 @@ from moesaic.policy.balance.asked import Asked, setting_of
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.model import Times, at_copies, busiest, rows, times
 from moesaic.policy.balance.prophet import Search, pro_prophet
-from moesaic.policy.balance.quota import quota
+from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
@@ -15,4 +15,5 @@ from moesaic.policy.balance.spill import llep
 __all__ = [
     "Asked", "Policy", "Search", "Times", "at_copies", "auto", "busiest", "eplb", "evenly",
     "faster_moe", "llep", "pro_prophet", "quota", "rows", "setting_of", "times", "top_k_broadcast",
+    "within",
 ]  # fmt: skip

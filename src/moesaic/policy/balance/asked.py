@@ -14,7 +14,7 @@ from moesaic.facts.plan import Plan
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.model import at_copies
 from moesaic.policy.balance.prophet import pro_prophet
-from moesaic.policy.balance.quota import quota
+from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
@@ -34,16 +34,25 @@ class Asked:
     def __init__(self, config: BalanceConfig, setting: Setting) -> None:
         """That `config` names."""
         self.setting, self._policy = setting, _named(config)
-        self._late = _LATE.get(config.policy)
+        self.early = config.early or config.policy in _LATE
+        self._spread = _LATE.get(config.policy, within)
         self._last: Ints | None = None
+        self._copies: Ints | None = None
+
+    def ahead(self) -> Ints:
+        """Copies for rows that nobody knows yet, by those of the time before."""
+        last = self._last
+        decided = unchanged() if last is None else self._policy(last, self.setting)
+        self._copies = decided.copies
+        return decided.copies
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
-        if self._late is None:
+        if not self.early:
             return self._policy(counts, self.setting)
-        last, self._last = self._last, counts
-        decided = unchanged() if last is None else self._policy(last, self.setting)
-        return self._late(counts, self.setting, decided.copies)
+        copies = self.ahead() if self._copies is None else self._copies
+        self._last, self._copies = counts, None
+        return self._spread(counts, self.setting, copies)
 
     def prepare(self) -> None:
         """Have it compile what it compiles."""
@@ -66,7 +75,8 @@ _LATE: dict[str, Spreading] = {
     "pro-prophet": lambda counts, _, copies: at_copies(counts, copies),
     "eplb": evenly,
 }
-"""Those that decide on copies by rows of the time before, and how rows are spread over these."""
+"""Those that always decide on copies by rows of the time before, and how rows are spread over
+these."""
 
 
 def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:
@@ -83,6 +93,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
         expert_bytes=numbers * _PRODUCTS[precision],
         gradient_bytes=numbers * _STORED[precision] * learns,
         latency_s=prices.latency_s,
+        hides=prices.hides,
         room=config.copies,
         least_rows=config.least_rows,
     )

@@ -25,7 +25,7 @@ class State(NamedTuple):
     left_ED: Ints
     """Rows that are still to be computed at home, of experts that have been given."""
     has_ED: Any
-    """Copies."""
+    """Copies that are there, or may not be made."""
     given_E: Any
     """Which have been given."""
     homes_E: Ints
@@ -63,7 +63,7 @@ class State(NamedTuple):
         """The beginning, once more, given that this is it."""
         fresh = [one.copy() for one in self[4:]]
         return State(
-            self.counts_ED, np.empty_like(self.left_ED), np.zeros_like(self.has_ED),
+            self.counts_ED, np.empty_like(self.left_ED), self.has_ED.copy(),
             np.zeros_like(self.given_E), *fresh,
         )  # fmt: skip
 
@@ -80,6 +80,7 @@ class Terms(NamedTuple):
     gradient_bytes: float
     latency_s: float
     beside_s: float
+    hides: bool
     relays: bool
 
     @classmethod
@@ -89,7 +90,7 @@ class Terms(NamedTuple):
             -(-int(counts.sum()) // setting.ranks), max(setting.least_rows, 1),
             float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
             float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
-            float(setting.beside_s), setting.relays,
+            float(setting.beside_s), setting.hides, setting.relays,
         )  # fmt: skip
 
 
@@ -266,7 +267,7 @@ def _step_s(state: State, terms: Terms) -> tuple[float, float]:
         most = max(most, _most(state.out))
     out_s = most * (terms.expert_bytes / terms.bytes_per_s + terms.latency_s)
     back_s = most * (terms.gradient_bytes / terms.bytes_per_s + terms.latency_s)
-    hidden = experts + terms.beside_s
+    hidden = (experts + terms.beside_s) * terms.hides
     out_s, back_s = max(0.0, out_s - hidden), max(0.0, back_s - 2 * hidden)
     whole = 4 * exchange + 3 * experts + out_s + back_s
     return whole, 3 * (terms.mean / terms.rows_per_s) + out_s + back_s

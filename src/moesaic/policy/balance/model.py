@@ -92,7 +92,7 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
         most * (size / setting.bytes_per_s + setting.latency_s)
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
-    hidden = experts + setting.beside_s
+    hidden = (experts + setting.beside_s) * setting.hides
     whole = 4 * exchange + 3 * experts + max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
     return Times(exchange, experts, out, back, whole)
 

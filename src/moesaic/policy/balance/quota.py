@@ -11,8 +11,15 @@ After each gift the whole is modelled, and the best of all states on all ways is
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.policy.balance.model import times
+
+if TYPE_CHECKING:
+    from moesaic.policy.balance.gifts import State, Terms
 
 _WORTH = 1.01
 """As much slower a layer must be without copies for them to be made."""
@@ -22,15 +29,42 @@ def quota(counts: Ints, setting: Setting) -> Balance:
     """The best state on the ways from everything at home to equal loads."""
     if nothing_to_gain(counts, setting):
         return unchanged()
+    from moesaic.policy.balance import gifts
+
+    start = gifts.State.of(counts, setting)
     least_s = times(counts, setting, unchanged()).whole / _WORTH
+    best = _searched(start, gifts.Terms.of(counts, setting), least_s)
+    return unchanged() if best is None else gifts.balance_of(best, start)
+
+
+def within(counts: Ints, setting: Setting, copies: Ints) -> Balance:
+    """The same where copies are there already, and cost nothing any more."""
+    if not len(copies):
+        return unchanged()
+    from moesaic.policy.balance import gifts
+
+    ordered = copies[np.lexsort((copies[:, 1], copies[:, 0]))]
+    paid = setting._replace(
+        expert_bytes=0.0, gradient_bytes=0.0, latency_s=0.0, room=None, least_rows=1
+    )
+    start = gifts.State.of(counts, paid)
+    start.has_ED[:] = True
+    start.has_ED[ordered[:, 0], ordered[:, 1]] = False
+    best = _searched(start, gifts.Terms.of(counts, paid), times(counts, paid, unchanged()).whole)
+    diverted = unchanged().diverted if best is None else gifts.balance_of(best, start).diverted
+    return Balance(ordered, diverted)
+
+
+def _searched(start: State, terms: Terms, least_s: float) -> Ints | None:
+    """The best gifts on all ways, if any are better than that."""
     from moesaic.policy.balance import gifts  # Compiled at first, then read from a cache.
 
-    start, terms, best = gifts.State.of(counts, setting), gifts.Terms.of(counts, setting), None
+    best = None
     for way in gifts.WAYS:
         found, number, step_s = gifts.search(start.again(), terms, way, least_s)
         if number:
             least_s, best = step_s, found[:number]
-    return unchanged() if best is None else gifts.balance_of(best, start)
+    return best
 
 
 def nothing_to_gain(counts: Ints, setting: Setting) -> bool:
