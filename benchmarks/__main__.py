@@ -78,7 +78,8 @@ def run_some(coming: Iterable[measure.Row], theme: str) -> None:
         fresh[row.name] = row
         print(line(row), flush=True)
     path = measure.RECORDS / f"{theme}.json"
-    rows = [fresh.pop(row.name, row) for row in measure.read(path)]
+    known = measure.read(path) if path.is_file() else []
+    rows = [fresh.pop(row.name, row) for row in known]
     print(f"written to {measure.write(theme, [*rows, *fresh.values()])}")
 
 
