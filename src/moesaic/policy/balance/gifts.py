@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance.model import moved, rows
+from moesaic.policy.balance.model import Rows, moved
 
 WAYS = range(3)
 """How much a rank takes."""
@@ -46,10 +46,10 @@ class State(NamedTuple):
     """What it would save."""
 
     @classmethod
-    def of(cls, counts: Ints, setting: Setting) -> State:
-        """Everything is at home."""
-        counts_ED = np.ascontiguousarray(counts.T, np.int64)
-        start, experts = rows(counts, setting.homes, unchanged()), len(setting.homes)
+    def of(cls, counts: Ints, setting: Setting, start: Rows) -> State:
+        """Everything is at home, by `start`."""
+        counts_ED = np.ascontiguousarray(counts.T, np.int32)  # Narrow, for there are many.
+        experts = len(setting.homes)
         room = experts if setting.room is None else setting.room
         return cls(
             counts_ED, np.empty_like(counts_ED), np.zeros(counts_ED.shape, np.bool_),
@@ -138,10 +138,8 @@ def _taken(gifts: Ints, state: State) -> Any:
             found = larger
         for turn in range(ranks + 2):
             source = rank if turn == 0 else home if turn > ranks else turn - 1
-            if 0 < turn <= ranks and source in (rank, home):
-                continue
             part = min(rest, left[source])
-            if part > 0:
+            if part > 0 and (turn in (0, ranks + 1) or source not in (rank, home)):
                 left[source] -= part
                 rest -= part
                 found[size, 0], found[size, 1] = expert, source

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance.model import times
+from moesaic.policy.balance.model import moved, rows, times, times_of
 
 if TYPE_CHECKING:
     from moesaic.policy.balance.gifts import State, Terms
@@ -27,13 +27,14 @@ _WORTH = 1.01
 
 def quota(counts: Ints, setting: Setting) -> Balance:
     """The best state on the ways from everything at home to equal loads."""
-    if nothing_to_gain(counts, setting):
+    at_home = rows(counts, setting.homes, unchanged())
+    plain_s = times_of(at_home, *moved(unchanged(), setting), setting).whole
+    if plain_s <= _even_s(counts, setting) * _WORTH:
         return unchanged()
     from moesaic.policy.balance import gifts
 
-    start = gifts.State.of(counts, setting)
-    least_s = times(counts, setting, unchanged()).whole / _WORTH
-    best = _searched(start, gifts.Terms.of(counts, setting), least_s)
+    start = gifts.State.of(counts, setting, at_home)
+    best = _searched(start, gifts.Terms.of(counts, setting), plain_s / _WORTH)
     return unchanged() if best is None else gifts.balance_of(best, start)
 
 
@@ -47,10 +48,12 @@ def within(counts: Ints, setting: Setting, copies: Ints) -> Balance:
     paid = setting._replace(
         expert_bytes=0.0, gradient_bytes=0.0, latency_s=0.0, room=None, least_rows=1
     )
-    start = gifts.State.of(counts, paid)
+    at_home = rows(counts, paid.homes, unchanged())
+    start = gifts.State.of(counts, paid, at_home)
     start.has_ED[:] = True
     start.has_ED[ordered[:, 0], ordered[:, 1]] = False
-    best = _searched(start, gifts.Terms.of(counts, paid), times(counts, paid, unchanged()).whole)
+    plain_s = times_of(at_home, *moved(unchanged(), paid), paid).whole
+    best = _searched(start, gifts.Terms.of(counts, paid), plain_s)
     diverted = unchanged().diverted if best is None else gifts.balance_of(best, start).diverted
     return Balance(ordered, diverted)
 
@@ -68,7 +71,10 @@ def _searched(start: State, terms: Terms, least_s: float) -> Ints | None:
 
 
 def nothing_to_gain(counts: Ints, setting: Setting) -> bool:
-    """Whether rows that are spread evenly and need not travel would save too little: no balance can
-    do better than that."""
-    even_s = 3 * (int(counts.sum()) / setting.ranks) / setting.rows_per_s
-    return times(counts, setting, unchanged()).whole <= even_s * _WORTH
+    """Whether no balance could save enough."""
+    return times(counts, setting, unchanged()).whole <= _even_s(counts, setting) * _WORTH
+
+
+def _even_s(counts: Ints, setting: Setting) -> float:
+    """What rows take that are spread evenly and need not travel."""
+    return 3 * (int(counts.sum()) / setting.ranks) / setting.rows_per_s
