@@ -13,7 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,14 +28,17 @@ from torch import Tensor
 from benchmarks import balance_simulated, measure
 from benchmarks.layer import PATIENCE_S, in_turn, plan_of
 from benchmarks.training import olmoe
+from moesaic.dist.exchange import Carrier
 from moesaic.dist.world import World
-from moesaic.facts.job import BalanceConfig
+from moesaic.facts.job import BalanceConfig, Job
 from moesaic.facts.job.balance import Policy
+from moesaic.facts.plan import Plan
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
+from moesaic.nn.routes import Routes
 from moesaic.policy.balance import Asked, quota, setting_of
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
@@ -114,6 +119,102 @@ def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
             yield from _rows(title, ">= 0.99", found[0], rounds, "")
 
 
+def model(rounds: int) -> Iterator[measure.Row]:
+    """How far what policies count on is from what is measured."""
+    for where, megabits in {"on one host": 0, "over 1 Gbit/s": 1000}.items():
+        hindrance = impossible() if megabits else ""
+        if hindrance:
+            yield measure.row(
+                f"the model's mean error of links, {where}", None, "ratio", bar="<= 0.1",
+                against=f"untried: {hindrance}", repeats=0,
+            )  # fmt: skip
+            continue
+        with two_hosts(megabits) if megabits else nullcontext() as hosts:
+            pool = Ranks()
+            try:
+                found = pool.run(RANKS, modelled, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S)[
+                    0
+                ]
+            finally:
+                pool.close()
+        assert found is not None
+        for what, bar in (("experts", "<= 0.05"), ("links", "<= 0.1")):
+            errors = {
+                name: abs(foretold_s / found.times.median(name) - 1)
+                for name, foretold_s in found.foretold.items()
+                if name.startswith(what)
+            }
+            worst = max(errors, key=lambda name: errors[name])
+            yield measure.row(
+                f"the model's mean error of {what}, {where}", float(np.mean(list(errors.values()))),
+                "ratio", bar=bar, repeats=rounds,
+                against=f"medians of {len(errors)} loads; the worst, {worst}: {errors[worst]:.3f}",
+            )  # fmt: skip
+
+
+class Foretold(NamedTuple):
+    """Seconds of single loads, as measured and as the model has them."""
+
+    times: measure.Times
+    foretold: dict[str, float]
+
+
+def modelled(
+    world: World, rounds: int, root: int, hosts: tuple[str, str] | None = None
+) -> Foretold | None:
+    """On each rank, with a core to itself."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    if hosts is None:
+        return _modelled(world, rounds, root)
+    with met(world, hosts) as world:
+        return _modelled(world, rounds, root)
+
+
+def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
+    moe, job, plan = _moe(world, Work(SKEWS[1], EXPERTS[0], None), PLAIN)
+    prices = balancing.measured(moe, None, world)
+    setting = setting_of(job, plan, BalanceConfig(), prices)
+    carrier, bank, foretold = moe.dispatcher.ranks.straight, moe.bank, dict[str, float]()
+    assert carrier is not None
+    calls = dict[str, Callable[[], object]]()
+    for rows in (512, 2048, 8192):
+        name = f"experts with {rows} rows"
+        calls[name] = partial(_computing, bank, rows)
+        foretold[name] = 3 * rows / setting.rows_per_s
+    for rows in (256, 1024, 4096):
+        name = f"links with {rows} rows"
+        calls[name] = partial(_exchanging, carrier, rows, HIDDEN)
+        foretold[name] = rows * setting.row_bytes / setting.bytes_per_s + setting.latency_s
+    for copies in (1, 2, 4):
+        name = f"links with {copies} experts"
+        calls[name] = partial(_exchanging, carrier, copies, bank.arena.shape[1])
+        each_s = setting.expert_bytes / setting.bytes_per_s + setting.latency_s
+        foretold[name] = copies * each_s
+    times = in_turn(world, calls, rounds, root)
+    return None if times is None else Foretold(times, foretold)
+
+
+def _computing(bank: Bank, rows: int) -> None:
+    """Forward and backward of so many rows, by Zipf over the experts of a rank."""
+    slots = len(bank.arena)
+    shares = 1.0 / np.arange(1, slots + 1)
+    counts = np.floor(rows * shares / shares.sum()).astype(np.int64)
+    counts[0] += rows - counts.sum()
+    tokens = torch.ones(rows, bank.hidden, requires_grad=True)
+    routes = Routes(torch.from_numpy(counts), torch.arange(rows))
+    with bank.at_work() as compute:
+        out = compute(tokens, routes, None)
+    torch.autograd.grad(out, (tokens, bank.arena), torch.ones_like(out))
+
+
+def _exchanging(carrier: Carrier, rows: int, width: int) -> None:
+    """So many rows from each of two ranks to the other."""
+    to = [0 if rank == carrier.group.rank() else rows for rank in range(RANKS)]
+    _, work = carrier.start(torch.zeros(rows, width), to, to)
+    work.wait()
+
+
 def planning(rounds: int) -> Iterator[measure.Row]:
     """How long it takes to decide on a layer."""
     for (ranks, experts), bar in {(64, 256): "<= 1.0", (1024, 512): "<= 20.0"}.items():
@@ -136,6 +237,7 @@ def planning(rounds: int) -> Iterator[measure.Row]:
 PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
     "host": on_one_host,
     "hosts": on_two_hosts,
+    "model": model,
     "planning": planning,
 }
 simulated_rows = balance_simulated.rows
@@ -290,15 +392,14 @@ class Layer:
         return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
 
 
-def _layer(world: World, work: Work, name: str) -> Layer:
+def _moe(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
+    """A contender's layer, without a policy, and the job that it is of."""
     sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
     model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
     job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
     plan = plan_of(job, world)
     ranks = ranks_of(plan, world, copies=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
-    tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
-    cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
     choices = [work.even()] if name == EVEN else work.choices(world.rank)
     moe = MoE(
@@ -310,6 +411,14 @@ def _layer(world: World, work: Work, name: str) -> Layer:
     with torch.no_grad():
         every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
         moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank))] * 0.02)
+    return moe, job, plan
+
+
+def _layer(world: World, work: Work, name: str) -> Layer:
+    moe, job, plan = _moe(world, work, name)
+    draw = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
+    cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN):
         config = BalanceConfig.model_validate({"policy": name})
         prices = balancing.measured(moe, None, world)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather
@@ -27,7 +26,8 @@ from moesaic.nn.moe import MoE
 from moesaic.nn.routes import Routes
 from moesaic.policy import balance as policies
 
-_ROWS, _TIMES = 512, 3
+_SLOTS, _ROWS, _TIMES = 4, 256, 5
+"""Experts that are tried, their rows each, and how often."""
 _EXCHANGE_BYTES = 4 << 20
 
 
@@ -114,21 +114,22 @@ def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Price
     )
 
 
-@torch.no_grad()
 def _of_layer(moe: MoE, kind: torch.dtype, device: torch.device) -> tuple[float, float, float]:
     """Seconds of a row, of a byte, and of the least exchange."""
     bank, carrier = moe.bank, moe.dispatcher.ranks.straight
     assert carrier is not None
-    tokens = torch.ones((_ROWS, bank.hidden), dtype=kind, device=device)
     counts = torch.zeros(len(bank.arena), dtype=torch.int64)
-    counts[0] = _ROWS
-    routes = Routes(counts, torch.arange(_ROWS, device=device))
+    counts[:_SLOTS] = _ROWS
+    num_rows, ranks = int(counts.sum()), carrier.group.size()
+    tokens = torch.ones((num_rows, bank.hidden), dtype=kind, device=device)
+    routes, inputs = Routes(counts, torch.arange(num_rows, device=device)), [tokens]
+    if bank.arena.requires_grad:
+        inputs.append(bank.arena)
 
-    def compute() -> Tensor:
-        with bank.at_work() as through:
-            return through(tokens, routes, None)
-
-    ranks = carrier.group.size()
+    def compute() -> None:
+        with torch.enable_grad(), bank.at_work() as through:
+            out = through(tokens.requires_grad_(), routes, None)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
 
     def exchange(rows: int) -> None:
         leaving = tokens.new_zeros((ranks * rows, bank.hidden))
@@ -141,7 +142,8 @@ def _of_layer(moe: MoE, kind: torch.dtype, device: torch.device) -> tuple[float,
         _least_s(call, device) for call in (compute, partial(exchange, 1), partial(exchange, many))
     )
     sent = (ranks - 1) * (many - 1) * row_bytes
-    return computing_s / _ROWS, max(whole_s - least_s, 1e-3 * whole_s) / sent, least_s
+    row_s = computing_s / (3 * num_rows)  # Backward is taken for twice forward.
+    return row_s, max(whole_s - least_s, 1e-3 * whole_s) / sent, least_s
 
 
 def _least_s(call: Callable[[], object], device: torch.device) -> float:

@@ -21,8 +21,8 @@ _TO_THE_MEAN, _HALF, _GIVEN_ON = WAYS
 class State(NamedTuple):
     """Who computes what so far; D ranks, E experts."""
 
-    counts_ED: Ints
-    left_ED: Ints
+    counts_ED: Any
+    left_ED: Any
     """Rows that are still to be computed at home, of experts that have been given."""
     has_ED: Any
     """Copies that are there, or may not be made."""
