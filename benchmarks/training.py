@@ -41,7 +41,7 @@ def olmoe(batch: int, sequence: int, **tables: dict[str, object]) -> Job:
             "family": "olmoe", "vocab": VOCAB, "hidden": WIDTH, "layers": LAYERS, "heads": 8,
             "kv_heads": 4, "head_dim": 64, "ffn": FFN, "experts": EXPERTS, "top_k": TOP_K,
         },
-        "routing": {"balance_loss": 0.0},
+        "routing": {"balance_loss": 0.0}, "balance": {"policy": "none"},
         "data": {"path": "unused", "sequence": sequence},
         "train": {"steps": 1_000_000, "batch": batch, "clip": 1.0, "device": "cpu"},
         "schedule": {"kind": "constant"},

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
-from moesaic.base.events import read_events
 from moesaic.base.records import read_records
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
@@ -130,7 +129,7 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
             f"'{run}' had all experts on every rank (layout.ep = 1), where nothing is uneven: "
             "replay a run whose ranks shared them out"
         )
-    prices = config.prices or _measured(run)
+    prices = config.prices or plan.prices
     if prices is None:
         raise ConfigError(f"'{run}' has measured no prices: {_REMEDY}")
     setting = setting_of(job, plan, config, prices)
@@ -154,16 +153,6 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
         "simulated": True, "layers": found, "plain_s": plain_s, "step_s": step_s,
         "gain": plain_s / step_s if step_s else 1.0,
     }  # fmt: skip
-
-
-def _measured(run: Path) -> Prices | None:
-    """What the run said at its last start that it counts on."""
-    log, found = run / "events" / "rank-0.jsonl", None
-    if log.is_file():
-        for event in read_events(log):
-            if event["event"] == "run_start" and event.get("prices"):
-                found = Prices.model_validate(event["prices"])
-    return found
 
 
 def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:

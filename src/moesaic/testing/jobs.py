@@ -18,6 +18,7 @@ TINY: dict[str, Any] = {
         "head_dim": 8, "ffn": 24, "experts": 8, "top_k": 2, "init_std": 0.2,
     },
     "routing": {"balance_loss": 0.02, "z_loss": 0.001},
+    "balance": {"policy": "none"},
     "data": {"path": "unused", "sequence": 12},
     "train": {"steps": 10, "batch": 8, "precision": "fp64"},
     "optimizer": {"lr": 0.003},

@@ -91,7 +91,7 @@ def assemble(
     try:
         source.fill(run.state().pieces)
         if balanced:
-            run.prices = balancing.begin(model, job, plan, world)
+            run.plan = plan.model_copy(update={"prices": balancing.begin(model, job, plan, world)})
     except BaseException:
         run.close()  # Hooks of its parameters hold the model.
         raise

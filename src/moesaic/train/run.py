@@ -24,7 +24,7 @@ from moesaic.dist.collectives import gather, sum_, sum_buckets_
 from moesaic.dist.products import engine
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
-from moesaic.facts.job import Job, Prices
+from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
@@ -95,8 +95,6 @@ class Run:
     frozen: list[Held] = field(default_factory=list)
     """What does not: no gradient, no moments, and no part in the gradient's norm."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
-    prices: Prices | None = None
-    """What a policy of balance counts on, if one is asked."""
     hook: Callable[[str], None] | None = None
     """Called as each phase begins."""
     recorder: RouteRecorder | None = None
@@ -258,9 +256,9 @@ class Run:
 
     def balance(self) -> str | None:
         """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
-        if self.prices is None:
+        prices = self.plan.prices
+        if prices is None:
             return None
-        prices = self.prices
         return (
             f"balance: {self.job.balance.policy}; experts take {prices.rows_per_s:,.0f} rows/s, "
             f"{prices.bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes "

@@ -20,8 +20,8 @@ from moesaic.dist import device as devices
 from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, go_back_to
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
-from moesaic.facts.job import Job
-from moesaic.facts.plan import in_words, planned
+from moesaic.facts.job import Job, Prices
+from moesaic.facts.plan import Plan, in_words, planned
 from moesaic.facts.workload import count
 from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
@@ -99,11 +99,12 @@ def _train(
     if job.routing.replay:
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
+    plan = _priced(plan, source)
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
     run = assemble(job, plan, world, source, counters)
-    run.replay = replay
+    plan, run.replay = run.plan, replay
     if origin is not None:
         _go_back(Path(origin), out, world, progress)
     with ExitStack() as stack:
@@ -144,6 +145,17 @@ def _find_start(
         )
     _compare(checkpoint.facts, job, digest, path, progress)
     return checkpoint, dict(checkpoint.counters), str(path)
+
+
+def _priced(plan: Plan, source: Source) -> Plan:
+    """`plan`, if nobody says what copies of experts cost, with what a checkpoint of the same plan
+    goes by: so that the run goes on as if it had never stopped."""
+    if plan.prices is not None or not isinstance(source, Checkpoint):
+        return plan
+    kept = dict(source.facts["plan"])
+    prices = kept.pop("prices", None)
+    alike = kept == {key: value for key, value in plan.decisions().items() if key != "prices"}
+    return plan.model_copy(update={"prices": Prices(**prices)}) if prices and alike else plan
 
 
 def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
@@ -323,7 +335,6 @@ class _Session:
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
-            prices=None if self.run.prices is None else self.run.prices.model_dump(),
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
         )  # fmt: skip
 

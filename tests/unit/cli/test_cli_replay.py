@@ -14,6 +14,7 @@ from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.cli.main import main
 from moesaic.facts.balance import Setting, unchanged
+from moesaic.facts.job import Prices
 from moesaic.facts.plan import planned
 from moesaic.policy.balance import quota, rows, times
 from moesaic.testing.jobs import tiny_job
@@ -29,15 +30,16 @@ SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.item
 MICRO = 2
 
 
-def a_run(place: Path, *, ep: int = 2, ranks: int = 4, prices: Any = None) -> np.ndarray:
+def a_run(place: Path, *, ep: int = 2, ranks: int = 4, prices: Prices | None = None) -> np.ndarray:
     """A run of two steps; returns rows by step, layer, rank and expert."""
     job = tiny_job(layout={"ep": ep}, train={"micro_batches": MICRO})
     (place / "events").mkdir(parents=True)
     (place / "job.json").write_text(job.to_json())
-    (place / "plan.json").write_text(planned(job, ranks).to_json())
+    plan = planned(job, ranks).model_copy(update={"prices": prices})
+    (place / "plan.json").write_text(plan.to_json())
     (place / "versions.json").write_text("{}")
     log = EventLog(place / "events" / "rank-0.jsonl")
-    log.emit("run_start", step=1, prices=prices)
+    log.emit("run_start", step=1)
     log.close()
     odds = np.random.default_rng(0).dirichlet(np.full(8, 0.5), size=(2, 2))
     counts = MICRO * np.array(
@@ -89,7 +91,7 @@ def test_what_a_policy_says_of_each_layer(
 def test_prices_that_the_run_measured_are_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_run(tmp_path / "run", prices=PRICES)
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
     measured = replay(capsys, str(tmp_path / "run"))
     assert measured["prices"] == PRICES
     assert measured["policy"] == "auto"
@@ -100,7 +102,7 @@ def test_prices_that_the_run_measured_are_taken(
 def test_policies_by_rows_of_the_time_before_have_none_at_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_run(tmp_path / "run", prices=PRICES)
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
     for policy in ("eplb", "pro-prophet"):
         found = replay(capsys, str(tmp_path / "run"), "--policy", policy)
         assert all(one["copies"] <= one["passes"] for one in found["layers"])
@@ -110,7 +112,7 @@ def test_policies_by_rows_of_the_time_before_have_none_at_first(
 def test_a_table_says_that_it_is_modelled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_run(tmp_path / "run", prices=PRICES)
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
     assert main(["replay", str(tmp_path / "run"), "--out", str(tmp_path / "facts.json")]) == 0
     said = capsys.readouterr().out
     assert "modelled, not measured: with auto" in said

@@ -185,8 +185,11 @@ def test_best_of_all_is_modelled_no_worse_than_any_of_them(case: tuple[Ints, Set
     """Seconds as they are drawn are long enough for all to be asked, if there is anything to do."""
     counts, setting = case
     best = times(counts, setting, auto(counts, setting)).whole
-    for policy in (quota, llep, *([] if setting.room is not None else [pro_prophet, faster_moe])):
-        assert best <= times(counts, setting, policy(counts, setting)).whole
+    for policy in (quota, llep, pro_prophet, faster_moe):
+        found = policy(counts, setting)
+        most = np.bincount(found.copies[:, 1], minlength=1).max()
+        if setting.room is None or most <= setting.room:
+            assert best <= times(counts, setting, found).whole
 
 
 def test_replicas_are_of_the_fullest_and_on_ranks_with_the_least() -> None:

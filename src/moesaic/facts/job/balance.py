@@ -35,14 +35,16 @@ class BalanceConfig(Section):
     gradients of copies go home.
     """
 
-    policy: Policy = "none"
+    policy: Policy = "auto"
     """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
     none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
     `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
-    rows of the time before. auto: whichever of these is modelled best by the rows at hand."""
+    rows of the time before. auto: whichever of these is modelled best by the rows at hand, and none
+    where a rank has few rows."""
     copies: int | None = Field(default=None, ge=0)
-    """Experts of other ranks that a rank has memory for, in each layer; unset: any number, and of
-    eplb one. quota, llep and eplb keep to it, and the others cannot."""
+    """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
+    of its own, for eplb one, and any number else. pro-prophet, faster-moe and top-k-broadcast know
+    no such limit."""
     hottest: int = Field(default=1, ge=1)
     """top-k-broadcast: how many."""
     least_rows: int = Field(default=64, ge=1)
@@ -52,8 +54,8 @@ class BalanceConfig(Section):
     its backward: which ones is decided by the rows of the time before, and how many rows each takes
     by those at hand. Of pro-prophet and eplb they always do."""
     prices: Prices | None = None
-    """What copies cost and save; unset: measured when a run starts, so that two runs may decide
-    differently."""
+    """What copies cost and save; unset: measured when a run starts, and kept by its plan and its
+    checkpoints: two runs that measure may decide differently."""
 
     @model_validator(mode="after")
     def _keeps_to_memory(self) -> BalanceConfig:

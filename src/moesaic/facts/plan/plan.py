@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.job.balance import Prices
 from moesaic.facts.job.model import MOST_EXPERTS
 from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Local, Schedule
 from moesaic.facts.plan.predictions import Predictions
@@ -84,6 +85,9 @@ class Plan(Section):
     copies: list[list[int]] = Field(default_factory=list)
     """Experts that each of the `ep` ranks has beside its own whatever the loads are: none. Those of
     a single step are decided while it runs (`balance` of a job)."""
+    prices: Prices | None = None
+    """What a policy of balance counts on; unset: measured when a run starts. The plan of a run has
+    what was."""
     stages: list[list[str]] | None = None
     """Names of the blocks of each stage, which parts take in turn; unset: an even cut."""
     tiers: Tiers = Tiers()

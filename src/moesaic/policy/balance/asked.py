@@ -24,6 +24,9 @@ _PRODUCTS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _STORED = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
 """Of one that a parameter or a gradient has."""
 
+_OF_ITS_OWN = 4
+"""A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
+
 Spreading = Callable[[Ints, Setting, Ints], Balance]
 """Rows over homes and copies (expert, rank) that there are."""
 
@@ -83,7 +86,9 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
     """What a layer's rows and experts cost."""
     numbers = 3 * job.model.hidden * job.model.ffn // plan.etp
     precision, finetune = job.train.precision, job.finetune
-    learns = finetune is None or finetune.method == "full"
+    learns, room = finetune is None or finetune.method == "full", config.copies
+    if room is None and config.policy == "auto":
+        room = max(plan.experts // plan.ep // _OF_ITS_OWN, 1)
     return Setting(
         homes=np.argsort(plan.slots()) // (plan.experts // plan.ep),
         ranks=plan.ep,
@@ -94,6 +99,6 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
         gradient_bytes=numbers * _STORED[precision] * learns,
         latency_s=prices.latency_s,
         hides=prices.hides,
-        room=config.copies,
+        room=room,
         least_rows=config.least_rows,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from moesaic.facts.balance import Balance, Ints, Setting
 from moesaic.policy.balance.model import times
 from moesaic.policy.balance.prophet import pro_prophet
@@ -30,10 +32,17 @@ def auto(counts: Ints, setting: Setting) -> Balance:
     asking_s = _ASKING_S + _ASKING_EACH_S * counts.size
     if asking_s > _GAIN * times(counts, setting, best).whole:
         return best
-    others: list[Policy] = [llep]
+    others: list[Policy] = [llep, pro_prophet, faster_moe]
     if setting.room != 0:
         others.append(eplb)
-    if setting.room is None:  # These know no limit.
-        others += [pro_prophet, faster_moe]
-    found = [best, *(policy(counts, setting) for policy in others)]
+    found = [
+        best,
+        *(one for one in (ask(counts, setting) for ask in others) if _fits(one, setting)),
+    ]
     return min(found, key=lambda balance: times(counts, setting, balance).whole)
+
+
+def _fits(balance: Balance, setting: Setting) -> bool:
+    """Whether ranks have room for its copies; not every policy knows of that."""
+    most = int(np.bincount(balance.copies[:, 1]).max(initial=0))
+    return setting.room is None or most <= setting.room
