@@ -35,11 +35,9 @@ def auto(counts: Ints, setting: Setting) -> Balance:
     others: list[Policy] = [llep, pro_prophet, faster_moe]
     if setting.room != 0:
         others.append(eplb)
-    found = [
-        best,
-        *(one for one in (ask(counts, setting) for ask in others) if _fits(one, setting)),
-    ]
-    return min(found, key=lambda balance: times(counts, setting, balance).whole)
+    found = [policy(counts, setting) for policy in others]
+    fitting = [best, *(balance for balance in found if _fits(balance, setting))]
+    return min(fitting, key=lambda balance: times(counts, setting, balance).whole)
 
 
 def _fits(balance: Balance, setting: Setting) -> bool:
