@@ -223,8 +223,8 @@ class Pass:
         """
         sent = min(self._sent() for _ in range(COUNTED))
         counted = self._dispatcher.count(self._choices, training=False)
-        known = [counted.counts_RE]
-        known += [] if counted.visits_RP is None else [counted.visits_RP]
+        known, visits_RP = [counted.counts_RE], self._dispatcher.place(counted).visits_RP
+        known += [] if visits_RP is None else [visits_RP]
         load = torch.cat(known, dim=1).tolist()
         first = self._world.rank // 2 * 2
         due = sum(self._due(rank, load) for rank in (first, first + 1))

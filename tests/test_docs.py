@@ -96,6 +96,7 @@ def test_commands_are_taken(page: Path) -> None:
         "convert",
         "inspect",
         "report",
+        "replay",
         "plan",
         "bench",
         "calibrate",

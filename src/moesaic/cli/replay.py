@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import typer
 from rich.table import Table
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
-from moesaic.base.records import read_records
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.facts.balance import Balance, Ints, unchanged
@@ -22,7 +20,6 @@ from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import Asked, busiest, rows, setting_of, times
-from moesaic.report import RunFacts
 
 Run = Annotated[
     Path | None,
@@ -33,7 +30,7 @@ Named = Annotated[
     typer.Option("--policy", metavar="POLICY", help="Whom to ask, as --set policy=POLICY."),
 ]
 
-_COLUMNS = {"step": pa.int64(), "layer": pa.int64(), "by_rank": pa.list_(pa.int64())}
+_COLUMNS = ["step", "layer", "by_rank"]
 _REMEDY = (
     "give them with --set prices.rows_per_s=, .bytes_per_s= and .latency_s= (a run with a "
     "balance.policy measures them and says what they are)"
@@ -121,6 +118,8 @@ class _Layer:
 
 def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
     """What `config` makes of a run, as plain data."""
+    from moesaic.report import RunFacts  # Slow to import, as is what follows.
+
     facts = RunFacts.read(run)
     job = parse(Job, facts.job, str(run / "job.json"))
     plan = parse(Plan, facts.plan, str(run / "plan.json"))
@@ -158,11 +157,13 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
 def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:
     """What each layer had, in the order of steps: those of a micro-batch are about its share of the
     step's."""
+    from moesaic.base.records import read_records
+
     latest: dict[tuple[int, int], Ints] = {}
     for table in read_records(run / "loads"):
         if "by_rank" not in table.column_names:
             continue
-        for row in table.select(list(_COLUMNS)).to_pylist():
+        for row in table.select(_COLUMNS).to_pylist():
             counts = np.array(row["by_rank"], np.int64).reshape(-1, plan.experts)
             latest[row["step"], row["layer"]] = np.rint(counts / micro_batches).astype(np.int64)
     for (step, layer), counts in sorted(latest.items(), key=lambda item: item[0]):

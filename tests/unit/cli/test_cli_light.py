@@ -235,7 +235,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
         "ranks": 2, "ep": 2, "shard": 1, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
         "dispatch": "rows", "hosts": 1, "local": "along", "chunks": 1,
         "embedding": "whole", "experts": 16,
-        "homes": [[*range(8)], [*range(8, 16)]], "copies": [],
+        "homes": [[*range(8)], [*range(8, 16)]], "copies": [], "prices": None,
         "stages": [["embed", *(f"layers.{layer}" for layer in range(4)), "head"]],
         "tiers": {"parameters": "device", "moments": "device"}, "mode": "synchronous",
         "recompute": False, "micro_batches": 1, "places": [],
