@@ -114,6 +114,27 @@ def test_same_layout_is_bit_identical(
     assert Checkpoint.open(end(straight)).counters == Checkpoint.open(end(resumed)).counters
 
 
+def test_copies_go_on_by_what_was_measured_at_the_start(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "train": {"precision": "fp32", "batch": 32}, "balance": {"policy": "quota", "least_rows": 4}
+    }  # fmt: skip
+    straight, resumed, other = (tmp_path / name for name in ("straight", "resumed", "other"))
+    size, layout = LAYOUTS["ep2"]
+    whole = ranks.run(size, run_job, str(text), str(straight), layout, None, changes)
+    rest = ranks.run(size, run_job, str(text), str(resumed), layout, middle(straight), changes)
+    size, layout = LAYOUTS["ep4"]
+    ranks.run(size, run_job, str(text), str(other), layout, middle(straight), changes)
+    prices = [json.loads((out / "plan.json").read_text())["prices"] for out in (straight, resumed)]
+    assert prices[0] is not None
+    assert prices[0] == prices[1]
+    assert json.loads((other / "plan.json").read_text())["prices"] != prices[0]
+    assert rest[0] == whole[0][2:]
+    a, b = (read_state(end(out), "float32") for out in (straight, resumed))
+    assert all(np.array_equal(a[key], b[key]) for key in a)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", ["one", "ep2 x 2, sharded"])
 def test_biases_of_routers_go_on_where_they_were(
