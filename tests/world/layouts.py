@@ -104,7 +104,8 @@ def run_layout(
                     "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
                     "dropped": sum(step.dropped.values()),
                     "counts": [c.tolist() for c in step.counts.values()],
-                    "copies": sum(one.copies for one in step.spread.values()),
+                    "copies": sum(one.copies for one in step.spread.values())
+                    + sum(getattr(m.balancer, "made", 0) for _, m in run.model.expert_layers()),
                 }
             )  # fmt: skip
         if run.recorder:
@@ -121,6 +122,7 @@ class Shaken:
         """Of every second layer they are decided on early."""
         self._homes, self._draw, self.early = homes, np.random.default_rng(seed), seed[-1] % 2 == 0
         self._ahead: Ints | None = None
+        self.made = 0
 
     def ahead(self) -> Ints:
         """Copies."""
@@ -137,7 +139,7 @@ class Shaken:
         """And rows."""
         copies = self._copies(len(counts)) if self._ahead is None else self._ahead
         assert (self._ahead is not None) == self.early
-        self._ahead = None
+        self._ahead, self.made = None, self.made + len(copies)
         diverted = []
         for expert in range(len(self._homes)):
             targets = copies[copies[:, 0] == expert, 1].tolist()

@@ -65,7 +65,10 @@ def read_records(
     """
     for path in list_parts(directory):
         try:
-            table = pq.read_table(path)
+            wanted = None
+            if columns is not None:
+                wanted = [name for name in pq.read_schema(path).names if name in columns]
+            table = pq.read_table(path, columns=wanted)
         except (pa.ArrowException, OSError) as error:
             raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None
         yield table if columns is None else _only(table, columns, path)

@@ -164,6 +164,8 @@ def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:
         if "by_rank" not in table.column_names:
             continue
         for row in table.select(_COLUMNS).to_pylist():
+            if not row["by_rank"]:  # Of another part of a pipeline.
+                continue
             counts = np.array(row["by_rank"], np.int64).reshape(-1, plan.experts)
             latest[row["step"], row["layer"]] = np.rint(counts / micro_batches).astype(np.int64)
     for (step, layer), counts in sorted(latest.items(), key=lambda item: item[0]):

@@ -57,7 +57,6 @@ class Bank(nn.Module):
         else:
             total = Total(times, guests.flight)
             yield partial(self._compute, guests.arena, guests.guests, total)
-            total.receive_guests()  # What was sent is held until then, too.
         self.release()
 
     def _compute(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class GatedExperts(torch.autograd.Function):
             results.multiply(share, activate(inner), down, transposed=True)
 
         waited_for = any(part.arena and part.rows.stop > part.rows.start for part in parts)
-        for_both(parts, compute, total.receive_guests if waited_for else None)
+        for_both(parts, compute, partial(total.forward, waited_for=waited_for))
         ctx.save_for_backward(tokens, arena, guests, weights_NK, inners.whole, *routes)
         ctx.ffn, ctx.total, ctx.ahead = ffn, total, None
         return results.add_up(weights_NK)
@@ -130,12 +131,16 @@ class Total:
     """
 
     def __init__(self, times: int = 1, flight: Flight | None = None) -> None:
-        self._times, self._come, self._flight = times, 0, flight
+        self._times, self._gone, self._come, self._flight = times, 0, 0, flight
         self._landed = flight is None
 
-    def receive_guests(self) -> None:
-        """Wait for guests, if there are any that have not arrived."""
-        if self._flight is not None and not self._landed:
+    def forward(self, *, waited_for: bool) -> None:
+        """One more computation has come to its guests. They are awaited where they have rows, and
+        by the last one in any case: what was sent is held until then, and what is behind a
+        computation need not happen where a layer is computed again."""
+        self._gone += 1
+        due = waited_for or self._gone == self._times
+        if due and self._flight is not None and not self._landed:
             self._landed = True
             self._flight.wait()
 

@@ -64,7 +64,7 @@ def invite(
     leaving, coming = slots // homes.each == rank, ranks == rank
     send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
     receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
-    order = torch.from_numpy(slots[leaving] - rank * homes.each).to(arena.device)
+    order = (slots[leaving] - rank * homes.each).tolist()
     flight = Flight(carrier, send, receive)
     own, guests = Invite.apply(arena, order, dtype, flight)
     return Guests(own, guests, flight)
@@ -75,18 +75,21 @@ class Invite(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, arena: Tensor, order: Tensor, dtype: torch.dtype, flight: Flight
+        ctx: Any, arena: Tensor, order: list[int], dtype: torch.dtype, flight: Flight
     ) -> tuple[Tensor, Tensor]:
         """The arena as it is, and its guests."""
         ctx.set_materialize_grads(False)
-        ctx.flight = flight
-        ctx.save_for_backward(order)
-        return arena.view_as(arena), flight.leave(arena.index_select(0, order).to(dtype))
+        ctx.flight, ctx.order = flight, order
+        leaving = arena.new_empty((len(order), arena.shape[1]), dtype=dtype)
+        for row, slot in zip(leaving, order, strict=True):
+            row.copy_(arena[slot])
+        return arena.view_as(arena), flight.leave(leaving)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         """Wait for gradients, which experts have launched, and add them to that of the arena."""
-        grad, (order,) = grads[0], ctx.saved_tensors
+        grad = grads[0]
         if grad is not None:  # It was made for this, and nobody else has it.
-            grad.index_add_(0, order, ctx.flight.back())
+            for row, slot in zip(ctx.flight.back(), ctx.order, strict=True):
+                grad[slot].add_(row)  # In this order, whatever the device.
         return grad, None, None, None

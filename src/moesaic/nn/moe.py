@@ -51,7 +51,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
-        early = self.balancer is not None and self.balancer.early
+        early = self._asks(context) and self.balancer is not None and self.balancer.early
         if early and self.router.layer not in context.guests:
             self.begin(context, compute_dtype(x))
         guests = context.guests.pop(self.router.layer, None)
@@ -72,12 +72,17 @@ class MoE(nn.Module):
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 
+    def _asks(self, context: Context) -> bool:
+        """Whether anybody is to say who computes what: in training alone, for what a policy goes by
+        and what is told of it are of that."""
+        return self.balancer is not None and context.training
+
     def _balance(self, counted: Counted, context: Context) -> Balance | None:
         """Who computes what; where the layer is recomputed, what it was the first time."""
         known = context.layers.get(self.router.layer)
         if known is not None:
             return known.spread
-        if self.balancer is None:
+        if self.balancer is None or not self._asks(context):
             return None
         ranks = list(self.dispatcher.ranks.group_ranks)
         return self.balancer(counted.counts_RE[ranks].numpy())
@@ -86,7 +91,7 @@ class MoE(nn.Module):
         """Launch experts that are to be computed elsewhere, if that is decided before rows are
         known; what is computed until then is computed while they travel."""
         layer, balancer = self.router.layer, self.balancer
-        if balancer is None or not balancer.early:
+        if balancer is None or not balancer.early or not self._asks(context):
             return
         known = context.layers.get(layer)
         if known is None:

@@ -100,7 +100,7 @@ def balances(plan: Plan, job: Job) -> bool:
 
 def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
     """Have the policy of `job` asked by every expert layer; every rank must call this."""
-    prices = plan.prices or job.balance.prices
+    prices = job.balance.prices or plan.prices
     if prices is None:
         moe = next((moe for _, moe in model.expert_layers()), None)
         prices = measured(moe, NARROW.get(job.train.precision), world)

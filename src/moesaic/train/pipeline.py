@@ -8,7 +8,6 @@ itself, so that a stage is told no more than its number.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -142,7 +141,7 @@ class Pipeline:
         self._job, self._device, self._parts = job, world.device, plan.pp
         chain = world.partition(plan.chain_groups())
         assert chain is not None, "a pipeline has two parts at least"
-        self._chain, self._ranks = chain, plan.span // plan.etp
+        self._chain = chain
         names = stages(plan, job.model)
         recompute = job.train.recompute if plan.recompute is None else plan.recompute
         mine = range(plan.part(world.rank), len(names), plan.pp)
@@ -214,14 +213,14 @@ class Pipeline:
     def all_layers(
         self, counts: dict[int, Tensor], dropped: dict[int, int]
     ) -> tuple[dict[int, Tensor], dict[int, int]]:
-        """Tokens by rank and expert, and drops, of each expert layer of all parts."""
-        model, sizes = self._job.model, [self._ranks, self._job.model.experts]
-        table = torch.zeros(model.layers, math.prod(sizes) + 1, dtype=torch.int64)
+        """Tokens by expert, and drops, of each expert layer of all parts."""
+        model = self._job.model
+        table = torch.zeros(model.layers, model.experts + 1, dtype=torch.int64)
         for layer, tokens in counts.items():
-            table[layer, :-1], table[layer, -1] = tokens.flatten(), dropped[layer]
+            table[layer, :-1], table[layer, -1] = tokens, dropped[layer]
         table = sum_(table.to(self._device), self._chain).cpu()
         return (
-            {layer: table[layer, :-1].view(sizes) for layer in model.expert_layers},
+            {layer: table[layer, :-1] for layer in model.expert_layers},
             {layer: int(table[layer, -1]) for layer in model.expert_layers},
         )
 

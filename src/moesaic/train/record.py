@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
+import torch
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.events import EventLog
@@ -168,11 +169,12 @@ class RunRecord:
         for sink in self._sinks:
             sink.scalars(facts.step, {f"train/{key}": value for key, value in figures.items()})
         if self._loads is not None and facts.step % self._job.log.loads_every == 0:
+            none = torch.zeros(0, dtype=torch.int64)  # Of layers of other parts.
             self._loads.add(
                 {
                     "step": facts.step, "layer": layer, "counts": counts.tolist(),
                     "dropped": facts.dropped[layer],
-                    "by_rank": facts.counts_by_rank[layer].flatten().tolist(),
+                    "by_rank": facts.by_rank.get(layer, none).flatten().numpy(),
                 }
                 for layer, counts in facts.counts.items()
             )  # fmt: skip

@@ -57,9 +57,11 @@ class StepFacts:
     tokens: int
     flips: int
     dropped: dict[int, int]
-    counts_by_rank: dict[int, Tensor]
-    """Tokens by rank and expert for each expert layer, over the whole batch: of the ranks of a part
-    of the pipeline that between them send each token once."""
+    counts: dict[int, Tensor]
+    """Tokens by expert for each expert layer, over the whole batch."""
+    by_rank: dict[int, Tensor]
+    """The same by rank and expert, for layers of this rank's part of the pipeline: of its ranks
+    that between them send each token once."""
     phases: dict[str, float]
     scale: float | None = None
     """The loss scale of fp16 that the step had."""
@@ -67,11 +69,6 @@ class StepFacts:
     """Whether the gradient overflowed, and nothing was updated."""
     spread: dict[int, Spread] = field(default_factory=dict)
     """What became of rows by layer, if a policy was asked; of layers and groups of this rank."""
-
-    @property
-    def counts(self) -> dict[int, Tensor]:
-        """Tokens by expert for each expert layer, over the whole batch."""
-        return {layer: counts.sum(0) for layer, counts in self.counts_by_rank.items()}
 
 
 @dataclass
@@ -257,7 +254,7 @@ class Run:
     def balance(self) -> str | None:
         """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
         prices = self.plan.prices
-        if prices is None:
+        if prices is None or not any(moe.balancer for _, moe in self.model.expert_layers()):
             return None
         return (
             f"balance: {self.job.balance.policy}; experts take {prices.rows_per_s:,.0f} rows/s, "
@@ -332,12 +329,13 @@ class Run:
         ]
         local = torch.cat((torch.stack(columns).sum(0), columns[0].new_tensor([flips])))
         loss, balance, z, all_flips = sum_(local, self.world.everyone).tolist()
-        counts: dict[int, Tensor] = {}
+        by_rank: dict[int, Tensor] = {}
         dropped: dict[int, int] = {}
         for one in losses:
             for layer, facts in one.context.layers.items():
-                counts[layer] = facts.counts + counts.get(layer, 0)
+                by_rank[layer] = facts.counts + by_rank.get(layer, 0)
                 dropped[layer] = facts.dropped + dropped.get(layer, 0)
+        counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
         if self.pipeline is not None:
             counts, dropped = self.pipeline.all_layers(counts, dropped)
         routing = self.job.routing
@@ -345,7 +343,8 @@ class Run:
             step=self.counters["step"], loss=loss,
             total_loss=loss + routing.balance_loss * balance + routing.z_loss * z,
             balance_loss=balance, z_loss=z, grad_norm=norm, lr=lr, tokens=targets,
-            flips=int(all_flips), dropped=dropped, counts_by_rank=counts, phases=phases.seconds,
+            flips=int(all_flips), dropped=dropped, counts=counts, by_rank=by_rank,
+            phases=phases.seconds,
         )  # fmt: skip
 
     @torch.no_grad()

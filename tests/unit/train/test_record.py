@@ -21,8 +21,8 @@ def facts(step: int) -> StepFacts:
     return StepFacts(
         step=step, loss=5.0 - step, total_loss=5.5 - step, balance_loss=1.0, z_loss=2.0,
         grad_norm=0.5, lr=1e-3, tokens=96, flips=0, dropped={0: 1, 1: 2},
-        counts_by_rank={0: torch.tensor([[3, 0], [0, 4]]), 1: torch.tensor([[5, 0], [2, 0]])},
-        phases={"forward": 0.1},
+        counts={0: torch.tensor([3, 4]), 1: torch.tensor([7, 0])},
+        by_rank={0: torch.tensor([[3, 0], [0, 4]])}, phases={"forward": 0.1},
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     assert [e["loss"] for e in events if e["event"] == "step"] == [4.0, 3.0, 2.0, 1.0]
     assert [e["phases"] for e in events if e["event"] == "rank_step"] == [{"forward": 0.1}] * 4
     rows = [row for part in read_records(tmp_path / "loads") for row in part.to_pylist()]
-    assert [r["by_rank"] for r in rows[:2]] == [[3, 0, 0, 4], [5, 0, 2, 0]]
+    assert [r["by_rank"] for r in rows[:2]] == [[3, 0, 0, 4], []]
     assert [(r["step"], r["layer"], r["counts"], r["dropped"]) for r in rows] == [
         (2, 0, [3, 4], 1), (2, 1, [7, 0], 2), (4, 0, [3, 4], 1), (4, 1, [7, 0], 2),
     ]  # fmt: skip

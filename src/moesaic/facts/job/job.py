@@ -114,7 +114,7 @@ class Job(Section):
 
     def _check_balance(self) -> None:
         finetune, policy = self.finetune, self.balance.policy
-        asked = policy != "none" and "policy" in self.balance.model_fields_set
+        asked = policy not in ("none", "auto")  # Which leaves adapters alone.
         if not asked or finetune is None or finetune.method != "lora":
             return
         if "experts" in finetune.targets:
@@ -241,7 +241,7 @@ class Job(Section):
                 for key in ("dispatch", "hosts", "local", "chunks")
                 if key in given
             ]
-            if "policy" in self.balance.model_fields_set and self.balance.policy != "none":
+            if self.balance.policy not in ("none", "auto"):
                 found.append("balance.policy has no effect: every rank has all experts")
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")

@@ -113,7 +113,7 @@ def completed(plan: Plan, job: Job) -> Plan:
         update={
             "stages": stages(plan, job.model), "recompute": job.train.recompute,
             "micro_batches": job.train.micro_batches,
-            "prices": job.balance.prices if plan.prices is None else plan.prices,
+            "prices": job.balance.prices or plan.prices,
         }
     )  # fmt: skip
 

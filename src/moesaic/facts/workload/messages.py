@@ -266,12 +266,12 @@ def together(sizes: Sequence[int], most: int = BUCKET_BYTES) -> Iterator[Togethe
 def scalars(model: ModelConfig, plan: Plan, rank: int) -> Iterator[Message]:
     """Sums of single numbers: targets, the gradient's norm, what the log says of a step.
 
-    Of a pipeline the log has every layer's tokens by rank of a part and expert, and drops, from the
-    parts along a chain.
+    Of a pipeline the log has every layer's tokens by expert and drops, from the parts along a
+    chain.
     """
     everyone = tuple(range(plan.ranks))
     chain = tuple(range(rank % plan.span, plan.ranks, plan.span))
-    loads = model.layers * (plan.span // plan.etp * model.experts + 1)
+    loads = model.layers * (model.experts + 1)
     for name, ranks, numbers in (
         ("targets", part_of(plan, rank), 1), ("norm", everyone, 1), ("losses", everyone, 4),
         ("loads", chain, loads),

@@ -62,6 +62,8 @@ class Asked:
         counts = np.zeros((self.setting.ranks, len(self.setting.homes)), np.int64)
         counts[:, 0] = 1 << 20
         self._policy(counts, self.setting)
+        elsewhere = (self.setting.homes[0] + 1) % self.setting.ranks
+        within(counts, self.setting, np.array([[0, elsewhere]]))
 
 
 def _named(config: BalanceConfig) -> Policy:
@@ -86,6 +88,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
     """What a layer's rows and experts cost."""
     numbers = 3 * job.model.hidden * job.model.ffn // plan.etp
     precision, finetune = job.train.precision, job.finetune
+    recompute = job.train.recompute if plan.recompute is None else plan.recompute
     learns, room = finetune is None or finetune.method == "full", config.copies
     if room is None and config.policy == "auto":
         room = max(plan.experts // plan.ep // _OF_ITS_OWN, 1)
@@ -95,7 +98,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
         rows_per_s=prices.rows_per_s,
         row_bytes=job.model.hidden * _PRODUCTS[precision],
         bytes_per_s=prices.bytes_per_s,
-        expert_bytes=numbers * _PRODUCTS[precision],
+        expert_bytes=numbers * _PRODUCTS[precision] * (2 if recompute else 1),
         gradient_bytes=numbers * _STORED[precision] * learns,
         latency_s=prices.latency_s,
         hides=prices.hides,

@@ -18,6 +18,14 @@ WAYS = range(3)
 _TO_THE_MEAN, _HALF, _GIVEN_ON = WAYS
 
 
+def _compiled(function: Any) -> Any:
+    """By numba when it is called first, and kept on disk if there is a place for that."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # Neither beside the source nor in the user's cache may be written.
+        return njit(function)
+
+
 class State(NamedTuple):
     """Who computes what so far; D ranks, E experts."""
 
@@ -94,7 +102,7 @@ class Terms(NamedTuple):
         )  # fmt: skip
 
 
-@njit(cache=True)
+@_compiled
 def search(state: State, terms: Terms, way: int, least_s: float) -> Any:
     """All gifts (expert, rank, rows), how many of them are best, and seconds then; 0 if none are
     better than `least_s`."""
@@ -123,7 +131,7 @@ def balance_of(gifts: Ints, state: State) -> Balance:
     return Balance(copies[np.lexsort(copies.T[::-1])], diverted)
 
 
-@njit(cache=True)
+@_compiled
 def _taken(gifts: Ints, state: State) -> Any:
     """By source, the rows of each gift: those of its own rank first, then those of others, and of
     the home last."""
@@ -150,7 +158,7 @@ def _taken(gifts: Ints, state: State) -> Any:
     return found[:size].copy()
 
 
-@njit(cache=True)
+@_compiled
 def _left(state: State, expert: int) -> Any:
     """Rows of an expert that are still to be computed at home, by source."""
     left = state.left_ED[expert]
@@ -160,7 +168,7 @@ def _left(state: State, expert: int) -> Any:
     return left
 
 
-@njit(cache=True)
+@_compiled
 def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
     """What the busiest rank had best give to whom, and how much; (-1, -1, 0): nothing."""
     busiest = state.computed.argmax()
@@ -183,7 +191,7 @@ def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
     return -1, -1, 0
 
 
-@njit(cache=True)
+@_compiled
 def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) -> tuple[int, int]:
     """Who had best take some of so many rows, and how many; (-1, 0): nobody."""
     counts_D, has_D, saves = state.counts_ED[expert], state.has_ED[expert], state.saves
@@ -209,7 +217,7 @@ def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) ->
     return (found, takes[found]) if saves[found] > 0 else (-1, 0)
 
 
-@njit(cache=True)
+@_compiled
 def _most(numbers: Ints) -> int:
     """The largest, none of which is negative."""
     most = 0
@@ -218,7 +226,7 @@ def _most(numbers: Ints) -> int:
     return most
 
 
-@njit(cache=True)
+@_compiled
 def _give(state: State, expert: int, rank: int, number: int) -> None:
     """Rows are taken in the order of `_taken`, which counts here by source only as far as they
     travel or not."""
@@ -252,7 +260,7 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
     state.has_ED[expert, rank] = True
 
 
-@njit(cache=True)
+@_compiled
 def _step_s(state: State, terms: Terms) -> tuple[float, float]:
     """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
     which each is a copy more and leaves less to hide copies under."""
