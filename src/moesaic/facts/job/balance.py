@@ -35,7 +35,7 @@ class BalanceConfig(Section):
     gradients of copies go home.
     """
 
-    policy: Policy = "auto"
+    policy: Policy = "none"
     """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
     none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
     `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
