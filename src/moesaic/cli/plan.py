@@ -131,6 +131,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         if loaded.plan is None:
             recorded = None if loads is None else _recorded(loads, job_)
             chosen, others = travel.decided(job_, chosen, where, recorded, paths)
+            chosen = travel.with_prices(job_, chosen, where, paths)
         facts, timeline = predict(job_, chosen, where, loads, paths)
         facts["other_ways"] = others
     after = []
@@ -306,6 +307,7 @@ def predict(
         "plan": layout.decisions(), "device": device.model,
         "devices": dict(Counter(device_at(cluster, one).model for one in places)),
         "pipeline": _pipeline(timeline, layout, job),
+        "balance": travel.of_copies(job, layout),
         "parameters": {"total": counts.total, "active": counts.active},
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
         "memory_bytes": held.device.memory_bytes,
@@ -432,6 +434,9 @@ def _print(facts: dict[str, Any]) -> None:
         {
             **({"tokens travel": travel.in_a_line(facts)} if layout["ep"] > 1 else {}),
             **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),
+            **(
+                {"balance": travel.copies_in_a_line(**found)} if (found := facts["balance"]) else {}
+            ),
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",

@@ -1,5 +1,5 @@
-"""What a plan decides where its job does not: how tokens travel to experts, and what of the
-embedding each rank has; the cheapest, and what a person is told of it."""
+"""What a plan decides where its job does not: how tokens travel to experts, what of the embedding
+each rank has, and what copies of experts cost; the cheapest, and what a person is told of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.cli import outlook, screen
 from moesaic.facts.cluster import Cluster, place
-from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, travel_words
+from moesaic.facts.job import Job, Prices
+from moesaic.facts.plan import Plan, short, travel_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,6 +113,38 @@ def with_table(
         return not fits, _step_s(small, one, cluster, loads, traffic)
 
     return min(found, key=cost)
+
+
+def with_prices(job: Job, plan: Plan, cluster: Cluster, traffic: Traffic) -> Plan:
+    """`plan` with what copies of experts cost and save there, if `job` would have some."""
+    from moesaic.policy.balance import balances, planned
+    from moesaic.policy.cost.step import Costs
+
+    if plan.prices is not None or not balances(plan, job):
+        return plan
+    found = planned(Costs.of(job, plan, cluster, traffic=traffic)).model_dump()
+    short_ = {
+        key: short(value) if isinstance(value, float) else value for key, value in found.items()
+    }
+    return plan.model_copy(update={"prices": Prices(**short_)})
+
+
+def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
+    """What is done about uneven experts, and how many rows make up for a copy; None: nothing is."""
+    from moesaic.policy.balance import balances, copy_rows, setting_of
+
+    if plan.prices is None or not balances(plan, job):
+        return None
+    setting = setting_of(job, plan, job.balance, plan.prices)
+    return {"policy": job.balance.policy, "copy_rows": copy_rows(setting)}
+
+
+def copies_in_a_line(found: dict[str, Any] | None) -> dict[str, str]:
+    """What is done about uneven experts, in a line, if anything is."""
+    if found is None:
+        return {}
+    costs = f"a copy of an expert costs as much as {found['copy_rows']:,.0f} of a layer's rows"
+    return {"balance": f"{found['policy']}; {costs}"}
 
 
 def _low(job: Job, plan: Plan) -> Job:

@@ -1,7 +1,8 @@
 """Balance of a run: its policy is asked, layer by layer, with the exact rows of each micro-batch.
 
-What copies cost and save is measured when a run starts, unless the job says it. All ranks that
-share out experts know the same rows and prices, so that each works out the same by itself.
+What copies cost and save is what job or plan say, or as is usual of such devices, or measured when
+a run starts. All ranks that share out experts know the same rows and prices, so that each works out
+the same by itself.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from moesaic.nn.context import NARROW
 from moesaic.nn.moe import MoE
 from moesaic.nn.routes import Routes
 from moesaic.policy import balance as policies
+from moesaic.train import machines
 
 _SLOTS, _ROWS, _TIMES = 4, 256, 5
 """Experts that are tried, their rows each, and how often."""
 _EXCHANGE_BYTES = 4 << 20
-_WORTH_WHILE = 4
-"""Times the least rows of a copy that a rank has of a layer, on average."""
 
 
 class Spread(NamedTuple):
@@ -84,26 +84,14 @@ class Balancer:
         return spread
 
 
-def balances(plan: Plan, job: Job) -> bool:
-    """Whether anything is to be balanced; if nobody asks for it, not where there is little to do,
-    nor where experts have adapters, which have no copies."""
-    policy, model, train = job.balance.policy, job.model, job.train
-    if policy == "none" or plan.ep == 1 or not model.experts:
-        return False
-    finetune = job.finetune
-    if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
-        return False
-    tokens = train.batch // train.micro_batches * job.data.sequence
-    rows = tokens * model.top_k * plan.etp / plan.span
-    return policy != "auto" or rows >= _WORTH_WHILE * job.balance.least_rows
-
-
 def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
     """Have the policy of `job` asked by every expert layer; every rank must call this."""
     prices = job.balance.prices or plan.prices
-    if prices is None:
+    if prices is None and job.balance.measure:
         moe = next((moe for _, moe in model.expert_layers()), None)
         prices = measured(moe, NARROW.get(job.train.precision), world)
+    elif prices is None:
+        prices = policies.usual(job, plan, machines.ranks(world))
     for _, moe in model.expert_layers():
         policy = policies.Asked(job.balance, policies.setting_of(job, plan, job.balance, prices))
         policy.prepare()

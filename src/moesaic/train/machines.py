@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import platform
 
+import torch
 import torch.distributed as dist
 
 from moesaic.dist import device as devices
+from moesaic.dist.collectives import gather
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, RankPlace, check_places
+from moesaic.policy import balance
 from moesaic.policy.dispatch import usual
 
 
@@ -24,6 +27,16 @@ def places(world: World) -> list[RankPlace]:
     if world.everyone is not None:
         dist.all_gather_object(said, mine, group=world.everyone)
     return [RankPlace.model_validate(one) for one in said]
+
+
+def ranks(world: World) -> list[balance.Rank]:
+    """Where each rank runs, and with what; every rank of the world must call this."""
+    threads = torch.tensor([torch.get_num_threads()], device=world.device)
+    each = gather(threads, world.everyone).flatten().tolist()
+    return [
+        balance.Rank(place.host, place.kind, number)
+        for place, number in zip(places(world), each, strict=True)
+    ]
 
 
 def settled(plan: Plan, job: Job, world: World) -> Plan:

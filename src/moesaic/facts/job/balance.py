@@ -35,7 +35,7 @@ class BalanceConfig(Section):
     gradients of copies go home.
     """
 
-    policy: Policy = "none"
+    policy: Policy = "auto"
     """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
     none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
     `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
@@ -54,8 +54,11 @@ class BalanceConfig(Section):
     its backward: which ones is decided by the rows of the time before, and how many rows each takes
     by those at hand. Of pro-prophet and eplb they always do."""
     prices: Prices | None = None
-    """What copies cost and save; unset: measured when a run starts, and kept by its plan and its
-    checkpoints: two runs that measure may decide differently."""
+    """What copies cost and save; unset: what the plan says (`moesaic plan` works it out from the
+    cluster's figures), and without one what is usual of such devices, between hosts 1 Gbit/s."""
+    measure: bool = False
+    """Where neither job nor plan say prices, measure them when a run starts: two runs may then
+    decide differently. What was measured is kept by the run's plan and its checkpoints."""
 
     @model_validator(mode="after")
     def _keeps_to_memory(self) -> BalanceConfig:

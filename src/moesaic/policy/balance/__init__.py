@@ -3,9 +3,10 @@
 Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
 """
 
-from moesaic.policy.balance.asked import Asked, setting_of
+from moesaic.policy.balance.asked import Asked, balances, setting_of
 from moesaic.policy.balance.best import Policy, auto
-from moesaic.policy.balance.model import Times, at_copies, busiest, rows, times
+from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
+from moesaic.policy.balance.prices import Rank, planned, usual
 from moesaic.policy.balance.prophet import Search, pro_prophet
 from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
@@ -13,7 +14,7 @@ from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
 
 __all__ = [
-    "Asked", "Policy", "Search", "Times", "at_copies", "auto", "busiest", "eplb", "evenly",
-    "faster_moe", "llep", "pro_prophet", "quota", "rows", "setting_of", "times", "top_k_broadcast",
-    "within",
+    "Asked", "Policy", "Rank", "Search", "Times", "at_copies", "auto", "balances", "busiest",
+    "copy_rows", "eplb", "evenly", "faster_moe", "llep", "planned", "pro_prophet", "quota",
+    "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
 ]  # fmt: skip

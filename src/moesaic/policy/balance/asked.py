@@ -27,6 +27,9 @@ _STORED = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
 _OF_ITS_OWN = 4
 """A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
 
+_WORTH_WHILE = 4
+"""Times the least rows of a copy that a rank has of a layer, on average."""
+
 Spreading = Callable[[Ints, Setting, Ints], Balance]
 """Rows over homes and copies (expert, rank) that there are."""
 
@@ -82,6 +85,20 @@ _LATE: dict[str, Spreading] = {
 }
 """Those that always decide on copies by rows of the time before, and how rows are spread over
 these."""
+
+
+def balances(plan: Plan, job: Job) -> bool:
+    """Whether anything is to be balanced; if nobody asks for it, not where there is little to do,
+    nor where experts have adapters, which have no copies."""
+    policy, model, train = job.balance.policy, job.model, job.train
+    if policy == "none" or plan.ep == 1 or not model.experts:
+        return False
+    finetune = job.finetune
+    if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
+        return False
+    tokens = train.batch // train.micro_batches * job.data.sequence
+    rows = tokens * model.top_k * plan.etp / plan.span
+    return policy != "auto" or rows >= _WORTH_WHILE * job.balance.least_rows
 
 
 def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:

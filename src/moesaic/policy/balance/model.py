@@ -97,6 +97,14 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     return Times(exchange, experts, out, back, whole)
 
 
+def copy_rows(setting: Setting) -> float:
+    """As many rows as a copy costs, if nothing of it is hidden: one that takes fewer off the
+    busiest rank does not pay."""
+    sizes = setting.expert_bytes, setting.gradient_bytes
+    copy_s = sum(size / setting.bytes_per_s + setting.latency_s for size in sizes)
+    return copy_s * setting.rows_per_s / 3
+
+
 def at_copies(counts: Ints, copies: Ints) -> Balance:
     """Where each rank that has a copy computes all of its own rows for that expert with it."""
     ordered = copies[np.lexsort((copies[:, 1], copies[:, 0]))]

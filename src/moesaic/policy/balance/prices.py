@@ -1,0 +1,88 @@
+"""What copies of experts cost and save, where nobody has measured it: by what a cluster's file says
+of devices and links, or as is usual of such devices.
+
+Both say the same of the same machines, so that two runs of a job decide alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moesaic.facts.job import Job, Prices
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import EXPERTS
+from moesaic.policy.cost.step import Costs
+
+_FLOPS = {
+    "cpu": {"fp64": 2.5e10, "fp32": 5e10, "bf16": 5e10, "fp16": 5e10},
+    "other": {"fp64": 2e13, "fp32": 4e13, "bf16": 2e14, "fp16": 2e14},
+}
+"""Of products in a second, by precision: of a thread of a processor, of another device."""
+_BYTES_PER_S = {"cpu": (3e9, 1.1e8), "other": (5e10, 1e10)}
+"""That a rank sends within its host, and a host to others: over 1 Gbit/s, and 100."""
+_LATENCY_S = {"cpu": (1e-4, 5e-4), "other": (3e-5, 5e-5)}
+_MANY_BYTES = 4 << 20
+_PRODUCTS = 2
+"""That a row takes part in forward."""
+
+
+class Rank(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    kind: str
+    """Of its device: cpu, or another."""
+    threads: int
+    """That it computes with, if that is a cpu."""
+
+
+def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
+    """Of devices of such kinds; the slowest counts."""
+    on_cpu = any(rank.kind == "cpu" for rank in ranks)
+    kind = "cpu" if on_cpu else "other"
+    apart = any(len({ranks[rank].host for rank in group}) > 1 for group in plan.expert_groups())
+    flops = _FLOPS[kind][job.train.precision]
+    if on_cpu:
+        flops *= min(rank.threads for rank in ranks)
+    bytes_per_s = _BYTES_PER_S[kind][apart]
+    if apart:  # All of a host send at once.
+        bytes_per_s /= max(Counter(rank.host for rank in ranks).values())
+    return Prices(
+        rows_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
+        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][apart], hides=apart or not on_cpu,
+    )  # fmt: skip
+
+
+def planned(costs: Costs) -> Prices:
+    """Of the ranks of a job that is laid over a cluster; the slowest counts."""
+    plan = costs.plan
+    found = dict[str, float]()
+    for rank in range(plan.ranks):
+        model = costs.device(rank).model
+        if model not in found:
+            found[model] = _row_s(costs, rank)
+    groups = plan.expert_groups()
+    paces = costs.traffic.paces("all_to_all", groups)
+    learnt = costs.cluster.calibration
+    slower = 1.0 if learnt is None else learnt.messages
+    latency_s = slower * max(pace.seconds(1.0) for pace in paces)
+    whole_s = slower * max(pace.seconds(_MANY_BYTES) for pace in paces)
+    sent = _MANY_BYTES * (plan.ep - 1) / plan.ep
+    hosts = (len({costs.places[rank].host for rank in group}) for group in groups)
+    return Prices(
+        rows_per_s=1 / max(found.values()),
+        bytes_per_s=sent / max(whole_s - latency_s, 1e-3 * whole_s),
+        latency_s=latency_s, hides=costs.hand_ahead or all(number > 1 for number in hosts),
+    )  # fmt: skip
+
+
+def _row_s(costs: Costs, rank: int) -> float:
+    """Seconds of a row forward, where all experts of `rank` have as many; 0 if it has none."""
+    for block in costs.work(rank):
+        ops = [op for op in block.forward.ops if op.name == EXPERTS]
+        rows = sum(one.rows * one.count for op in ops for one in op.products)
+        if rows:
+            return _PRODUCTS * sum(costs.apart_s(rank, ops)) / rows
+    return 0.0
