@@ -14,7 +14,7 @@ import pytest
 
 from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints
+from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
@@ -119,14 +119,16 @@ class Shaken:
     """Copies at random, each of whom gets rows at random; every few times nobody does."""
 
     def __init__(self, homes: Ints, seed: list[int]) -> None:
-        """Of every second layer they are decided on early."""
-        self._homes, self._draw, self.early = homes, np.random.default_rng(seed), seed[-1] % 2 == 0
-        self._ahead: Ints | None = None
+        """Of two of three layers they are decided on early."""
+        self._homes, self._draw, self.early = homes, np.random.default_rng(seed), sum(seed) % 3 > 0
+        self._ahead: Balance | None = None
         self.made = 0
 
-    def ahead(self) -> Ints:
-        """Copies."""
-        self._ahead = self._copies(self._homes.max() + 1)
+    def ahead(self) -> Balance:
+        """Copies, some of which leave under the layer before."""
+        copies = self._copies(self._homes.max() + 1)
+        leaving = self._draw.random(len(copies)) < self._draw.choice([0.0, 0.5, 1.0])
+        self._ahead = unchanged()._replace(copies=copies, ahead=leaving)
         return self._ahead
 
     def _copies(self, ranks: int) -> Ints:
@@ -137,9 +139,10 @@ class Shaken:
 
     def __call__(self, counts: Ints) -> Balance:
         """And rows."""
-        copies = self._copies(len(counts)) if self._ahead is None else self._ahead
         assert (self._ahead is not None) == self.early
-        self._ahead, self.made = None, self.made + len(copies)
+        early, self._ahead = self._ahead, None
+        copies = self._copies(len(counts)) if early is None else early.copies
+        self.made += len(copies)
         diverted = []
         for expert in range(len(self._homes)):
             targets = copies[copies[:, 0] == expert, 1].tolist()
@@ -148,7 +151,8 @@ class Shaken:
                 rows = self._draw.multinomial(number, odds).tolist()
                 for target, part in zip(targets, rows, strict=False):
                     diverted += [(expert, source, target, part)] * bool(part)
-        return Balance(copies, np.array(diverted, np.int64).reshape(-1, 4))
+        leaving = None if early is None else early.ahead
+        return Balance(copies, np.array(diverted, np.int64).reshape(-1, 4), leaving)
 
 
 def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:

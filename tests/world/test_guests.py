@@ -120,11 +120,11 @@ class Unneeded:
         away[np.arange(len(homes)), homes] = False
         self._copies = np.argwhere(away)
 
-    def ahead(self) -> Ints:
-        return self._copies
+    def ahead(self) -> Balance:
+        return unchanged()._replace(copies=self._copies)
 
     def __call__(self, counts: Ints) -> Balance:
-        return unchanged()._replace(copies=self._copies)
+        return self.ahead()
 
 
 def leave_unneeded(world: World, job: Job) -> list[Any]:

@@ -33,7 +33,7 @@ Named = Annotated[
 _COLUMNS = ["step", "layer", "by_rank"]
 _REMEDY = (
     "give them with --set prices.rows_per_s=, .bytes_per_s= and .latency_s= (a run with a "
-    "balance.policy measures them and says what they are)"
+    "balance.policy says which ones it goes by)"
 )
 
 
@@ -43,7 +43,7 @@ class ReplayConfig(BalanceConfig):
     policy: Policy = "auto"
     """As in a job."""
     prices: Prices | None = None
-    """What copies cost and save; unset: what the run measured."""
+    """What copies cost and save; unset: what the run went by."""
 
 
 def replay(
@@ -130,7 +130,7 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
         )
     prices = config.prices or plan.prices
     if prices is None:
-        raise ConfigError(f"'{run}' has measured no prices: {_REMEDY}")
+        raise ConfigError(f"'{run}' has gone by no prices: {_REMEDY}")
     setting = setting_of(job, plan, config, prices)
     groups = sorted({tuple(r % plan.span // plan.etp for r in g) for g in plan.expert_groups()})
     asked: dict[tuple[int, tuple[int, ...]], Asked] = {}

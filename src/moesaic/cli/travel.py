@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.cli import outlook, screen
 from moesaic.facts.cluster import Cluster, place
 from moesaic.facts.job import Job, Prices
-from moesaic.facts.plan import Plan, short, travel_words
+from moesaic.facts.plan import Plan, short, stages, travel_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +136,21 @@ def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
     if plan.prices is None or not balances(plan, job):
         return None
     setting = setting_of(job, plan, job.balance, plan.prices)
-    return {"policy": job.balance.policy, "copy_rows": copy_rows(setting)}
+    most = None if setting.room is None else setting.room * _copy_bytes(job, plan)
+    return {"policy": job.balance.policy, "copy_rows": copy_rows(setting), "most_bytes": most}
+
+
+def _copy_bytes(job: Job, plan: Plan) -> int:
+    """What a rank holds at most for one copy in each of its layers: parameters until backward is
+    through with a layer, in the type of products, and while that is, the gradient."""
+    size = 3 * job.model.hidden * job.model.ffn // plan.etp
+    names = {f"layers.{index}" for index in job.model.expert_layers}
+    layers = [len(names.intersection(stage)) for stage in stages(plan, job.model)]
+    held = max(sum(layers[part :: plan.pp]) for part in range(plan.pp))
+    held = 1 if plan.recompute else held
+    wide = 8 if job.train.precision == "fp64" else 4
+    narrow = {"bf16": 2, "fp16": 2}.get(job.train.precision, wide)
+    return size * (held * narrow + wide)
 
 
 def copies_in_a_line(found: dict[str, Any] | None) -> dict[str, str]:
@@ -144,7 +158,9 @@ def copies_in_a_line(found: dict[str, Any] | None) -> dict[str, str]:
     if found is None:
         return {}
     costs = f"a copy of an expert costs as much as {found['copy_rows']:,.0f} of a layer's rows"
-    return {"balance": f"{found['policy']}; {costs}"}
+    most = found["most_bytes"]
+    beside = "" if most is None else f"; up to {screen.size(most)} a rank beside what stands here"
+    return {"balance": f"{found['policy']}; {costs}{beside}"}
 
 
 def _low(job: Job, plan: Plan) -> Job:

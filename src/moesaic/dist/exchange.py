@@ -24,11 +24,13 @@ class Carrier(Protocol):
     """What a person calls it."""
     group: dist.ProcessGroup
 
-    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> tuple[Tensor, Work]:
         """Launch `send[i]` consecutive rows to rank i of the group; zero is allowed.
 
-        What arrives, by rank, may be read when the work has been waited for; `rows` may be written
-        to from then on.
+        What arrives, by rank, `into` rows that there are or new ones, may be read when the work has
+        been waited for; `rows` may be written to from then on.
         """
 
     def close(self) -> None:
@@ -42,9 +44,11 @@ class ByGroup:
         self.group = group
         self.name: str = dist.get_backend(group)
 
-    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> tuple[Tensor, Work]:
         """As `Carrier` says."""
-        result = rows.new_empty((sum(receive), *rows.shape[1:]))
+        result = rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
         work = dist.all_to_all_single(
             result, rows.contiguous(), receive, send, group=self.group, async_op=True
         )
@@ -66,9 +70,12 @@ class ByPairs:
         self.group = group
         self.name: str = dist.get_backend(group)
 
-    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> tuple[Tensor, Work]:
         """As `Carrier` says."""
-        result, rows = rows.new_empty((sum(receive), *rows.shape[1:])), rows.contiguous()
+        result = rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
+        rows = rows.contiguous()
         coming, going = result.split(receive), rows.split(send)
         me, size = self.group.rank(), self.group.size()
         others = [(me + step) % size for step in range(1, size)]
@@ -115,9 +122,9 @@ class Flight:
         self._work: Work | None = None
         self._gradients: Tensor | None = None
 
-    def leave(self, rows: Tensor) -> Tensor:
+    def leave(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Where they will be."""
-        landing, self._work = self._carrier.start(rows, self._send, self._receive)
+        landing, self._work = self._carrier.start(rows, self._send, self._receive, into)
         return landing
 
     def wait(self) -> None:
@@ -125,6 +132,11 @@ class Flight:
         work, self._work = self._work, None
         assert work is not None
         work.wait()
+
+    @property
+    def coming(self) -> int:
+        """Rows that arrive."""
+        return sum(self._receive)
 
     def turn_back(self, gradients: Tensor) -> None:
         """Let gradients leave for where the rows came from."""

@@ -329,14 +329,16 @@ class ByMemory:
             for other in turn
         }
 
-    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> tuple[Tensor, Work]:
         """As `Carrier` says."""
         if send[self._rank] != receive[self._rank]:
             raise ValueError(
                 f"{send[self._rank]} rows are to stay on rank {self._name}, where "
                 f"{receive[self._rank]} are to arrive"
             )
-        result = rows.new_empty((sum(receive), *rows.shape[1:]))
+        result = rows.new_empty((sum(receive), *rows.shape[1:])) if into is None else into
         width = math.prod(rows.shape[1:]) * rows.itemsize
         out = _bytes(rows.contiguous()).split([n * width for n in send])
         back = _bytes(result).split([n * width for n in receive])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class Setting(NamedTuple):
@@ -50,6 +51,8 @@ class Balance(NamedTuple):
     diverted: Ints
     """(expert, source, target, rows), [M, 4], in any order: rows of a rank that are computed where
     a copy is; all others are computed at their expert's home."""
+    ahead: Bools | None = None
+    """Which of the copies, [C], leave under experts of the layer before; None: none."""
 
 
 def unchanged() -> Balance:

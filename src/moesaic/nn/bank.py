@@ -55,7 +55,7 @@ class Bank(nn.Module):
         if guests is None:
             yield partial(self._compute, self.acquire(), None, Total(times))
         else:
-            total = Total(times, guests.flight)
+            total = Total(times, guests.flights)
             yield partial(self._compute, guests.arena, guests.guests, total)
         self.release()
 

@@ -126,13 +126,13 @@ class Total:
     """The gradient of an arena that so many computations have used: the first to come writes what
     it makes of every slot, others add to it, and the last one has all of it.
 
-    Guests come by a `flight`, and their gradients go back by it: what is to come from elsewhere for
-    this rank's own experts is added where they have left from.
+    Guests come by `flights`, one after another, and their gradients go back by them: what is to
+    come from elsewhere for this rank's own experts is added where they have left from.
     """
 
-    def __init__(self, times: int = 1, flight: Flight | None = None) -> None:
-        self._times, self._gone, self._come, self._flight = times, 0, 0, flight
-        self._landed = flight is None
+    def __init__(self, times: int = 1, flights: Sequence[Flight] = ()) -> None:
+        self._times, self._gone, self._come, self._flights = times, 0, 0, flights
+        self._landed = False
 
     def forward(self, *, waited_for: bool) -> None:
         """One more computation has come to its guests. They are awaited where they have rows, and
@@ -140,9 +140,10 @@ class Total:
         computation need not happen where a layer is computed again."""
         self._gone += 1
         due = waited_for or self._gone == self._times
-        if due and self._flight is not None and not self._landed:
+        if due and not self._landed:
             self._landed = True
-            self._flight.wait()
+            for flight in self._flights:
+                flight.wait()
 
     def begun(self, arenas: Sequence[Tensor], ffn: int, hidden: int) -> Total:
         """Itself, for one more of them."""
@@ -166,9 +167,14 @@ class Total:
         grouped_outer(grad, rows, share.counts, whole, self._come > 1)
 
     def send_guests_home(self) -> None:
-        """Launch the gradients of guests, if all of them are there."""
-        if self._flight is not None and self._come == self._times:
-            self._flight.turn_back(self._wholes[1])
+        """Launch the gradients of guests, if all of them are there: those who came last are the
+        first to be waited for."""
+        if not self._flights or self._come < self._times:
+            return
+        last = len(self._wholes[1])
+        for flight in reversed(self._flights):
+            flight.turn_back(self._wholes[1][last - flight.coming : last])
+            last -= flight.coming
 
     def done(self) -> Tensor | None:
         """The whole, if this was the last of them, and then nothing stays here."""

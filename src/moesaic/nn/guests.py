@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.dist.exchange import Carrier, Flight
-from moesaic.facts.balance import Ints
+from moesaic.facts.balance import Balance, Ints
 
 
 @dataclass(frozen=True)
@@ -38,52 +38,68 @@ class Homes:
         """The slot of each expert."""
         return np.argsort(self.slots)
 
-    def ordered(self, copies: Ints) -> Ints:
-        """Copies (expert, rank) by rank, and on one by the slots of their homes: so they arrive."""
-        experts, ranks = copies.T
-        return copies[np.lexsort((self.places[experts], ranks))]
+    def order(self, balance: Balance) -> Ints:
+        """Places of copies (expert, rank) by rank, on one those that leave ahead first, and then by
+        the slots of their homes: so they stand there."""
+        experts, ranks = balance.copies.T
+        ahead = np.zeros(len(experts), bool) if balance.ahead is None else balance.ahead
+        return np.lexsort((self.places[experts], ~ahead, ranks))
 
 
-@dataclass(frozen=True)
 class Guests:
-    """Of a rank, under way."""
+    """Of a rank, under way: some may leave ahead of others."""
 
-    arena: Tensor
-    """The rank's own slots, whose gradient is that of all copies too."""
-    guests: Tensor
-    """To be read when they have landed."""
-    flight: Flight
+    def __init__(
+        self, bank_arena: Tensor, balance: Balance, homes: Homes, rank: int, carrier: Carrier,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Copies are those of `balance`, between the ranks of a group, of which this is one."""
+        self._homes, self._rank, self._carrier = homes, rank, carrier
+        order = homes.order(balance)
+        self._copies = balance.copies[order]
+        self._late = np.ones(len(order), bool)
+        if balance.ahead is not None:
+            self._late = ~balance.ahead[order]
+        number = int((self._copies[:, 1] == rank).sum())
+        self.arena = bank_arena
+        """The rank's own slots, whose gradient is that of all copies too."""
+        self.guests = bank_arena.new_empty((number, bank_arena.shape[1]), dtype=dtype)
+        """To be read when they have landed."""
+        self.flights = list[Flight]()
 
-
-def invite(
-    arena: Tensor, copies: Ints, homes: Homes, rank: int, carrier: Carrier, dtype: torch.dtype
-) -> Guests:
-    """Launch experts between ranks of the group, of which this is one."""
-    experts, ranks = homes.ordered(copies).T
-    slots = homes.places[experts]
-    leaving, coming = slots // homes.each == rank, ranks == rank
-    send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
-    receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
-    order = (slots[leaving] - rank * homes.each).tolist()
-    flight = Flight(carrier, send, receive)
-    own, guests = Invite.apply(arena, order, dtype, flight)
-    return Guests(own, guests, flight)
+    def leave(self, *, ahead: bool) -> None:
+        """Launch those that leave ahead, or all others; every rank of the group must."""
+        experts, ranks = self._copies[self._late != ahead].T
+        if not len(experts):
+            return
+        homes, rank = self._homes, self._rank
+        slots = homes.places[experts]
+        leaving, coming = slots // homes.each == rank, ranks == rank
+        send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
+        receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
+        flight = Flight(self._carrier, send, receive)
+        come = sum(one.coming for one in self.flights)
+        landing = self.guests[come : come + flight.coming]
+        order = (slots[leaving] - rank * homes.each).tolist()
+        self.arena = Invite.apply(self.arena, landing, order, flight)
+        self.flights.append(flight)
 
 
 class Invite(torch.autograd.Function):
-    """Launch parameters; what it returns of others may be read when it has landed."""
+    """Launch parameters of an arena to where they will be."""
 
     @staticmethod
     def forward(
-        ctx: Any, arena: Tensor, order: list[int], dtype: torch.dtype, flight: Flight
-    ) -> tuple[Tensor, Tensor]:
-        """The arena as it is, and its guests."""
+        ctx: Any, arena: Tensor, landing: Tensor, order: list[int], flight: Flight
+    ) -> Tensor:
+        """The arena as it is."""
         ctx.set_materialize_grads(False)
         ctx.flight, ctx.order = flight, order
-        leaving = arena.new_empty((len(order), arena.shape[1]), dtype=dtype)
+        leaving = landing.new_empty((len(order), arena.shape[1]))
         for row, slot in zip(leaving, order, strict=True):
             row.copy_(arena[slot])
-        return arena.view_as(arena), flight.leave(leaving)
+        flight.leave(leaving, landing)
+        return arena.view_as(arena)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:

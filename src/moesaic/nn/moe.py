@@ -12,7 +12,7 @@ from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, LayerFacts, compute_dtype
 from moesaic.nn.dispatch import Counted, Dispatcher, Placed
-from moesaic.nn.guests import Guests, invite
+from moesaic.nn.guests import Guests
 from moesaic.nn.router import Router, Routing, balance_share, z_share
 
 
@@ -22,8 +22,8 @@ class Balancer(Protocol):
     early: bool
     """Whether it decides on copies before rows are known."""
 
-    def ahead(self) -> Ints:
-        """Those copies (expert, rank)."""
+    def ahead(self) -> Balance:
+        """Those copies, and none of their rows yet."""
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]; with those copies, if it is early."""
@@ -48,6 +48,8 @@ class MoE(nn.Module):
         self.shared = shared
         self.balancer: Balancer | None = None
         """Whom to ask; nobody: every row is computed at its expert's home."""
+        self.next: tuple[MoE, ...] = ()
+        """The layer, if there is one, whose experts may leave while those of this one compute."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
@@ -66,7 +68,9 @@ class MoE(nn.Module):
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
         sent = self.dispatcher.start(tokens_TH, weights_TK, placed)
         if balance is not None and not early:  # Behind the tokens, which come first.
-            guests = self._invite(balance.copies, tokens_TH.dtype)
+            guests = self._invite(balance, tokens_TH.dtype)
+        for later in self.next:
+            later.begin_ahead(context, tokens_TH.dtype)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
         with self.bank.at_work(self.dispatcher.computations, guests) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
@@ -88,27 +92,53 @@ class MoE(nn.Module):
         return self.balancer(counted.counts_RE[ranks].numpy())
 
     def begin(self, context: Context, dtype: torch.dtype) -> None:
-        """Launch experts that are to be computed elsewhere, if that is decided before rows are
-        known; what is computed until then is computed while they travel."""
+        """Launch experts that are to be computed elsewhere, or what has not left of them, if they
+        are decided on before rows are known; what is computed until then is computed while they
+        travel."""
         layer, balancer = self.router.layer, self.balancer
         if balancer is None or not balancer.early or not self._asks(context):
             return
         known = context.layers.get(layer)
-        if known is None:
-            copies = balancer.ahead()
-        else:  # The layer is recomputed.
+        if known is not None:  # The layer is recomputed.
             assert known.spread is not None
-            copies = known.spread.copies
-        context.guests[layer] = self._invite(copies, dtype)
+            context.guests[layer] = self._invite(known.spread, dtype)
+        elif layer in context.guests:
+            self._leave(context.guests[layer])
+        else:
+            context.guests[layer] = self._invite(balancer.ahead(), dtype)
 
-    def _invite(self, copies: Ints, dtype: torch.dtype) -> Guests | None:
+    def begin_ahead(self, context: Context, dtype: torch.dtype) -> None:
+        """Launch those of them that leave under experts of the layer before."""
+        balancer = self.balancer
+        if balancer is not None and balancer.early and self._asks(context):
+            guests = self._awaits(balancer.ahead(), dtype)
+            if guests is not None:
+                guests.leave(ahead=True)
+            context.guests[self.router.layer] = guests
+
+    def _invite(self, balance: Balance, dtype: torch.dtype) -> Guests | None:
+        """All at once."""
+        guests = self._awaits(balance, dtype)
+        if guests is not None:
+            guests.leave(ahead=True)
+        self._leave(guests)
+        return guests
+
+    def _awaits(self, balance: Balance, dtype: torch.dtype) -> Guests | None:
+        """Those who are to come, if there are any."""
         ranks = self.dispatcher.ranks
-        if not len(copies):
+        if not len(balance.copies):
             return None
         assert ranks.straight is not None
         mine = ranks.group_ranks.index(ranks.rank)
         arena, homes = self.bank.acquire(), self.dispatcher.homes
-        return invite(arena, copies, homes, mine, ranks.straight, dtype)
+        return Guests(arena, balance, homes, mine, ranks.straight, dtype)
+
+    @staticmethod
+    def _leave(guests: Guests | None) -> None:
+        """Launch the rest."""
+        if guests is not None:
+            guests.leave(ahead=False)
 
     def _facts(
         self, routing: Routing, counted: Counted, placed: Placed, balance: Balance | None

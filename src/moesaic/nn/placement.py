@@ -31,7 +31,7 @@ class Placement:
 
     def _guests_slots(self, homes: Homes, balance: Balance) -> Ints:
         """[E, G]; 0 where there is no copy."""
-        experts, ranks = homes.ordered(balance.copies).T
+        experts, ranks = balance.copies[homes.order(balance)].T
         first = np.searchsorted(ranks, ranks)
         found = np.zeros((len(homes.slots), homes.ranks), np.int64)
         found[experts, ranks] = ranks * self.each + homes.each + np.arange(len(ranks)) - first

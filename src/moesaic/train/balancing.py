@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import Job, Prices
-from moesaic.facts.plan import Plan
+from moesaic.facts.plan import Plan, stages
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import NARROW
 from moesaic.nn.moe import MoE
@@ -58,12 +59,12 @@ class Balancer:
     def __init__(self, policy: policies.Asked) -> None:
         self._policy, self._spread, self.early = policy, Spread(), policy.early
 
-    def ahead(self) -> Ints:
+    def ahead(self) -> Balance:
         """Copies for rows that nobody knows yet."""
         began = time.perf_counter()
-        copies = self._policy.ahead()
+        early = self._policy.ahead()
         self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
-        return copies
+        return early
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
@@ -92,11 +93,25 @@ def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
         prices = measured(moe, NARROW.get(job.train.precision), world)
     elif prices is None:
         prices = policies.usual(job, plan, machines.ranks(world))
-    for _, moe in model.expert_layers():
-        policy = policies.Asked(job.balance, policies.setting_of(job, plan, job.balance, prices))
-        policy.prepare()
-        moe.balancer = Balancer(policy)
+    setting = policies.setting_of(job, plan, job.balance, prices)
+    for layers in _in_turn(model, job, plan):
+        for before, later in pairwise(layers):
+            before.next = (later,)
+        for place, moe in enumerate(layers):
+            policy = policies.Asked(job.balance, setting, follows=place > 0)
+            policy.prepare()
+            moe.balancer = Balancer(policy)
     return prices
+
+
+def _in_turn(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:
+    """Expert layers by runs that are computed one after another; where they are computed again in
+    backward, each is by itself."""
+    mine = dict(model.expert_layers())
+    if any(layer.recompute for layer in model.decoder_layers()):
+        return [[moe] for moe in mine.values()]
+    runs = stages(plan, job.model)
+    return [[moe for index, moe in mine.items() if f"layers.{index}" in run] for run in runs]
 
 
 def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:

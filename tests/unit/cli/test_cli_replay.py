@@ -124,7 +124,7 @@ def test_a_table_says_that_it_is_modelled(
     [
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
-        (["RUN"], "has measured no prices: give them with --set prices.rows_per_s="),
+        (["RUN"], "has gone by no prices: give them with --set prices.rows_per_s="),
         (["RUN", "--policy", "best"], 'policy = "best"'),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),

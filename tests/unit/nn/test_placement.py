@@ -36,7 +36,9 @@ def cases(draw: st.DrawFn) -> tuple[Homes, Balance, list[list[np.ndarray]], int]
             diverted += [(expert, source, int(target), int(part))] * bool(part)
     order = rng.permutation(len(diverted))
     table = np.array(diverted, np.int64).reshape(-1, 4)[order]
-    return homes, Balance(np.argwhere(copied), table), rows, experts
+    copies = np.argwhere(copied)
+    leaving = draw(st.sampled_from([None, rng.random(len(copies)) < 0.5]))
+    return homes, Balance(copies, table, leaving), rows, experts
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,11 +92,15 @@ def test_every_chunk_has_its_share(
 
 
 def _owners(homes: Homes, balance: Balance, each: int) -> list[int]:
-    """The expert of every slot, -1 of none: homes, then guests by their homes."""
+    """The expert of every slot, -1 of none: homes, then guests by their homes, but those that leave
+    ahead of others before these."""
+    ahead = [False] * len(balance.copies) if balance.ahead is None else balance.ahead.tolist()
     found = []
     for rank in range(homes.ranks):
         own = list(homes.slots[rank * homes.each : (rank + 1) * homes.each])
-        guests = [int(e) for e, r in balance.copies.tolist() if r == rank]
-        own += sorted(guests, key=homes.slots.index)
+        for turn in (True, False):
+            of_turn = zip(balance.copies.tolist(), ahead, strict=True)
+            guests = [int(e) for (e, r), first in of_turn if (r, first) == (rank, turn)]
+            own += sorted(guests, key=homes.slots.index)
         found += own + [-1] * (each - len(own))
     return found

@@ -86,8 +86,8 @@ class Plan(Section):
     """Experts that each of the `ep` ranks has beside its own whatever the loads are: none. Those of
     a single step are decided while it runs (`balance` of a job)."""
     prices: Prices | None = None
-    """What a policy of balance counts on; unset: measured when a run starts. The plan of a run has
-    what was."""
+    """What a policy of balance counts on; `moesaic plan` works it out from the cluster's figures.
+    Unset: as a job's `balance.prices` says. The plan of a run has what it went by."""
     stages: list[list[str]] | None = None
     """Names of the blocks of each stage, which parts take in turn; unset: an even cut."""
     tiers: Tiers = Tiers()

@@ -12,6 +12,7 @@ from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance.best import Policy, auto
+from moesaic.policy.balance.halves import leave_ahead
 from moesaic.policy.balance.model import at_copies
 from moesaic.policy.balance.prophet import pro_prophet
 from moesaic.policy.balance.quota import quota, within
@@ -37,28 +38,30 @@ Spreading = Callable[[Ints, Setting, Ints], Balance]
 class Asked:
     """The policy of one layer."""
 
-    def __init__(self, config: BalanceConfig, setting: Setting) -> None:
-        """That `config` names."""
-        self.setting, self._policy = setting, _named(config)
+    def __init__(self, config: BalanceConfig, setting: Setting, *, follows: bool = False) -> None:
+        """That `config` names; the layer `follows` another one, if copies may leave under it."""
+        self.setting, self._policy, self._follows = setting, _named(config), follows
         self.early = config.early or config.policy in _LATE
         self._spread = _LATE.get(config.policy, within)
         self._last: Ints | None = None
-        self._copies: Ints | None = None
+        self._early: Balance | None = None
 
-    def ahead(self) -> Ints:
+    def ahead(self) -> Balance:
         """Copies for rows that nobody knows yet, by those of the time before."""
         last = self._last
         decided = unchanged() if last is None else self._policy(last, self.setting)
-        self._copies = decided.copies
-        return decided.copies
+        leaving = leave_ahead(decided.copies, self.setting) if self._follows else None
+        self._early = unchanged()._replace(copies=decided.copies, ahead=leaving)
+        return self._early
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
         if not self.early:
             return self._policy(counts, self.setting)
-        copies = self.ahead() if self._copies is None else self._copies
-        self._last, self._copies = counts, None
-        return self._spread(counts, self.setting, copies)
+        early = self.ahead() if self._early is None else self._early
+        self._last, self._early = counts, None
+        spread = self._spread(counts, self.setting, early.copies)
+        return spread._replace(ahead=early.ahead)
 
     def prepare(self) -> None:
         """Have it compile what it compiles."""
@@ -107,6 +110,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
     precision, finetune = job.train.precision, job.finetune
     recompute = job.train.recompute if plan.recompute is None else plan.recompute
     learns, room = finetune is None or finetune.method == "full", config.copies
+    early = config.early or config.policy in _LATE
     if room is None and config.policy == "auto":
         room = max(plan.experts // plan.ep // _OF_ITS_OWN, 1)
     return Setting(
@@ -118,7 +122,20 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
         expert_bytes=numbers * _PRODUCTS[precision] * (2 if recompute else 1),
         gradient_bytes=numbers * _STORED[precision] * learns,
         latency_s=prices.latency_s,
+        beside_s=_beside_rows(job, plan) / prices.rows_per_s if early else 0.0,
         hides=prices.hides,
         room=room,
         least_rows=config.least_rows,
     )
+
+
+def _beside_rows(job: Job, plan: Plan) -> float:
+    """What a rank computes between two expert layers, in rows of experts: attention, of which
+    products with half of all positions, and what all tokens visit."""
+    model = job.model
+    tokens = job.train.batch // job.train.micro_batches * job.data.sequence / plan.replicas
+    heads = model.heads * model.head_dim
+    projections = 2 * model.hidden * (heads + model.kv_heads * model.head_dim)
+    scores, shared = job.data.sequence * heads, 3 * model.hidden * model.ffn * model.shared
+    each = 2 * (projections + scores + shared) / plan.tp
+    return tokens * each / (6 * model.hidden * model.ffn / plan.etp)
