@@ -6,64 +6,46 @@ experts for all. What all are held against are as many rows, spread evenly.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from benchmarks import balance_simulated, measure
-from benchmarks.layer import PATIENCE_S, in_turn, plan_of
-from benchmarks.training import olmoe
+from benchmarks import balance_simulated, break_even, measure
+from benchmarks.layer import PATIENCE_S, in_turn
+from benchmarks.skewed import (
+    EVEN,
+    FFN,
+    HIDDEN,
+    PLAIN,
+    RANKS,
+    TOKENS,
+    Skew,
+    Work,
+    layer_of,
+    moe_of,
+    natural,
+)  # fmt: skip
 from moesaic.dist.exchange import Carrier
 from moesaic.dist.world import World
-from moesaic.facts.job import BalanceConfig, Job
+from moesaic.facts.job import BalanceConfig
 from moesaic.facts.job.balance import Policy
-from moesaic.facts.plan import Plan
 from moesaic.nn.bank import Bank
-from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher
-from moesaic.nn.moe import MoE
-from moesaic.nn.router import Router, Routing
 from moesaic.nn.routes import Routes
-from moesaic.policy.balance import Asked, quota, setting_of
+from moesaic.policy.balance import quota, setting_of
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train import balancing
-from moesaic.train.assemble import ranks_of
 
-RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
-EVEN, PLAIN, OURS = "even routing", "none", "auto"
+OURS = "auto"
 POLICIES: tuple[Policy, ...] = (
     "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep",
 )  # fmt: skip
-MOVES_EVERY = 10
-_STEPS = 40
-"""Of choices, which a layer takes in turn."""
-
-
-class Skew(NamedTuple):
-    """How choices are spread."""
-
-    name: str
-    top_k: int
-    bar: str = ""
-    """For ours over none."""
-
-
 SKEWS = (
     Skew("a run trained without balance loss", 2),
     Skew("Zipf 1.2", 2),
@@ -172,7 +154,7 @@ def modelled(
 
 
 def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
-    moe, job, plan = _moe(world, Work(SKEWS[1], EXPERTS[0], None), PLAIN)
+    moe, job, plan = moe_of(world, Work(SKEWS[1], EXPERTS[0], None), PLAIN)
     prices = balancing.measured(moe, None, world)
     setting = setting_of(job, plan, BalanceConfig(), prices)
     carrier, bank, foretold = moe.dispatcher.ranks.straight, moe.bank, dict[str, float]()
@@ -238,6 +220,7 @@ PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
     "host": on_one_host,
     "hosts": on_two_hosts,
     "model": model,
+    "break-even": break_even.rows,
     "planning": planning,
 }
 simulated_rows = balance_simulated.rows
@@ -271,68 +254,6 @@ def _rows(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a rank is given to choose."""
-
-    skew: Skew
-    experts: int
-    learnt: NDArray[np.float64] | None
-    """Shares of experts in a real run."""
-
-    def choices(self, rank: int) -> list[Tensor]:
-        """[tokens, choices] of each step."""
-        draw = np.random.default_rng([rank, self.experts])
-        return [self._chosen(self._shares(step), draw) for step in range(_STEPS)]
-
-    def even(self) -> Tensor:
-        """As many choices, of all experts in turn."""
-        chosen = np.arange(TOKENS * self.skew.top_k).reshape(TOKENS, -1) % self.experts
-        return torch.from_numpy(chosen)
-
-    def _shares(self, step: int) -> NDArray[np.float64]:
-        """Of experts, in a step; which of them is hot is not in their order."""
-        order = np.random.default_rng(1).permutation(self.experts)
-        flat = np.full(self.experts, 1.0 / self.experts)
-        if self.skew.name.startswith("Zipf"):
-            shares = 1.0 / np.arange(1, self.experts + 1) ** 1.2
-            return (shares / shares.sum())[order]
-        if self.skew.name.startswith("one expert"):
-            return np.where(order == 0, 0.8, 0.2 / (self.experts - 1))
-        if self.skew.name.startswith("a hot"):
-            hot = step // MOVES_EVERY % self.experts
-            return np.where(order == hot, 0.4, 0.6 / (self.experts - 1))
-        if self.skew.name.startswith("a run"):
-            assert self.learnt is not None
-            return self.learnt
-        return flat
-
-    def _chosen(self, shares: NDArray[np.float64], draw: np.random.Generator) -> Tensor:
-        """Choices of each token, none of them twice."""
-        if self.skew.name == "even":
-            return self.even()
-        odds = np.log(np.maximum(shares, 1e-9)) + draw.gumbel(size=(TOKENS, self.experts))
-        return torch.from_numpy(np.argsort(-odds, axis=1)[:, : self.skew.top_k].copy())
-
-
-class Chosen(torch.nn.Module):
-    """A router that has been told what to choose."""
-
-    layer, kind = 0, "top-k"
-
-    def __init__(self, weights: Tensor, choices: list[Tensor], experts: int) -> None:
-        super().__init__()
-        self._weights, self._choices, self._step = weights, choices, 0
-        self._scores = torch.zeros(TOKENS, experts)
-
-    def forward(self, tokens: Tensor, context: Context) -> Routing:
-        """The choices of the next step."""
-        del tokens, context
-        chosen = self._choices[self._step % len(self._choices)]
-        self._step += 1
-        return Routing(chosen, self._weights, self._scores, self._scores, 0)
-
-
 class Found(NamedTuple):
     """What a case came to."""
 
@@ -354,95 +275,10 @@ def taken(
 
 
 def _taken(world: World, work: Work, rounds: int, root: int) -> Found | None:
-    layers = {name: _layer(world, work, name) for name in (EVEN, PLAIN, *POLICIES)}
+    layers = {name: layer_of(world, work, name) for name in (EVEN, PLAIN, *POLICIES)}
     results = {name: one() for name, one in layers.items() if name != EVEN}
     for name, result in results.items():
         torch.testing.assert_close(result, results[PLAIN], rtol=1e-4, atol=1e-5, msg=name)
     times = in_turn(world, dict(layers), rounds, root)
     told = {name: layers[name].words() for name in POLICIES}
     return None if times is None else Found(times, told)
-
-
-class Layer:
-    """One contender's."""
-
-    def __init__(self, moe: MoE, tokens: Tensor, cotangent: Tensor) -> None:
-        self._moe, self._tokens, self._cotangent = moe, tokens, cotangent
-        self._calls = self._copies = 0
-        self._left = list[float]()
-
-    def __call__(self) -> Tensor:
-        """One pass; what the tokens' gradients are."""
-        context = Context(Rotary(torch.empty(0), torch.empty(0)))
-        context.training = True
-        self._moe(self._tokens, context).backward(self._cotangent)
-        gradient = self._tokens.grad
-        assert gradient is not None
-        self._tokens.grad = self._moe.bank.arena.grad = None
-        if isinstance(self._moe.balancer, balancing.Balancer):
-            told = self._moe.balancer.told()
-            self._calls += 1
-            self._copies += told.copies
-            self._left.append(told.after)
-        return gradient
-
-    def words(self) -> str:
-        """What became of its rows."""
-        each = self._copies / max(self._calls, 1)
-        return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
-
-
-def _moe(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
-    """A contender's layer, without a policy, and the job that it is of."""
-    sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
-    model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
-    job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
-    plan = plan_of(job, world)
-    ranks = ranks_of(plan, world, copies=True)
-    draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
-    weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
-    choices = [work.even()] if name == EVEN else work.choices(world.rank)
-    moe = MoE(
-        Router(0, HIDDEN, work.experts, work.skew.top_k),
-        Bank(plan.homes_at(ranks.rank), HIDDEN, FFN),
-        Dispatcher(work.experts, ranks, slots=plan.slots(), visits=plan.dispatch == "visits"),
-    )
-    moe.router = Chosen(weights, choices, work.experts)  # type: ignore[assignment]
-    with torch.no_grad():
-        every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
-        moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank))] * 0.02)
-    return moe, job, plan
-
-
-def _layer(world: World, work: Work, name: str) -> Layer:
-    moe, job, plan = _moe(world, work, name)
-    draw = torch.Generator().manual_seed(world.rank)
-    tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
-    cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
-    if name not in (EVEN, PLAIN):
-        config = BalanceConfig.model_validate({"policy": name})
-        prices = balancing.measured(moe, None, world)
-        policy = Asked(config, setting_of(job, plan, config, prices))
-        policy.prepare()
-        moe.balancer = balancing.Balancer(policy)
-    return Layer(moe, tokens, cotangent)
-
-
-def natural(experts: int) -> NDArray[np.float64]:
-    """Shares of experts of the least even layer of a small model that was trained without a loss
-    that evens them out."""
-    demo = measure.ROOT / "examples" / "demo"
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, demo / "make_text.py", place], check=True)
-        changed = {
-            "data.path": f"{place}/topics.jsonl", "layout.ep": 1, "routing.balance_loss": 0.0,
-            "model.experts": experts, "model.top_k": 2, "train.steps": 150,
-            "data.cache": f"{place}/cache",
-        }  # fmt: skip
-        sets = [f"--set={key}={json.dumps(value)}" for key, value in changed.items()]
-        command = [sys.executable, "-m", "moesaic", "train", demo / "demo.toml", *sets]
-        subprocess.run([*command, "--out", f"{place}/run"], check=True, capture_output=True)
-        table = pq.read_table(Path(place) / "run" / "loads").to_pylist()
-    last = max(one["step"] for one in table)
-    counts = [np.array(one["counts"], float) for one in table if one["step"] == last]
-    return max((one / one.sum() for one in counts), key=lambda shares: float(shares.max()))

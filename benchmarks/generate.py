@@ -15,6 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import DIRTY, RECORDS, UNKNOWN, Row, figure, is_known, read  # noqa: E402
+from benchmarks.picture import of_balance  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -33,10 +34,18 @@ def generate() -> list[str]:
             continue
         themes[path.stem] = rows
         RESULTS.mkdir(exist_ok=True)
+        drawn = picture(path.stem, rows)
+        if drawn is not None:
+            (RESULTS / f"{path.stem}.svg").write_text(drawn)
         (RESULTS / f"{path.stem}.md").write_text(page(path.stem, rows))
     if themes and not complaints and README.exists():
         README.write_text(with_table(README.read_text(), table(themes)))
     return complaints
+
+
+def picture(theme: str, rows: Sequence[Row]) -> str | None:
+    """What a theme's page shows, if it shows anything."""
+    return of_balance(rows) if theme == "balance" else None
 
 
 def refusal(rows: Sequence[Row]) -> str:
@@ -66,7 +75,10 @@ def page(theme: str, rows: Sequence[Row]) -> str:
     ]
     for title, kind in (("Measured", False), ("Simulated", True)):
         chosen = [row for row in rows if row.simulated == kind]
-        if chosen:
+        if chosen and not kind and picture(theme, rows) is not None:
+            parts += [f"## {title}", f"![{theme}, case by case]({theme}.svg)"]
+            parts += [_full_table(chosen, _machines(rows))]
+        elif chosen:
             parts += [f"## {title}", _full_table(chosen, _machines(rows))]
     notes = RESULTS.parent / f"{theme}.md"
     if notes.exists():

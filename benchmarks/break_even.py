@@ -1,0 +1,147 @@
+"""From how many rows on a copy of an expert pays over a link: as the model foretells it, and as it
+is.
+
+Two hosts of a rank; an expert of the first one is chosen more and more often by both. A layer
+without copies and one where the second rank has a copy, whatever that costs, are timed in turn;
+between shares of the choices at which the ratio of their times goes through 1 the crossing is taken
+to be on a line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import measure, skewed
+from benchmarks.layer import PATIENCE_S, in_turn
+from moesaic.dist.world import World
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.facts.job import BalanceConfig
+from moesaic.policy.balance import setting_of, times, within
+from moesaic.testing.hosts import impossible, met, two_hosts
+from moesaic.testing.ranks import Ranks
+from moesaic.train import balancing
+
+EXPERTS, MEGABITS = 16, 200
+FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 4.0)
+"""Of what is foretold."""
+_COPY = np.array([[0, 1]])
+_RESAMPLES = 2000
+
+
+def rows(rounds: int) -> Iterator[measure.Row]:
+    """What is foretold of what is measured."""
+    name = f"rows at which a copy pays, over {MEGABITS} Mbit/s, foretold over measured"
+    hindrance = impossible()
+    if hindrance:
+        yield measure.row(name, None, "ratio", against=f"untried: {hindrance}", repeats=0)
+        return
+    with two_hosts(MEGABITS) as hosts:
+        pool = Ranks()
+        try:
+            found = pool.run(
+                skewed.RANKS, _measured, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S
+            )[0]
+        finally:
+            pool.close()
+    assert found is not None
+    hot, gains = found
+    crossing = _crossing(hot, np.median(gains, axis=1))
+    draw = np.random.default_rng(0)
+    drawn = [
+        _crossing(hot, np.median(gains[:, draw.integers(rounds, size=rounds)], axis=1))
+        for _ in range(_RESAMPLES)
+    ]
+    foretold = hot[FACTORS.index(1.0)]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    yield measure.row(
+        name, foretold / crossing, "ratio",
+        against=f"{foretold:.0f} rows of one expert on each rank foretold, {crossing:.0f} measured",
+        interval=(foretold / high, foretold / low), repeats=rounds,
+    )  # fmt: skip
+
+
+def _crossing(hot: Ints, gains: np.ndarray) -> float:
+    """Rows where the gain of a copy goes through 1, the last time that it does; the ends where it
+    is above or below everywhere."""
+    for at in range(len(hot) - 1, 0, -1):
+        if gains[at - 1] < 1 <= gains[at]:
+            share = (1 - gains[at - 1]) / (gains[at] - gains[at - 1])
+            return float(hot[at - 1] + share * (hot[at] - hot[at - 1]))
+    return float(hot[0] if gains[0] >= 1 else hot[-1])
+
+
+@dataclass(frozen=True)
+class Hot(skewed.Work):
+    """So many of each rank's choices are of one expert, all others spread evenly."""
+
+    hot: int = 0
+
+    def choices(self, rank: int) -> list[Tensor]:
+        """The same in each step."""
+        others = 1 + np.arange(skewed.TOKENS - self.hot) % (self.experts - 1)
+        chosen = np.concatenate((np.zeros(self.hot, np.int64), others))
+        return [torch.from_numpy(np.random.default_rng(rank).permutation(chosen)[:, None])]
+
+
+class Forced:
+    """A copy of the first expert on the other rank, whatever it costs."""
+
+    early = False
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def ahead(self) -> Balance:
+        """Nobody asks for that."""
+        return unchanged()
+
+    def __call__(self, counts: Ints) -> Balance:
+        """As many rows as are best."""
+        return within(counts, self._setting, _COPY)
+
+
+def _measured(
+    world: World, rounds: int, root: int, hosts: tuple[str, str]
+) -> tuple[Ints, np.ndarray] | None:
+    """Rows of the hot expert on each rank, and times without a copy over those with it, [rows,
+    rounds]."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
+    with met(world, hosts) as world:
+        work = Hot(skewed.Skew("hot", 1), EXPERTS, None)
+        moe, job, plan = skewed.moe_of(world, work, skewed.PLAIN)
+        prices = balancing.measured(moe, None, world)
+        setting = setting_of(job, plan, BalanceConfig(), prices)
+        least = _foretold(setting)
+        most = skewed.TOKENS
+        hot = np.array([min(round(least * factor), most) for factor in FACTORS])
+        calls = {}
+        for number in hot.tolist():
+            one = Hot(work.skew, EXPERTS, None, number)
+            for name in (skewed.PLAIN, "copy"):
+                layer = skewed.layer_of(world, one, skewed.PLAIN)
+                if name == "copy":
+                    layer.moe.balancer = Forced(setting)
+                calls[f"{number} {name}"] = partial(layer)
+        found = in_turn(world, calls, rounds, root)
+    if found is None:
+        return None
+    return hot, np.stack([found.ratios(f"{n} {skewed.PLAIN}", f"{n} copy") for n in hot.tolist()])
+
+
+def _foretold(setting: Setting) -> int:
+    """The fewest rows of the hot expert on each rank with which the model has a copy pay."""
+    for hot in range(1, skewed.TOKENS + 1):
+        one = Hot(skewed.Skew("hot", 1), EXPERTS, None, hot).choices(0)[0]
+        counts = np.tile(np.bincount(one.view(-1).numpy(), minlength=EXPERTS), (2, 1))
+        copied = within(counts, setting, _COPY)
+        if times(counts, setting, copied).whole <= times(counts, setting, unchanged()).whole:
+            return hot
+    return skewed.TOKENS

@@ -1,0 +1,200 @@
+"""An expert layer of two ranks whose choices are drawn, not routed, under a policy of balance."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.layer import plan_of
+from benchmarks.training import olmoe
+from moesaic.dist.shared import MEMORY
+from moesaic.dist.world import World
+from moesaic.facts.job import BalanceConfig, Job
+from moesaic.facts.plan import Plan
+from moesaic.nn.bank import Bank
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.moe import MoE
+from moesaic.nn.router import Router, Routing
+from moesaic.policy.balance import Asked, Rank, setting_of, usual
+from moesaic.train import balancing
+from moesaic.train.assemble import ranks_of
+
+RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
+EVEN, PLAIN = "even routing", "none"
+MOVES_EVERY = 10
+_STEPS = 40
+"""Of choices, which a layer takes in turn."""
+
+
+class Skew(NamedTuple):
+    """How choices are spread."""
+
+    name: str
+    top_k: int
+    bar: str = ""
+    """For ours over none."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is given to choose."""
+
+    skew: Skew
+    experts: int
+    learnt: NDArray[np.float64] | None
+    """Shares of experts in a real run."""
+
+    def choices(self, rank: int) -> list[Tensor]:
+        """[tokens, choices] of each step."""
+        draw = np.random.default_rng([rank, self.experts])
+        return [self._chosen(self._shares(step), draw) for step in range(_STEPS)]
+
+    def even(self) -> Tensor:
+        """As many choices, of all experts in turn."""
+        chosen = np.arange(TOKENS * self.skew.top_k).reshape(TOKENS, -1) % self.experts
+        return torch.from_numpy(chosen)
+
+    def _shares(self, step: int) -> NDArray[np.float64]:
+        """Of experts, in a step; which of them is hot is not in their order."""
+        order = np.random.default_rng(1).permutation(self.experts)
+        flat = np.full(self.experts, 1.0 / self.experts)
+        if self.skew.name.startswith("Zipf"):
+            shares = 1.0 / np.arange(1, self.experts + 1) ** 1.2
+            return (shares / shares.sum())[order]
+        if self.skew.name.startswith("one expert"):
+            return np.where(order == 0, 0.8, 0.2 / (self.experts - 1))
+        if self.skew.name.startswith("a hot"):
+            hot = step // MOVES_EVERY % self.experts
+            return np.where(order == hot, 0.4, 0.6 / (self.experts - 1))
+        if self.skew.name.startswith("a run"):
+            assert self.learnt is not None
+            return self.learnt
+        return flat
+
+    def _chosen(self, shares: NDArray[np.float64], draw: np.random.Generator) -> Tensor:
+        """Choices of each token, none of them twice."""
+        if self.skew.name == "even":
+            return self.even()
+        odds = np.log(np.maximum(shares, 1e-9)) + draw.gumbel(size=(TOKENS, self.experts))
+        return torch.from_numpy(np.argsort(-odds, axis=1)[:, : self.skew.top_k].copy())
+
+
+class Chosen(torch.nn.Module):
+    """A router that has been told what to choose."""
+
+    layer, kind = 0, "top-k"
+
+    def __init__(self, weights: Tensor, choices: list[Tensor], experts: int) -> None:
+        super().__init__()
+        self._weights, self._choices, self._step = weights, choices, 0
+        self._scores = torch.zeros(TOKENS, experts)
+
+    def forward(self, tokens: Tensor, context: Context) -> Routing:
+        """The choices of the next step."""
+        del tokens, context
+        chosen = self._choices[self._step % len(self._choices)]
+        self._step += 1
+        return Routing(chosen, self._weights, self._scores, self._scores, 0)
+
+
+class Layer:
+    """One contender's."""
+
+    def __init__(self, moe: MoE, tokens: Tensor, cotangent: Tensor) -> None:
+        self.moe, self._tokens, self._cotangent = moe, tokens, cotangent
+        self._calls = self._copies = 0
+        self._left = list[float]()
+
+    def __call__(self) -> Tensor:
+        """One pass; what the tokens' gradients are."""
+        context = Context(Rotary(torch.empty(0), torch.empty(0)))
+        context.training = True
+        self.moe(self._tokens, context).backward(self._cotangent)
+        gradient = self._tokens.grad
+        assert gradient is not None
+        self._tokens.grad = self.moe.bank.arena.grad = None
+        if isinstance(self.moe.balancer, balancing.Balancer):
+            told = self.moe.balancer.told()
+            self._calls += 1
+            self._copies += told.copies
+            self._left.append(told.after)
+        return gradient
+
+    def words(self) -> str:
+        """What became of its rows."""
+        each = self._copies / max(self._calls, 1)
+        return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
+
+
+def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
+    """A contender's layer, without a policy, and the job that it is of."""
+    sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
+    model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
+    job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
+    plan = plan_of(job, world)
+    ranks = ranks_of(plan, world, copies=True)
+    draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
+    weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
+    choices = [work.even()] if name == EVEN else work.choices(world.rank)
+    moe = MoE(
+        Router(0, HIDDEN, work.experts, work.skew.top_k),
+        Bank(plan.homes_at(ranks.rank), HIDDEN, FFN),
+        Dispatcher(work.experts, ranks, slots=plan.slots(), visits=plan.dispatch == "visits"),
+    )
+    moe.router = Chosen(weights, choices, work.experts)  # type: ignore[assignment]
+    with torch.no_grad():
+        every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
+        moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank))] * 0.02)
+    return moe, job, plan
+
+
+def layer_of(world: World, work: Work, name: str) -> Layer:
+    moe, job, plan = moe_of(world, work, name)
+    draw = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
+    cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
+    if name not in (EVEN, PLAIN):
+        config = BalanceConfig.model_validate({"policy": name})
+        carrier = moe.dispatcher.ranks.straight
+        assert carrier is not None
+        if carrier.name == MEMORY:  # As where nobody says otherwise.
+            prices = usual(job, plan, [Rank("here", "cpu", 1)] * RANKS)
+        else:
+            prices = balancing.measured(moe, None, world)
+        policy = Asked(config, setting_of(job, plan, config, prices))
+        policy.prepare()
+        moe.balancer = balancing.Balancer(policy)
+    return Layer(moe, tokens, cotangent)
+
+
+def natural(experts: int) -> NDArray[np.float64]:
+    """Shares of experts of the least even layer of a small model that was trained without a loss
+    that evens them out."""
+    demo = measure.ROOT / "examples" / "demo"
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, demo / "make_text.py", place], check=True)
+        changed = {
+            "data.path": f"{place}/topics.jsonl", "layout.ep": 1, "routing.balance_loss": 0.0,
+            "model.experts": experts, "model.top_k": 2, "train.steps": 150,
+            "data.cache": f"{place}/cache",
+        }  # fmt: skip
+        sets = [f"--set={key}={json.dumps(value)}" for key, value in changed.items()]
+        command = [sys.executable, "-m", "moesaic", "train", demo / "demo.toml", *sets]
+        subprocess.run([*command, "--out", f"{place}/run"], check=True, capture_output=True)
+        table = pq.read_table(Path(place) / "run" / "loads").to_pylist()
+    last = max(one["step"] for one in table)
+    counts = [np.array(one["counts"], float) for one in table if one["step"] == last]
+    return max((one / one.sum() for one in counts), key=lambda shares: float(shares.max()))
