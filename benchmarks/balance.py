@@ -156,7 +156,7 @@ def modelled(
 def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
     moe, job, plan = moe_of(world, Work(SKEWS[1], EXPERTS[0], None), PLAIN)
     prices = balancing.measured(moe, None, world)
-    setting = setting_of(job, plan, BalanceConfig(), prices)
+    setting = setting_of(job, plan, BalanceConfig(), prices, 0)
     carrier, bank, foretold = moe.dispatcher.ranks.straight, moe.bank, dict[str, float]()
     assert carrier is not None
     calls = dict[str, Callable[[], object]]()

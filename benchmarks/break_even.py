@@ -118,7 +118,7 @@ def _measured(
         work = Hot(skewed.Skew("hot", 1), EXPERTS, None)
         moe, job, plan = skewed.moe_of(world, work, skewed.PLAIN)
         prices = balancing.measured(moe, None, world)
-        setting = setting_of(job, plan, BalanceConfig(), prices)
+        setting = setting_of(job, plan, BalanceConfig(), prices, 0)
         least = _foretold(setting)
         most = skewed.TOKENS
         hot = np.array([min(round(least * factor), most) for factor in FACTORS])

@@ -170,9 +170,9 @@ def ours(work: Work, world: World) -> Contender:
     ranks = ranks_of(plan, world)
     layer = MoE(
         Router(0, case.hidden, case.experts, TOP_K, renormalise=True),
-        Bank(plan.homes_at(ranks.rank), case.hidden, case.ffn),
+        Bank(plan.homes_at(ranks.rank, 0), case.hidden, case.ffn),
         Dispatcher(
-            case.experts, ranks, slots=plan.slots(), visits=plan.dispatch == "visits",
+            case.experts, ranks, slots=plan.slots(0), visits=plan.dispatch == "visits",
             chunks=plan.chunks,
         ),
     )  # fmt: skip

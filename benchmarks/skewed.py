@@ -151,13 +151,13 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     choices = [work.even()] if name == EVEN else work.choices(world.rank)
     moe = MoE(
         Router(0, HIDDEN, work.experts, work.skew.top_k),
-        Bank(plan.homes_at(ranks.rank), HIDDEN, FFN),
-        Dispatcher(work.experts, ranks, slots=plan.slots(), visits=plan.dispatch == "visits"),
+        Bank(plan.homes_at(ranks.rank, 0), HIDDEN, FFN),
+        Dispatcher(work.experts, ranks, slots=plan.slots(0), visits=plan.dispatch == "visits"),
     )
     moe.router = Chosen(weights, choices, work.experts)  # type: ignore[assignment]
     with torch.no_grad():
         every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
-        moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank))] * 0.02)
+        moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank, 0))] * 0.02)
     return moe, job, plan
 
 
@@ -174,7 +174,7 @@ def layer_of(world: World, work: Work, name: str) -> Layer:
             prices = usual(job, plan, [Rank("here", "cpu", 1)] * RANKS)
         else:
             prices = balancing.measured(moe, None, world)
-        policy = Asked(config, setting_of(job, plan, config, prices))
+        policy = Asked(config, setting_of(job, plan, config, prices, 0))
         policy.prepare()
         moe.balancer = balancing.Balancer(policy)
     return Layer(moe, tokens, cotangent)

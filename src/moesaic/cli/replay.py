@@ -131,14 +131,15 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
     prices = config.prices or plan.prices
     if prices is None:
         raise ConfigError(f"'{run}' has gone by no prices: {_REMEDY}")
-    setting = setting_of(job, plan, config, prices)
     groups = sorted({tuple(r % plan.span // plan.etp for r in g) for g in plan.expert_groups()})
     asked: dict[tuple[int, tuple[int, ...]], Asked] = {}
     layers: dict[int, _Layer] = {}
     for _, layer, counts in _recorded(run, plan, job.train.micro_batches):
         for group in groups:
-            policy = asked.setdefault((layer, group), Asked(config, setting))
-            own = counts[list(group)]
+            if (layer, group) not in asked:
+                setting = setting_of(job, plan, config, prices, layer)
+                asked[layer, group] = Asked(config, setting)
+            policy, own = asked[layer, group], counts[list(group)]
             layers.setdefault(layer, _Layer()).add(own, policy, policy(own))
     if not layers:
         raise StoreError(

@@ -117,10 +117,10 @@ def with_table(
 
 def with_prices(job: Job, plan: Plan, cluster: Cluster, traffic: Traffic) -> Plan:
     """`plan` with what copies of experts cost and save there, if `job` would have some."""
-    from moesaic.policy.balance import balances, planned
+    from moesaic.policy.balance import balances, planned, rehomes
     from moesaic.policy.cost.step import Costs
 
-    if plan.prices is not None or not balances(plan, job):
+    if plan.prices is not None or not (balances(plan, job) or rehomes(plan, job)):
         return plan
     found = planned(Costs.of(job, plan, cluster, traffic=traffic)).model_dump()
     short_ = {
@@ -135,7 +135,7 @@ def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
 
     if plan.prices is None or not balances(plan, job):
         return None
-    setting = setting_of(job, plan, job.balance, plan.prices)
+    setting = setting_of(job, plan, job.balance, plan.prices, job.model.expert_layers[0])
     most = None if setting.room is None else setting.room * _copy_bytes(job, plan)
     return {"policy": job.balance.policy, "copy_rows": copy_rows(setting), "most_bytes": most}
 

@@ -20,6 +20,9 @@ FIRST_CODES, FIRST_SCALES = "first_moment_codes", "first_moment_scales"
 ROOT_CODES, ROOT_SCALES = "second_moment_root_codes", "second_moment_root_scales"
 """Moments of eight bits: a code an element, a scale a block of a row; of the second, its root."""
 
+ROWS = "rows"
+"""Not of a tensor, but what came to each expert of a layer since homes were last decided on."""
+
 PRECISIONS = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip

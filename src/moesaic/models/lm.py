@@ -172,9 +172,9 @@ class LanguageModel(nn.Module):
         config = self.config
         ffn: FeedForward | MoE
         if index in config.expert_layers:
-            bank = Bank(plan.homes_at(ranks.rank), config.hidden, config.ffn, ranks.slices)
+            bank = Bank(plan.homes_at(ranks.rank, index), config.hidden, config.ffn, ranks.slices)
             dispatcher = Dispatcher(
-                config.experts, ranks, routing.capacity, plan.slots(),
+                config.experts, ranks, routing.capacity, plan.slots(index),
                 visits=plan.dispatch == "visits", chunks=plan.chunks,
                 local_first=plan.local == "first",
             )  # fmt: skip

@@ -42,6 +42,12 @@ class Bank(nn.Module):
         """Put low-rank adapters beside the experts."""
         self.adapters = Adapters(self.experts, self.hidden, self.ffn, rank, scale)
 
+    def rehome(self, experts: Sequence[int]) -> None:
+        """Other experts are in the slots from now on; whoever says so has put them there."""
+        self.experts = list(experts)
+        if self.adapters is not None:
+            self.adapters.experts = list(experts)
+
     def acquire(self) -> Tensor:
         """The arena, with every home expert in its slot, to be used until `release`."""
         return self.arena

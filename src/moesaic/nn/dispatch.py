@@ -100,11 +100,14 @@ class Dispatcher:
     ) -> None:
         self.chunks, self._pieces = chunks, (chunks + 1) * local_first
         self.experts, self.ranks, self.capacity = experts, ranks, capacity
-        in_turn = slots is None or list(slots) == list(range(experts))
-        self._slots = None if in_turn or slots is None else list(slots)
-        self.homes = Homes(tuple(slots or range(experts)), len(ranks.group_ranks))
-        self._places_E: Tensor | None = None
+        self.rehome(slots or range(experts))
         self._stops = _stops(ranks) if visits else []
+
+    def rehome(self, slots: Sequence[int]) -> None:
+        """These are the experts of all slots of the group from now on."""
+        self._slots = None if list(slots) == list(range(self.experts)) else list(slots)
+        self.homes = Homes(tuple(slots), len(self.ranks.group_ranks))
+        self._places_E: Tensor | None = None
 
     @property
     def computations(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +28,9 @@ class Balancer(Protocol):
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]; with those copies, if it is early."""
+
+    def rehome(self, homes: Ints) -> None:
+        """These are the ranks of all experts from now on."""
 
 
 class MoE(nn.Module):
@@ -75,6 +79,16 @@ class MoE(nn.Module):
         with self.bank.at_work(self.dispatcher.computations, guests) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
+
+    def rehome(self, slots: Sequence[int]) -> None:
+        """These are the experts of all slots of the group from now on, between two steps; whoever
+        says so has put those of this rank there."""
+        self.dispatcher.rehome(slots)
+        ranks, homes = self.dispatcher.ranks, self.dispatcher.homes
+        first = ranks.group_ranks.index(ranks.rank) * homes.each
+        self.bank.rehome(homes.slots[first : first + homes.each])
+        if self.balancer is not None:
+            self.balancer.rehome(homes.places // homes.each)
 
     def _asks(self, context: Context) -> bool:
         """Whether anybody is to say who computes what: in training alone, for what a policy goes by

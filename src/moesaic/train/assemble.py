@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist import device as devices
 from moesaic.dist.buckets import Buckets, Summed
-from moesaic.dist.state import Source
+from moesaic.dist.checkpoint import Checkpoint
+from moesaic.dist.state import ROWS, Piece, Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
@@ -27,10 +28,11 @@ from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
 from moesaic.nn.travel import Ranks
-from moesaic.policy.balance import balances
+from moesaic.policy.balance import balances, rehomes
 from moesaic.train import balancing, scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
+from moesaic.train.rehoming import Rehoming
 from moesaic.train.run import Run
 
 if TYPE_CHECKING:
@@ -54,8 +56,9 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
     """
-    balanced = balances(plan, job)
-    ranks = ranks_of(plan, world, copies=balanced)
+    moves = rehomes(plan, job)
+    priced = moves or balances(plan, job)
+    ranks = ranks_of(plan, world, copies=priced)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
     columns = _columns(plan, world)
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
@@ -87,11 +90,13 @@ def assemble(
         part=world.partition(plan.part_groups()), ends=_ends(job, plan, world),
         buckets=_buckets(plan, world, holdings), pipeline=pipeline, frozen=frozen,
     )  # fmt: skip
+    if moves:
+        run.rehoming = Rehoming(job, plan, world, model, everything, optimizer)
     run.counters.update(counters or {})
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
     try:
-        source.fill(run.state().pieces)
-        if balanced:
+        source.fill(_known(source, run.state().pieces))
+        if priced:
             run.plan = plan.model_copy(update={"prices": balancing.begin(model, job, plan, world)})
     except BaseException:
         run.close()  # Hooks of its parameters hold the model.
@@ -99,9 +104,18 @@ def assemble(
     return run
 
 
+def _known(source: Source, pieces: Sequence[Piece]) -> list[Piece]:
+    """`pieces`, without rows that homes are decided by where a checkpoint is of a run that did not
+    count them: then they begin with none."""
+    if not isinstance(source, Checkpoint):
+        return list(pieces)
+    tensors = source.tensors
+    return [piece for piece in pieces if piece.kind != ROWS or piece.key in tensors]
+
+
 def ranks_of(plan: Plan, world: World, *, copies: bool = False) -> Ranks:
     """The ranks that dispatch, by place in their part of the pipeline; with what carries `copies`
-    of experts, if there are to be some."""
+    of experts, or experts themselves, if there are to be some."""
     mine = next(group for group in plan.expert_groups() if world.rank in group)
     carriers = (world.carrier(groups) for groups in plan.trip_groups())
     return Ranks(

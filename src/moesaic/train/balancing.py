@@ -79,6 +79,10 @@ class Balancer:
         self._spread = self._spread.and_then(now)
         return balance
 
+    def rehome(self, homes: Ints) -> None:
+        """These are the ranks of all experts from now on."""
+        self._policy.setting = self._policy.setting._replace(homes=homes)
+
     def told(self) -> Spread:
         """What came of it since this was asked last."""
         spread, self._spread = self._spread, Spread()
@@ -86,18 +90,19 @@ class Balancer:
 
 
 def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
-    """Have the policy of `job` asked by every expert layer; every rank must call this."""
+    """What anything costs, and have the policy of `job` asked by every expert layer, if there is to
+    be one; every rank must call this."""
     prices = job.balance.prices or plan.prices
     if prices is None and job.balance.measure:
         moe = next((moe for _, moe in model.expert_layers()), None)
         prices = measured(moe, NARROW.get(job.train.precision), world)
     elif prices is None:
         prices = policies.usual(job, plan, machines.ranks(world))
-    setting = policies.setting_of(job, plan, job.balance, prices)
-    for layers in _in_turn(model, job, plan):
+    for layers in _in_turn(model, job, plan) if policies.balances(plan, job) else ():
         for before, later in pairwise(layers):
             before.next = (later,)
         for place, moe in enumerate(layers):
+            setting = policies.setting_of(job, plan, job.balance, prices, moe.router.layer)
             policy = policies.Asked(job.balance, setting, follows=place > 0)
             policy.prepare()
             moe.balancer = Balancer(policy)

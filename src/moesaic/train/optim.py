@@ -9,7 +9,7 @@ operations. Moments are plain tensors of the values' layout; they are state like
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,12 @@ class AdamW:
         second = torch.zeros_like(first)
         self.moments[name] = (first, second)
         return first, second
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Moments of parameters that have other names from now on, by those that they had."""
+        moments = self.moments
+        kept = {new: moments.pop(old) for old, new in names.items() if old in moments}
+        moments.update(kept)
 
     def update(
         self,

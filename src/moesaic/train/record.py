@@ -166,6 +166,12 @@ class RunRecord:
         if not self._world.leads:
             return figures
         self._own.emit("step", step=facts.step, phases=facts.phases, **figures)
+        for one in facts.moved:
+            self._own.emit(
+                "rehomed", step=facts.step, layer=one.layer, moves=one.to.moves,
+                bytes=one.num_bytes, seconds=one.seconds, gain_s=one.to.gain_s,
+                busiest_before=one.to.before, busiest_after=one.to.after,
+            )  # fmt: skip
         for sink in self._sinks:
             sink.scalars(facts.step, {f"train/{key}": value for key, value in figures.items()})
         if self._loads is not None and facts.step % self._job.log.loads_every == 0:

@@ -1,16 +1,17 @@
 """A run: a model on ranks that takes steps.
 
 One step is named phases: data, forward, backward (a pair for every micro-batch; with a pipeline
-they mingle, and all of them are one phase of that name), reduce, clip, optimizer. A global batch is
-a list of global sample indices; this rank takes its rows of each micro-batch. Losses are divided by
-counts over all ranks, so gradients are plain sums. Slices hold the same samples, and shares of
-their losses: what counts samples counts those of the first slice.
+they mingle, and all of them are one phase of that name), reduce, clip, optimizer, and rehome where
+experts may move. A global batch is a list of global sample indices; this rank takes its rows of
+each micro-batch. Losses are divided by counts over all ranks, so gradients are plain sums. Slices
+hold the same samples, and shares of their losses: what counts samples counts those of the first
+slice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -35,6 +36,7 @@ from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
 from moesaic.train.phases import Phases
+from moesaic.train.rehoming import Moved, Rehoming
 from moesaic.train.routes import RouteRecorder, RouteReplay
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ class StepFacts:
     """Whether the gradient overflowed, and nothing was updated."""
     spread: dict[int, Spread] = field(default_factory=dict)
     """What became of rows by layer, if a policy was asked; of layers and groups of this rank."""
+    moved: Sequence[Moved] = ()
+    """Experts that live elsewhere now, of all layers."""
 
 
 @dataclass
@@ -96,6 +100,8 @@ class Run:
     """Called as each phase begins."""
     recorder: RouteRecorder | None = None
     replay: RouteReplay | None = None
+    rehoming: Rehoming | None = None
+    """Who moves experts between steps; nobody: they stay."""
 
     def state(self) -> State:
         """Everything that training goes on from, as live pieces."""
@@ -106,6 +112,7 @@ class Run:
         for item in self.frozen:
             pieces += item.pieces(PARAMETER, item.local, self.world.rank)
         pieces += biases(self.model, self.plan, self.world.rank)
+        pieces += () if self.rehoming is None else self.rehoming.pieces()
         return State(pieces, dict(self.counters))
 
     def step(self, samples: Samples) -> StepFacts:
@@ -136,7 +143,7 @@ class Run:
             }
             facts = self._facts(losses, norm, lr, targets, phases)
         scaled = scale.EXPONENT in self.counters
-        facts = replace(facts, spread=spread)
+        facts = replace(facts, spread=spread, moved=self._rehome(facts.counts, phases))
         return replace(facts, scale=factor, skipped=not finite) if scaled else facts
 
     def gradients(self, samples: Samples) -> list[lm.Losses]:
@@ -253,13 +260,15 @@ class Run:
 
     def balance(self) -> str | None:
         """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
-        prices = self.plan.prices
-        if prices is None or not any(moe.balancer for _, moe in self.model.expert_layers()):
+        prices, config = self.plan.prices, self.job.balance
+        asked = any(moe.balancer for _, moe in self.model.expert_layers())
+        if prices is None or not (asked or self.rehoming):
             return None
+        moves = f"; experts may move every {config.rehome} steps" if self.rehoming else ""
         return (
-            f"balance: {self.job.balance.policy}; experts take {prices.rows_per_s:,.0f} rows/s, "
-            f"{prices.bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes "
-            f"{prices.latency_s * 1e3:.3g} ms"
+            f"balance: {config.policy if asked else 'no copies'}{moves}; experts take "
+            f"{prices.rows_per_s:,.0f} rows/s, {prices.bytes_per_s / 1e9:.3g} GB/s travel, an "
+            f"exchange takes {prices.latency_s * 1e3:.3g} ms"
         )
 
     def _reduce(self) -> None:
@@ -318,6 +327,17 @@ class Run:
         for layer, router in self.model.sigmoid_routers():
             asked = torch.stack([one.context.layers[layer].asked for one in losses]).sum(0)
             router.rebalance(asked, self.job.routing.bias_step)
+
+    def _rehome(self, counts: Mapping[int, Tensor], phases: Phases) -> list[Moved]:
+        """Experts to where they should live, if it is time for that."""
+        if self.rehoming is None:
+            return []
+        self.rehoming.add(counts)
+        if not self.rehoming.due(self.counters["step"]):
+            return []
+        with phases("rehome"):
+            self.plan, moved = self.rehoming.settle(self.plan)
+        return moved
 
     def _facts(
         self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: Phases
@@ -381,5 +401,5 @@ class Run:
         self.frozen.clear()
         self.optimizer.moments.clear()
         self.buckets.close()
-        self.pipeline = None
+        self.pipeline = self.rehoming = None
         del self.model

@@ -34,6 +34,7 @@ from moesaic.train.expectation import Expectation, most_bytes
 from moesaic.train.jobfile import LoadedJob
 from moesaic.train.machines import check_machines, settled
 from moesaic.train.record import RunRecord
+from moesaic.train.rehoming import Moved
 from moesaic.train.routes import RouteReplay, recording
 from moesaic.train.run import Run
 
@@ -99,7 +100,7 @@ def _train(
     if job.routing.replay:
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-    plan = _priced(plan, source)
+    plan = _as_left(plan, source, homes=loaded.plan is None or job.balance.rehome > 0)
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
@@ -147,15 +148,25 @@ def _find_start(
     return checkpoint, dict(checkpoint.counters), str(path)
 
 
-def _priced(plan: Plan, source: Source) -> Plan:
-    """`plan`, if nobody says what copies of experts cost, with what a checkpoint of the same plan
-    goes by: so that the run goes on as if it had never stopped."""
-    if plan.prices is not None or not isinstance(source, Checkpoint):
+def _as_left(plan: Plan, source: Source, *, homes: bool) -> Plan:
+    """`plan`, with what a checkpoint of the same layout goes by, so that the run goes on as if it
+    had never stopped: what anything costs, if nobody says so now, and where experts live, if that
+    changes, or no plan was given."""
+    if not isinstance(source, Checkpoint):
         return plan
-    kept = dict(source.facts["plan"])
-    prices = kept.pop("prices", None)
-    alike = kept == {key: value for key, value in plan.decisions().items() if key != "prices"}
-    return plan.model_copy(update={"prices": Prices(**prices)}) if prices and alike else plan
+    kept = {"homes_of_layers": {}, **source.facts["plan"]}
+    now, prices = plan.decisions(), kept.pop("prices", None)
+    del now["prices"]
+    if homes:
+        now |= {key: kept[key] for key in ("homes", "homes_of_layers")}
+    if kept != now:
+        return plan
+    changes: dict[str, Any] = {
+        "homes_by_rank": kept["homes"], "homes_of_layers": kept["homes_of_layers"],
+    }  # fmt: skip
+    if plan.prices is None and prices:
+        changes["prices"] = Prices(**prices)
+    return plan.model_copy(update=changes)
 
 
 def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
@@ -349,6 +360,8 @@ class _Session:
         self.figures = {**self.figures, **self.record.step(facts, step_s)}
         self.figures["step"] = facts.step
         self.progress.step(self.figures)
+        if facts.moved:
+            self.progress.message(f"step {facts.step}: {_in_words(facts.moved)}")
 
     def _advise(self) -> str:
         """What helps against divergence."""
@@ -380,6 +393,18 @@ class _Session:
             "data": self.data.digest,
         }  # fmt: skip
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
+
+
+def _in_words(moved: Sequence[Moved]) -> str:
+    """What has moved, for a person."""
+    number = sum(len(one.to.moves) for one in moved)
+    experts = f"{number} experts of {len(moved)} layer{'s'[: len(moved) > 1]} have moved"
+    size = f"{sum(one.num_bytes for one in moved) / 1e6:,.3g} MB"
+    worst = max(moved, key=lambda one: one.to.before)
+    return (
+        f"{experts} for good, {size}; in layer {worst.layer} the busiest rank had "
+        f"{worst.to.before:.2f} times the mean, and would have had {worst.to.after:.2f}"
+    )
 
 
 def deadline(job: Job) -> timedelta:

@@ -46,11 +46,11 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(plans())
 def test_every_expert_lives_once_in_a_group(plan: Plan) -> None:
     for group in plan.expert_groups():
-        assert [expert for rank in group for expert in plan.homes(rank)] == list(
+        assert [expert for rank in group for expert in plan.homes(rank, 0)] == list(
             range(plan.experts)
         )
     for group in plan.replica_groups():
-        assert len({plan.homes(rank) for rank in group}) == 1
+        assert len({plan.homes(rank, 0) for rank in group}) == 1
     for groups in (plan.expert_groups(), plan.replica_groups()):
         assert sorted(rank for group in groups for rank in group) == list(range(plan.ranks))
 
@@ -345,8 +345,8 @@ def test_it_is_written_and_read_back(tmp_path: Path) -> None:
 
 def test_homes_are_where_the_plan_says() -> None:
     plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]]})
-    assert [plan.homes(rank) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
-    assert plan.slots() == [3, 0, 2, 1]
+    assert [plan.homes(rank, 0) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
+    assert plan.slots(0) == [3, 0, 2, 1]
     bare = {name: value for name, value in RAW.items() if name != "homes"}
     assert Plan.model_validate({**bare, "homes": []}) == Plan.model_validate(bare)
 
@@ -427,7 +427,7 @@ def test_slices_of_experts_are_places_of_their_own() -> None:
     assert plan.expert_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert plan.same_expert_slice_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert plan.replica_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [plan.homes(rank) for rank in range(5)] == [(0, 1), (0, 1), (2, 3), (2, 3), (0, 1)]
+    assert [plan.homes(rank, 0) for rank in range(5)] == [(0, 1), (0, 1), (2, 3), (2, 3), (0, 1)]
     with pytest.raises(ConfigError, match=r"^plan: etp = 2 does not divide model\.ffn = 15, which"):
         check(plan, tiny_job(model={"vocab": 60, "experts": 4, "ffn": 15}), "plan")
 

@@ -132,6 +132,6 @@ def test_rows_that_make_up_for_a_copy() -> None:
     """By what the model makes of one that takes as many rows as that off the busiest rank."""
     job, plan = laid_out(ep=2)
     prices = usual(job, plan, [at("a")] * 4)
-    setting = setting_of(job, plan, job.balance, prices)
+    setting = setting_of(job, plan, job.balance, prices, 0)
     copy_s = 2 * (3 * 256 * 512 * 4 / prices.bytes_per_s + prices.latency_s)
     assert copy_rows(setting) == pytest.approx(copy_s * prices.rows_per_s / 3)

@@ -64,7 +64,7 @@ def test_the_fullest_is_where_the_loads_are() -> None:
     job = tiny_job(layout={"ep": 4}, train={"batch": 8})
     plan = lay_out(job.layout, job.model, 4)
     even, hot = np.ones(job.model.experts), np.ones(job.model.experts)
-    hot[list(plan.homes(2))] = 9
+    hot[list(plan.homes(2, 0))] = 9
     loads = [even, hot]
     rank, needs = fullest(job, plan, loads=loads)
     assert rank == 2

@@ -16,7 +16,7 @@ from moesaic.facts.plan.plan import Plan, RankPlace
 _DIGITS = 16
 _DECISIVE = {
     "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "local",
-    "chunks", "embedding", "homes_by_rank", "stages",
+    "chunks", "embedding", "homes_by_rank", "homes_of_layers", "stages",
 }  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
@@ -37,6 +37,13 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.ep > 1 and not plan.experts:
         raise ConfigError(f"{origin}: ep = {plan.ep} with a dense model (experts = 0): set ep = 1")
+    for layer in plan.homes_of_layers:
+        if int(layer) not in job.model.expert_layers:
+            sparse = job.model.expert_layers
+            raise ConfigError(
+                f"{origin}: homes_of_layers has layer {layer}, and layers with experts are "
+                f"{sparse[0]} to {sparse[-1]}: remove it"
+            )
     uncut = job.uncut(plan.tp, plan.etp)
     if uncut is not None:
         raise ConfigError(f"{origin}: {uncut}")
@@ -109,8 +116,11 @@ def basis(job: Job, plan: Plan) -> str:
     decisions."""
     job = ruled(job, plan)
     decided = plan.model_dump(include=_DECISIVE)
-    if plan.local == "along":  # So has every plan that does not say, and digests of those are kept.
+    # So has every plan that does not say, and digests of those are kept.
+    if plan.local == "along":
         del decided["local"]
+    if not plan.homes_of_layers:
+        del decided["homes_of_layers"]
     work = {
         "model": job.model.model_dump(exclude={"extras", "init_std", "max_positions"}),
         "routing": job.routing.router,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -82,6 +83,9 @@ class Plan(Section):
     """Experts a layer."""
     homes_by_rank: list[list[int]] = Field(default_factory=list, alias="homes")
     """The experts on each of the `ep` ranks, in the order of its slots; unset: in turn."""
+    homes_of_layers: dict[str, list[list[int]]] = Field(default_factory=dict)
+    """Homes of layers that have others than `homes` says, by the number of the layer ("3"), in the
+    same form."""
     copies: list[list[int]] = Field(default_factory=list)
     """Experts that each of the `ep` ranks has beside its own whatever the loads are: none. Those of
     a single step are decided while it runs (`balance` of a job)."""
@@ -148,7 +152,8 @@ class Plan(Section):
                 f'embedding = "columns" with tp = {self.tp}, whose slices share out the words of '
                 'the table already: set embedding = "whole", or tp = 1'
             )
-        self._check_homes()
+        self._check_homes("homes", self.homes_by_rank)
+        self._check_layers()
         self._check_hosts()
         self._check_copies()
         if self.stages is not None and len(self.stages) != self.num_stages:
@@ -165,29 +170,29 @@ class Plan(Section):
         self._check_timeline()
         return self
 
-    def _check_homes(self) -> None:
+    def _check_homes(self, name: str, by_rank: list[list[int]]) -> None:
         share = self.experts // self.ep
-        if len(self.homes_by_rank) != self.ep:
+        if len(by_rank) != self.ep:
             raise ValueError(
-                f"homes has {len(self.homes_by_rank)} lists for ep = {self.ep}: give each of the "
-                "ranks that share out the experts one"
+                f"{name} has {len(by_rank)} lists for ep = {self.ep}: give each of the ranks that "
+                "share out the experts one"
             )
         seen: dict[int, int] = {}
-        for rank, homes in enumerate(self.homes_by_rank):
+        for rank, homes in enumerate(by_rank):
             for expert in homes:
                 if not self.experts:
                     raise ValueError(
-                        f"homes[{rank}] names expert {expert}, and experts = 0: empty its lists"
+                        f"{name}[{rank}] names expert {expert}, and experts = 0: empty its lists"
                     )
                 if not 0 <= expert < self.experts:
                     raise ValueError(
-                        f"homes[{rank}] names expert {expert}, and experts = {self.experts}: "
+                        f"{name}[{rank}] names expert {expert}, and experts = {self.experts}: "
                         f"they are numbered from 0 to {self.experts - 1}"
                     )
                 if expert in seen:
                     raise ValueError(
-                        f"homes names expert {expert} twice, in homes[{seen[expert]}] and "
-                        f"{'again there' if seen[expert] == rank else f'in homes[{rank}]'}: an "
+                        f"{name} names expert {expert} twice, in {name}[{seen[expert]}] and "
+                        f"{'again there' if seen[expert] == rank else f'in {name}[{rank}]'}: an "
                         "expert has one home, put one that is missing in its place"
                     )
                 seen[expert] = rank
@@ -195,15 +200,24 @@ class Plan(Section):
             lost = [expert for expert in range(self.experts) if expert not in seen]
             others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise ValueError(
-                f"homes lacks expert {lost[0]}{others}, and experts = {self.experts}: give every "
+                f"{name} lacks expert {lost[0]}{others}, and experts = {self.experts}: give every "
                 "expert a home, or correct experts"
             )
-        for rank, homes in enumerate(self.homes_by_rank):
+        for rank, homes in enumerate(by_rank):
             if len(homes) != share:
                 raise ValueError(
-                    f"homes[{rank}] has {len(homes)} experts where each rank has {share}: "
+                    f"{name}[{rank}] has {len(homes)} experts where each rank has {share}: "
                     "make the shares equal"
                 )
+
+    def _check_layers(self) -> None:
+        for layer, homes in self.homes_of_layers.items():
+            if not (layer.isascii() and layer.isdecimal() and layer == str(int(layer))):
+                raise ValueError(
+                    f'homes_of_layers has the key "{layer}" where its keys are numbers of layers, '
+                    'such as "3": correct or remove it'
+                )
+            self._check_homes(f"homes_of_layers.{layer}", homes)
 
     def _check_hosts(self) -> None:
         if self.ep % self.hosts:
@@ -255,17 +269,32 @@ class Plan(Section):
         """Whether experts compute while tokens travel."""
         return self.chunks > 1 or self.local == "first"
 
-    def homes(self, rank: int) -> tuple[int, ...]:
-        """The experts that live on `rank`, or slices of them, in the order of its slots."""
-        return self.homes_at(rank // self.etp)
+    def homes(self, rank: int, layer: int) -> tuple[int, ...]:
+        """The experts of a layer that live on `rank`, or slices of them, in the order of its
+        slots."""
+        return self.homes_at(rank // self.etp, layer)
 
-    def homes_at(self, place: int) -> tuple[int, ...]:
+    def homes_at(self, place: int, layer: int) -> tuple[int, ...]:
         """The same; ranks that hold slices of the same experts are one place."""
-        return tuple(self.homes_by_rank[place % self.ep])
+        return tuple(self._homes_of(layer)[place % self.ep])
 
-    def slots(self) -> list[int]:
+    def slots(self, layer: int) -> list[int]:
         """The experts of all slots of an expert group, rank by rank."""
-        return [expert for homes in self.homes_by_rank for expert in homes]
+        return [expert for homes in self._homes_of(layer) for expert in homes]
+
+    def _homes_of(self, layer: int) -> list[list[int]]:
+        return self.homes_of_layers.get(str(layer), self.homes_by_rank)
+
+    def with_slots(self, slots_by_layer: Mapping[int, Sequence[int]]) -> Plan:
+        """The plan with other homes of some layers, as `slots` has them."""
+        each = self.experts // self.ep
+        homes = dict(self.homes_of_layers)
+        for layer, slots in slots_by_layer.items():
+            found = [list(slots[at : at + each]) for at in range(0, self.experts, each)]
+            homes[str(layer)] = found
+        kept = sorted((int(layer), one) for layer, one in homes.items())
+        others = {str(layer): one for layer, one in kept if one != self.homes_by_rank}
+        return self.model_copy(update={"homes_of_layers": others})
 
     def decisions(self) -> dict[str, Any]:
         """The plan as plain data, without what it expects."""

@@ -11,6 +11,7 @@ from moesaic.facts.workload.memory import Memory, memory
 from moesaic.facts.workload.messages import RESULTS, TOKENS, Message
 from moesaic.facts.workload.ops import SLOTS, Op, Product
 from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
+from moesaic.facts.workload.share import expert_bytes
 from moesaic.facts.workload.sparse import EXPERTS
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Traced",
     "Work",
     "count",
+    "expert_bytes",
     "expert_name",
     "load_traced",
     "memory",

@@ -142,7 +142,8 @@ class _Making:
         layer, first = int(name.removeprefix("layers.")), _place(self._first)[0]
         sparse_one = layer in model.expert_layers
         width = 0 if sparse_one else model.inner(layer)
-        routed_alone = layer if sparse_one and self.loads is not None else None
+        told = self.loads is not None or bool(self.plan.homes_of_layers)
+        routed_alone = layer if sparse_one and told else None
         from_first = max(-2.0, min(layer - first, 1.0))  # What is right before it is of its own.
         return sparse_one, width, routed_alone, from_first
 

@@ -20,10 +20,10 @@ def held(model: ModelConfig, plan: Plan, rank: int) -> list[Parameter]:
     Shards of FSDP are not looked at. In a pipeline the last part has a tied weight too: as one of
     the head, by the embedding's name.
     """
-    here, homes = set(blocks_on(model, plan, rank)), set(plan.homes(rank))
+    here = set(blocks_on(model, plan, rank))
     found: list[Parameter] = []
     copy: list[Parameter] = []
-    for parameter in parameters(model, homes):
+    for parameter in parameters(model, lambda layer: plan.homes(rank, layer)):
         if model_block(parameter) in here:
             found.append(_on_rank(parameter, plan))
         elif parameter.kind == "embedding" and model.tied and "head" in here:

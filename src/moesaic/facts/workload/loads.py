@@ -55,7 +55,7 @@ def stops(plan: Plan) -> list[int]:
 
 
 def _visits(
-    plan: Plan, load: ArrayLike | None, places: Sequence[int], expected: list[Counts]
+    plan: Plan, layer: int, load: ArrayLike | None, places: Sequence[int], expected: list[Counts]
 ) -> list[Counts]:
     """Tokens [ranks, stops] of the ranks at `places` that visit each stop, as far as `load` tells;
     `expected`, where it does not.
@@ -70,7 +70,7 @@ def _visits(
     found: list[Counts] = np.split(told[:, plan.experts :], stops(plan)[:-1], axis=1)
     ranks, own = np.arange(len(places)), np.array(places) % plan.ep
     apart = not found[0][ranks, own].any()
-    at_home = _by_stop(plan, told[:, : plan.experts], plan.ep)[ranks, own]
+    at_home = _by_stop(plan, layer, told[:, : plan.experts], plan.ep)[ranks, own]
     if at_home.any() and apart != (plan.local == "first"):
         for visits, guess in zip(found, expected, strict=True):
             at = own * visits.shape[1] // plan.ep
@@ -78,21 +78,22 @@ def _visits(
     return found
 
 
-def _by_stop(plan: Plan, counts: Counts, stops: int) -> Counts:
+def _by_stop(plan: Plan, layer: int, counts: Counts, stops: int) -> Counts:
     """Assignments [ranks, stops] where so many share out the experts."""
-    rows: Counts = counts[:, plan.slots()].reshape(len(counts), stops, -1).sum(axis=2)
+    rows: Counts = counts[:, plan.slots(layer)].reshape(len(counts), stops, -1).sum(axis=2)
     return rows
 
 
 def _expected_visits(
-    job: Job, plan: Plan, counts: Counts, everything: Counts, stops: int
+    job: Job, plan: Plan, layer: int, counts: Counts, everything: Counts, stops: int
 ) -> Counts:
     """Tokens [ranks, stops] that visit each of so many stops for what is in `counts`.
 
     It is what to expect of tokens whose choices follow `everything`, independently but for that no
     expert is chosen twice.
     """
-    top_k, each, rows = job.model.top_k, plan.experts // stops, _by_stop(plan, counts, stops)
+    top_k, each = job.model.top_k, plan.experts // stops
+    rows = _by_stop(plan, layer, counts, stops)
     total = everything.sum(axis=1, keepdims=True)
     share, none = rows / np.maximum(total, 1), np.ones(rows.shape)
     for choice in range(top_k):  # Experts that are left, of those of other ranks.
@@ -104,10 +105,14 @@ def _expected_visits(
     return found
 
 
-def _expected_stops(job: Job, plan: Plan, counts: Counts, everything: Counts) -> list[Counts]:
+def _expected_stops(
+    job: Job, plan: Plan, layer: int, counts: Counts, everything: Counts
+) -> list[Counts]:
     """The same of ranks, and of hosts: a host gets as many as any of its ranks, and no more than
     all of them."""
-    first, *more = (_expected_visits(job, plan, counts, everything, num) for num in stops(plan))
+    first, *more = (
+        _expected_visits(job, plan, layer, counts, everything, num) for num in stops(plan)
+    )
     ranks = first.reshape(len(counts), plan.hosts, -1)
     return [first, *(np.clip(one, ranks.max(axis=2), ranks.sum(axis=2)) for one in more)]
 
@@ -154,15 +159,17 @@ def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Coun
     return held
 
 
-def slots_of(counts: Counts, plan: Plan, rank: int, group: Sequence[int]) -> list[int]:
+def slots_of(counts: Counts, plan: Plan, layer: int, rank: int, group: Sequence[int]) -> list[int]:
     """Rows of each of the slots of `rank`, from all of `group`."""
-    return _slots(plan, rank, _arriving(counts, plan, group))
+    return _slots(plan, layer, rank, _arriving(counts, plan, group))
 
 
-def slots_by_rank(counts: Counts, plan: Plan) -> dict[int, list[int]]:
+def slots_by_rank(counts: Counts, plan: Plan, layer: int) -> dict[int, list[int]]:
     """The same of all ranks."""
     groups = [(group, _arriving(counts, plan, group)) for group in plan.expert_groups()]
-    return {rank: _slots(plan, rank, arriving) for group, arriving in groups for rank in group}
+    return {
+        rank: _slots(plan, layer, rank, arriving) for group, arriving in groups for rank in group
+    }
 
 
 def _arriving(counts: Counts, plan: Plan, group: Sequence[int]) -> Counts:
@@ -171,8 +178,8 @@ def _arriving(counts: Counts, plan: Plan, group: Sequence[int]) -> Counts:
     return arriving
 
 
-def _slots(plan: Plan, rank: int, arriving: Counts) -> list[int]:
-    rows: list[int] = arriving[list(plan.homes(rank))].tolist()
+def _slots(plan: Plan, layer: int, rank: int, arriving: Counts) -> list[int]:
+    rows: list[int] = arriving[list(plan.homes(rank, layer))].tolist()
     return rows
 
 
@@ -181,11 +188,11 @@ def leaving(counts: Counts, plan: Plan, rank: int) -> int:
     return int(counts[_places(plan, [rank])].sum())
 
 
-def _of_others(counts: Counts, plan: Plan, group: Sequence[int]) -> Counts:
+def _of_others(counts: Counts, plan: Plan, layer: int, group: Sequence[int]) -> Counts:
     """Without what ranks of the group have for experts of their own."""
     found = counts.copy()
     for rank, place in zip(group, _places(plan, group), strict=True):
-        found[place, list(plan.homes(rank))] = 0
+        found[place, list(plan.homes(rank, layer))] = 0
     return found
 
 
@@ -304,24 +311,27 @@ def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -
     """Rows of `rank` in each expert layer; `loads` as `expert_counts` takes each, None: even."""
     group = next(group for group in plan.expert_groups() if rank in group)
 
-    def rows(load: ArrayLike | None) -> Routed:
+    def rows(load: ArrayLike | None, layer: int) -> Routed:
         counts, local = expert_counts(job, plan, load), tuple[int, ...]()
-        trips = _trips(job, plan, rank, load, counts)
+        trips = _trips(job, plan, layer, rank, load, counts)
         if plan.local == "first":
-            local = tuple(slots_of(counts, plan, rank, [rank]))
-            counts = _of_others(counts, plan, group)
-        slots = slots_of(counts, plan, rank, group)
+            local = tuple(slots_of(counts, plan, layer, rank, [rank]))
+            counts = _of_others(counts, plan, layer, group)
+        slots = slots_of(counts, plan, layer, rank, group)
         visits = plan.dispatch == "visits" and plan.ep > 1
         away = leaving(counts, plan, rank)
         return Routed(away, slots, trips, visits, plan.chunks, local, partly=bool(local))
 
+    layers = job.model.expert_layers
     if loads is None:
-        return [rows(None)] * len(job.model.expert_layers)
-    return [rows(load) for load in loads]
+        if not plan.homes_of_layers:
+            return [rows(None, layers[0])] * len(layers)
+        return [rows(None, layer) for layer in layers]
+    return [rows(load, layer) for load, layer in zip(loads, layers, strict=True)]
 
 
 def _trips(
-    job: Job, plan: Plan, rank: int, load: ArrayLike | None, counts: Counts
+    job: Job, plan: Plan, layer: int, rank: int, load: ArrayLike | None, counts: Counts
 ) -> tuple[Trip, ...]:
     """Those of `rank`; none where all tokens stay."""
     if plan.ep == 1:
@@ -333,16 +343,16 @@ def _trips(
     places, me = _places(plan, group), group.index(rank)
     everything, where = counts[places], stops(plan)
     if plan.local == "first":
-        counts = _of_others(counts, plan, group)
+        counts = _of_others(counts, plan, layer, group)
     own = counts[places]
     if plan.dispatch == "rows":
         stopping, tokens = (
-            [_by_stop(plan, own, each) for each in where],
+            [_by_stop(plan, layer, own, each) for each in where],
             leaving(counts, plan, rank),
         )
     else:
-        expected = _expected_stops(job, plan, own, everything)
-        stopping = _visits(plan, load, places, expected)
+        expected = _expected_stops(job, plan, layer, own, everything)
+        stopping = _visits(plan, layer, load, places, expected)
         tokens = int(np.diff(_ends(job, plan), prepend=0)[places[me]])
     if len(ways) == 1:
         to, back = stopping[0][me], stopping[0][:, me]

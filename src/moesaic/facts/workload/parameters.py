@@ -7,7 +7,7 @@ Face files. They say nothing of layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -60,14 +60,16 @@ class Parameter:
         return replace(self, shape=(rows, width // ranks), columns=True)
 
 
-def parameters(model: ModelConfig, experts: Collection[int] | None = None) -> Iterator[Parameter]:
-    """Every parameter of `model`, in the order of the blocks; of experts all, or only those of
-    `experts`."""
-    chosen = range(model.experts) if experts is None else sorted(experts)
+def parameters(
+    model: ModelConfig, experts: Callable[[int], Collection[int]] | None = None
+) -> Iterator[Parameter]:
+    """Every parameter of `model`, in the order of the blocks; of experts all, or only those that
+    `experts` says of a layer."""
     hidden = model.hidden
     yield Parameter("embed.weight", (model.vocab, hidden), "embedding", cut=0)
     for layer in range(model.layers):
-        yield from _layer(model, layer, chosen)
+        every = range(model.experts)
+        yield from _layer(model, layer, every if experts is None else sorted(experts(layer)))
     yield Parameter("head.norm.weight", (hidden,), "norm")
     if not model.tied:
         yield Parameter("head.weight", (model.vocab, hidden), "head", cut=0)
@@ -192,7 +194,9 @@ class Counts:
 def count(model: ModelConfig) -> Counts:
     """Total and active parameters of `model`."""
     total = active = 0
-    for parameter in parameters(model, [0] if model.experts else None):  # One stands for all.
+    for parameter in parameters(
+        model, lambda _: range(min(model.experts, 1))
+    ):  # One stands for all.
         expert = parameter.kind == "expert"
         total += parameter.size * (model.experts if expert else 1)
         active += parameter.size * (model.top_k if expert else 1)

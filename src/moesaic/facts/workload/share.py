@@ -12,8 +12,23 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload.finetune import adapters, learns
 from moesaic.facts.workload.holdings import blocks_on, held, model_block
 from moesaic.facts.workload.messages import group_of, part_of
-from moesaic.facts.workload.parameters import Parameter, moment_bytes, rank_size
-from moesaic.facts.workload.sizes import BIAS_BYTES, STORED_BYTES
+from moesaic.facts.workload.parameters import Parameter, moment_bytes, parameters, rank_size
+from moesaic.facts.workload.sizes import BIAS_BYTES, ROW_BYTES, STORED_BYTES
+
+
+def expert_bytes(job: Job, plan: Plan) -> int:
+    """Of all that there is of one expert of a layer, as a slice has it: parameters, adapters, and
+    moments of what learns."""
+    first, found = job.model.expert_layers[0], 0
+    own = [p for p in parameters(job.model, lambda _: [0]) if p.layer == first]
+    beside = [p for p in adapters(job.model, job.finetune) if p.layer == first]
+    for p in (*own, *beside):
+        if p.expert == 0:
+            here = p.on_slice(plan.etp)
+            learning = p in beside or learns(job.finetune, p)
+            found += here.size * STORED_BYTES[job.train.precision]
+            found += sum(moment_bytes(here, here.size, job)) if learning else 0
+    return found
 
 
 @dataclass(frozen=True)
@@ -33,11 +48,12 @@ class Share:
     @classmethod
     def of(cls, job: Job, plan: Plan, rank: int) -> Share:
         """Those of `rank`."""
-        here, homes = set(blocks_on(job.model, plan, rank)), set(plan.homes(rank))
+        here = set(blocks_on(job.model, plan, rank))
         beside = [
             p.on_slice(plan.tp if p.expert is None else plan.etp)
             for p in adapters(job.model, job.finetune)
-            if (p.expert is None or p.expert in homes) and model_block(p) in here
+            if model_block(p) in here
+            and (p.expert is None or p.expert in plan.homes(rank, p.layer or 0))
         ]
         own = held(job.model, plan, rank)
         learning = [p for p in own if learns(job.finetune, p)]
@@ -106,6 +122,9 @@ class Share:
         copies = group_of(plan.replica_groups(), self.rank)
         yield copies, [n for p in self.experts for n in self._tensors(p, p.size)]
         yield part_of(plan, self.rank), [p.size * BIAS_BYTES for p in self.biases]
+        if self.job.balance.rehome and plan.ep > 1:
+            rows = [plan.experts * ROW_BYTES for _ in self.job.model.expert_layers]
+            yield tuple(range(plan.ranks)), rows
 
     def _dense(self, some: Sequence[Parameter]) -> list[int]:
         return [n for p in some for n in self._tensors(p, self.rank_size(p))]

@@ -46,6 +46,9 @@ SCALE_BYTES = 4
 BIAS_BYTES = 4
 """Of a number in a router's bias, whatever else is stored in."""
 
+ROW_BYTES = 8
+"""Of the number of rows that came to an expert since homes were last decided on."""
+
 
 def batches(rows: int, row_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iterator[range]:
     """`rows` rows of a matrix as they share messages of at most so many bytes, one at least."""

@@ -3,8 +3,9 @@
 Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
 """
 
-from moesaic.policy.balance.asked import Asked, balances, setting_of
+from moesaic.policy.balance.asked import Asked, balances, homes_of, setting_of
 from moesaic.policy.balance.best import Policy, auto
+from moesaic.policy.balance.homes import Rehomed, moving, rehomed, rehomes
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
 from moesaic.policy.balance.prices import Rank, planned, usual
 from moesaic.policy.balance.prophet import Search, pro_prophet
@@ -14,7 +15,8 @@ from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
 
 __all__ = [
-    "Asked", "Policy", "Rank", "Search", "Times", "at_copies", "auto", "balances", "busiest",
-    "copy_rows", "eplb", "evenly", "faster_moe", "llep", "planned", "pro_prophet", "quota",
-    "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
+    "Asked", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto", "balances",
+    "busiest", "copy_rows", "eplb", "evenly", "faster_moe", "homes_of", "llep", "moving", "planned",
+    "pro_prophet", "quota", "rehomed", "rehomes", "rows", "setting_of", "times", "top_k_broadcast",
+    "usual", "within",
 ]  # fmt: skip

@@ -104,7 +104,12 @@ def balances(plan: Plan, job: Job) -> bool:
     return policy != "auto" or rows >= _WORTH_WHILE * job.balance.least_rows
 
 
-def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:
+def homes_of(plan: Plan, layer: int) -> Ints:
+    """The rank of each expert of a layer."""
+    return np.argsort(plan.slots(layer)) // (plan.experts // plan.ep)
+
+
+def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, layer: int) -> Setting:
     """What a layer's rows and experts cost."""
     numbers = 3 * job.model.hidden * job.model.ffn // plan.etp
     precision, finetune = job.train.precision, job.finetune
@@ -114,7 +119,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
     if room is None and config.policy == "auto":
         room = max(plan.experts // plan.ep // _OF_ITS_OWN, 1)
     return Setting(
-        homes=np.argsort(plan.slots()) // (plan.experts // plan.ep),
+        homes=homes_of(plan, layer),
         ranks=plan.ep,
         rows_per_s=prices.rows_per_s,
         row_bytes=job.model.hidden * _PRODUCTS[precision],

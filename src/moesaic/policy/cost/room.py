@@ -62,11 +62,14 @@ def fullest(
 ) -> tuple[int, Memory]:
     """Of `ranks`, absent: of all, the one that holds most at one time, and what it holds."""
     size = job.train.batch // job.train.micro_batches
-    counts: list[Assigned] = []
+    counts, layers = list[Assigned](), range(0)
     if job.model.experts:
-        by_layer: Sequence[ArrayLike | None] = [None] if loads is None else loads
+        layers = job.model.expert_layers
+        if loads is None and not plan.homes_of_layers:
+            layers = layers[:1]  # All are alike.
+        by_layer: Sequence[ArrayLike | None] = [None] * len(layers) if loads is None else loads
         counts = [expert_counts(job, plan, load) for load in by_layer]
-    slots = [slots_by_rank(layer, plan) for layer in counts]
+    slots = [slots_by_rank(rows, plan, layer) for rows, layer in zip(counts, layers, strict=True)]
     owned = _owned(job, plan)
     kinds: dict[tuple[object, ...], int] = {}
     for rank in ranks if ranks is not None else range(plan.ranks):

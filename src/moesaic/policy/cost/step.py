@@ -90,7 +90,7 @@ class Costs(Lanes):
         arriving = {group[0]: tuple(rows[rank] for rank in group) for group in plan.expert_groups()}
         for rank, kind in enumerate(self.device_kinds()):
             # Experts are alike where routing is even; the first owners count the norm.
-            home = plan.homes(rank)[:1] if self.loads is not None else ()
+            home = rank // plan.etp % plan.ep if self.loads is not None else 0
             sent = arriving[groups[rank][0]]
             first = (rank % plan.span < plan.ep * plan.etp, plan.replica(rank) < plan.shard)
             where = (plan.part(rank), rank % plan.tp)
