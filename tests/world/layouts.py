@@ -104,6 +104,7 @@ def run_layout(
                     "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
                     "dropped": sum(step.dropped.values()),
                     "counts": [c.tolist() for c in step.counts.values()],
+                    "moved": [(one.layer, one.to.moves, one.num_bytes) for one in step.moved],
                     "copies": sum(one.copies for one in step.spread.values())
                     + sum(getattr(m.balancer, "made", 0) for _, m in run.model.expert_layers()),
                 }
@@ -123,6 +124,10 @@ class Shaken:
         self._homes, self._draw, self.early = homes, np.random.default_rng(seed), sum(seed) % 3 > 0
         self._ahead: Balance | None = None
         self.made = 0
+
+    def rehome(self, homes: Ints) -> None:
+        """These are the ranks of all experts from now on."""
+        self._homes = homes
 
     def ahead(self) -> Balance:
         """Copies, some of which leave under the layer before."""

@@ -116,6 +116,11 @@ class Unneeded:
     early = True
 
     def __init__(self, homes: Ints, ranks: int) -> None:
+        self._ranks = ranks
+        self.rehome(homes)
+
+    def rehome(self, homes: Ints) -> None:
+        ranks = self._ranks
         away = np.ones((len(homes), ranks), bool)
         away[np.arange(len(homes)), homes] = False
         self._copies = np.argwhere(away)

@@ -59,7 +59,8 @@ def moving(setting: Setting, expert_bytes: float, groups: int) -> Moving:
 
 
 def rehomed(totals: Ints, slots: Sequence[int], ranks: int, cost: Moving) -> Rehomed:
-    """Where experts with such rows [experts], which live in `slots`, are to live."""
+    """Where experts with such rows [experts], which live in `slots` of two ranks or more, are to
+    live."""
     each = len(slots) // ranks
     homes: Ints = np.argsort(slots) // each
     found, most_s = homes, 0.0
