@@ -19,7 +19,7 @@ from moesaic.dist.exchange import ByPairs
 from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Message, parameters, workload
 from moesaic.facts.workload.messages import BUCKET_BYTES
 from moesaic.facts.workload.sums import GRADIENTS
@@ -188,9 +188,18 @@ Loads = list[dict[int, list[list[int]]]]
 """Of each micro-batch, by layer."""
 
 
-def one_step(world: World, job: Job) -> tuple[list[Sent], Loads]:
+Homes = dict[str, list[list[int]]]
+"""Of layers that have their own."""
+
+
+def plan_of(job: Job, size: int, homes: Homes | None) -> Plan:
+    plan = lay_out(job.layout, job.model, size)
+    return plan.model_copy(update={"homes_of_layers": homes or {}})
+
+
+def one_step(world: World, job: Job, homes: Homes | None = None) -> tuple[list[Sent], Loads]:
     """What a rank sent in one step, and the loads of its layers."""
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_of(job, world.size, homes)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     loads: Loads = []
     gradients = run._gradients
@@ -208,8 +217,10 @@ def one_step(world: World, job: Job) -> tuple[list[Sent], Loads]:
     return wire.sent, loads
 
 
-def predicted(job: Job, size: int, rank: int, loads: Loads) -> list[Message]:
-    plan = lay_out(job.layout, job.model, size)
+def predicted(
+    job: Job, size: int, rank: int, loads: Loads, homes: Homes | None = None
+) -> list[Message]:
+    plan = plan_of(job, size, homes)
     elsewhere = [1] * job.model.experts
     found: list[Message] = []
     for micro in loads:
@@ -256,6 +267,26 @@ def test_messages_are_those_that_are_sent(
     exchanges = [m for m in everything if m.operation == "all_to_all"]
     assert bool(exchanges) == (ep > 1)
     assert sum(sum(m.send) for m in exchanges) == sum(sum(m.receive) for m in exchanges)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"ep": 2}), (4, {"ep": 4, "hosts": 2}), (4, {"ep": 4, "dispatch": "visits"}),
+        (4, {"ep": 2, "tp": 2, "etp": 2, "local": "first"}),
+    ],
+)  # fmt: skip
+def test_messages_follow_the_homes_of_each_layer(
+    ranks: Ranks, size: int, layout: dict[str, Any]
+) -> None:
+    job = tiny_job(model={"vocab": 64, "layers": 3, "ffn": 24}, layout=layout)
+    shares = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}[layout["ep"]]
+    homes = {"1": shares, "2": shares[::-1]}
+    for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job, homes)):
+        messages = predicted(job, size, rank, loads, homes)
+        assert Counter(map(as_sent, messages)) == Counter(sent), rank
+        elsewhere = predicted(job, size, rank, loads, {"1": shares[::-1], "2": shares})
+        assert Counter(map(as_sent, elsewhere)) != Counter(sent), rank
 
 
 TRAVELS: list[tuple[int, dict[str, Any]]] = [

@@ -257,6 +257,20 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
             {"predictions": {**PREDICTIONS, "phases_s": {"": 1.0}}},
             'predictions.phases_s."" = "" is empty: give a number',
         ),
+        (
+            {"homes_of_layers": {"1": [[0, 1], [1, 2]]}},
+            "homes_of_layers.1 names expert 1 twice, in homes_of_layers.1[0] and in",
+        ),
+        ({"homes_of_layers": {"1": [[0, 1]]}}, "homes_of_layers.1 has 1 lists for ep = 2: give"),
+        ({"homes_of_layers": {"1": [[0, 1], [3]]}}, "homes_of_layers.1 lacks expert 2, and exp"),
+        ({"homes_of_layers": {"1": [[0], [1, 2, 3]]}}, "homes_of_layers.1[0] has 1 experts where"),
+        (
+            {"homes_of_layers": {"one": [[0, 1], [2, 3]]}},
+            'homes_of_layers has the key "one" where its keys are numbers of layers, such as "3"',
+        ),
+        ({"homes_of_layers": {"01": [[0, 1], [2, 3]]}}, 'homes_of_layers has the key "01" where'),
+        ({"homes_of_layers": {"1": [["0"], [1]]}}, 'homes_of_layers.1[0][0] = "0" is a string'),
+        ({"homes_of_layers": [[0]]}, "homes_of_layers = [[0]] is a list: give a table"),
         ({"homes": 3}, "homes = 3 is an integer: give a list of lists of integers"),
         ({"pp": 2, "stages": [["embed", "head"]]}, "stages lists 1 stages where pp = 2 and"),
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
@@ -347,6 +361,13 @@ def test_homes_are_where_the_plan_says() -> None:
     plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]]})
     assert [plan.homes(rank, 0) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
     assert plan.slots(0) == [3, 0, 2, 1]
+    layers = {"2": [[0, 1], [2, 3]], "10": [[0, 3], [1, 2]]}
+    plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]], "homes_of_layers": layers})
+    assert [plan.slots(layer) for layer in (0, 2, 10)] == [[3, 0, 2, 1], [0, 1, 2, 3], [0, 3, 1, 2]]
+    assert [plan.homes(rank, 10) for rank in range(3)] == [(0, 3), (1, 2), (0, 3)]
+    moved = plan.with_slots({10: [3, 0, 2, 1], 3: [0, 2, 3, 1]})
+    assert moved.homes_of_layers == {"2": layers["2"], "3": [[0, 2], [3, 1]]}
+    assert Plan.model_validate_json(moved.to_json()) == moved
     bare = {name: value for name, value in RAW.items() if name != "homes"}
     assert Plan.model_validate({**bare, "homes": []}) == Plan.model_validate(bare)
 
@@ -523,10 +544,26 @@ def test_predictions_know_what_they_are_of(change: dict[str, Any]) -> None:
 def test_predictions_are_of_a_plan_before_it_was_edited() -> None:
     job, plan = tiny_job(layout={"ep": 2}), planned(tiny_job(layout={"ep": 2}), 2)
     swapped = plan.model_copy(update={"homes_by_rank": [[7, 1, 2, 3], [4, 5, 6, 0]]})
-    again = plan.model_copy(update={"recompute": True})
+    again = plan.with_slots({1: [7, 1, 2, 3, 4, 5, 6, 0]})
     there = plan.model_copy(update={"places": [RankPlace.model_validate(PLACE)] * 2})
     assert len({basis(job, one) for one in (plan, swapped, again)}) == 3
     assert basis(job, there) == basis(job, plan)
+
+
+def test_homes_are_of_layers_that_have_experts() -> None:
+    model = {
+        "family": "deepseek_v3",
+        "kv_heads": 4,
+        "layers": 3,
+        "dense_layers": 1,
+        "dense_ffn": 40,
+    }
+    job, homes = tiny_job(model=model, layout={"ep": 2}), [[1, 3, 5, 7], [0, 2, 4, 6]]
+    plan = planned(job, 2)
+    check(plan.model_copy(update={"homes_of_layers": {"2": homes}}), job, "plan")
+    said = r"^plan: homes_of_layers has layer 0, and layers with experts are 1 to 2: remove it"
+    with pytest.raises(ConfigError, match=said):
+        check(plan.model_copy(update={"homes_of_layers": {"0": homes}}), job, "plan")
 
 
 def test_a_plan_that_says_nothing_of_local_tokens_keeps_its_digest() -> None:

@@ -129,8 +129,16 @@ def test_hot_expert_is_named_with_its_rank() -> None:
     assert "4.50x" in said
     assert "rank 1 of its expert-parallel group" in said
     uneven = loads([[1] * 8, [0.5, 0.5, 0.5, 0.5, 0.5, 4.5, 0.5, 0.5]])
-    said = text(experts.hot(uneven, setting, [[0, 1, 2, 5], [3, 4, 6, 7]]))
+    elsewhere, in_turn = [[0, 1, 2, 5], [3, 4, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
+    said = text(experts.hot(uneven, setting, {"homes": elsewhere}))
     assert "rank 0 of its expert-parallel group" in said
+    layers = {"homes": elsewhere, "homes_of_layers": {"1": in_turn}}
+    assert "rank 1 of its expert-parallel group" in text(experts.hot(uneven, setting, layers))
+
+    def moving(key: str) -> object:
+        return 100 if key == "balance.rehome" else setting(key)
+
+    assert "group" not in text(experts.hot(uneven, moving, layers))
     assert "routing.capacity" in said
 
 

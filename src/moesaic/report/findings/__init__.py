@@ -18,7 +18,7 @@ def find(run: RunFacts) -> list[Finding]:
         learning.stopped(run),
         learning.failed_saves(run.checkpoints),
         experts.dead(run.loads, run.setting),
-        experts.hot(run.loads, run.setting, run.plan.get("homes")),
+        experts.hot(run.loads, run.setting, run.plan),
         experts.drops(run.steps, run.setting),
         experts.flips(run.steps),
         learning.spikes(run.steps, run.setting),

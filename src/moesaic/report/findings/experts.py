@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +65,17 @@ def dead(loads: Loads | None, setting: Settings) -> Finding | None:
     return Finding("dead_experts", "warning", title, text)
 
 
-def hot(loads: Loads | None, setting: Settings, homes: object = None) -> Finding | None:
-    """Hot experts, in one finding; `homes` is what the plan says of where experts live."""
+def hot(
+    loads: Loads | None, setting: Settings, plan: Mapping[str, Any] | None = None
+) -> Finding | None:
+    """Hot experts, in one finding; the plan says where experts live."""
     found = hot_experts(loads) if loads else []
     if not loads or not found:
         return None
     top = found[0]
     worst = f"Expert {top.expert} of layer {top.layer}"
     title = f"{worst} is hot" if len(found) == 1 else f"{len(found):,} experts are hot"
-    holder = _home(top.expert, setting, homes)
+    holder = _home(top, setting, plan or {})
     text = (
         f"{'It' if len(found) == 1 else worst} took {three(top.utilisation)}x its even share over "
         f"{_recent(loads)}. The rank that holds it{holder} works longest while the others wait. "
@@ -157,12 +159,18 @@ def _balance(setting: Settings) -> str:
     return f"raise {key}{now} by a factor of 2 to 10."
 
 
-def _home(expert: int, setting: Settings, homes: object) -> str:
-    """Which rank holds `expert`; plans of old runs say no homes, which then were in turn."""
-    ep, experts = setting("layout.ep"), setting("model.experts")
+def _home(top: Extreme, setting: Settings, plan: Mapping[str, Any]) -> str:
+    """Which rank holds an expert, if that does not change; plans of old runs say no homes, which
+    then were in turn."""
+    ep, experts, expert = setting("layout.ep"), setting("model.experts"), top.expert
     if not isinstance(ep, int) or not isinstance(experts, int) or ep < 2 or not experts:
         return ""
-    rank = expert * ep // experts
+    if setting("balance.rehome"):
+        return ""
+    rank, others = expert * ep // experts, plan.get("homes_of_layers")
+    homes = plan.get("homes")
+    if isinstance(others, dict):
+        homes = others.get(str(top.layer), homes)
     if isinstance(homes, list):
         held = [at for at, here in enumerate(homes) if isinstance(here, list) and expert in here]
         rank = held[0] if held else rank
