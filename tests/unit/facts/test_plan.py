@@ -551,13 +551,11 @@ def test_predictions_are_of_a_plan_before_it_was_edited() -> None:
 
 
 def test_homes_are_of_layers_that_have_experts() -> None:
+    latent = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
     model = {
-        "family": "deepseek_v3",
-        "kv_heads": 4,
-        "layers": 3,
-        "dense_layers": 1,
-        "dense_ffn": 40,
-    }
+        "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
+        "shared": 1, "groups": 4, "top_groups": 2, "scale": 2.5, "latent": latent,
+    }  # fmt: skip
     job, homes = tiny_job(model=model, layout={"ep": 2}), [[1, 3, 5, 7], [0, 2, 4, 6]]
     plan = planned(job, 2)
     check(plan.model_copy(update={"homes_of_layers": {"2": homes}}), job, "plan")
