@@ -11,7 +11,7 @@ from layouts import SIGMOID, Outcome, assert_same, outcome, worst_tensor
 from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
 from moesaic.facts.balance import Balance, Ints, unchanged
-from moesaic.facts.job import Job
+from moesaic.facts.job import BalanceConfig, Job
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
@@ -95,6 +95,19 @@ def test_every_policy(ranks: Ranks, policy: str, tables: dict[str, Any]) -> None
 def test_a_fixed_plan_gives_the_same_bits_twice(ranks: Ranks) -> None:
     job = tiny_job(**balanced({"layout": {"ep": 4}, "train": {"precision": "fp32"}}))
     one, other = (outcome(ranks, 4, job, 3) for _ in range(2))
+    for key, values in one.state.items():
+        assert np.array_equal(other.state[key], values), key
+    assert sum(step["copies"] for step in one.steps) > 0
+
+
+def test_where_nobody_says_anything_two_runs_decide_alike(ranks: Ranks) -> None:
+    """By prices that are usual, and not measured."""
+    tables = {
+        "model": {"hidden": 256, "ffn": 512, "top_k": 1}, "layout": {"ep": 2},
+        "data": {"sequence": 64}, "train": {"precision": "fp32", "batch": 16, "micro_batches": 2},
+    }  # fmt: skip
+    job = tiny_job(**tables).model_copy(update={"balance": BalanceConfig()})
+    one, other = (outcome(ranks, 2, job, 2) for _ in range(2))
     for key, values in one.state.items():
         assert np.array_equal(other.state[key], values), key
     assert sum(step["copies"] for step in one.steps) > 0

@@ -123,10 +123,8 @@ def with_prices(job: Job, plan: Plan, cluster: Cluster, traffic: Traffic) -> Pla
     if plan.prices is not None or not balances(plan, job):
         return plan
     found = planned(Costs.of(job, plan, cluster, traffic=traffic)).model_dump()
-    short_ = {
-        key: short(value) if isinstance(value, float) else value for key, value in found.items()
-    }
-    return plan.model_copy(update={"prices": Prices(**short_)})
+    rounded = {key: short(one) if isinstance(one, float) else one for key, one in found.items()}
+    return plan.model_copy(update={"prices": Prices.model_validate(rounded)})
 
 
 def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
