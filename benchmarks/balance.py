@@ -48,7 +48,7 @@ from moesaic.train.assemble import ranks_of
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN, OURS = "even routing", "none", "auto"
 POLICIES: tuple[Policy, ...] = (
-    "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep",
+    "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp",
 )  # fmt: skip
 MOVES_EVERY = 10
 _STEPS = 40

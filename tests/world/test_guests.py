@@ -21,7 +21,7 @@ from moesaic.train.assemble import assemble
 STEPS = 2
 FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
 """Prices at which any row that moves from a busy rank to an idle one pays."""
-POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep")
+POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp")
 DROPS = {
     "model": {"top_k": 2},
     "routing": {"router": "gshard", "capacity": 1.5, "balance_loss": 1.0},
@@ -77,6 +77,16 @@ def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
     tables = {**SWITCH, "train": {"micro_batches": 2, "recompute": recompute}}
     raw = balanced({**tables, "layout": {"ep": 4}}, "auto")
     raw["balance"]["early"] = True
+    several = outcome(ranks, 4, tiny_job(**raw), STEPS)
+    assert_same(several, alone(ranks, tables))
+    assert sum(step["copies"] for step in several.steps) > 0
+
+
+def test_copies_that_are_kept(ranks: Ranks) -> None:
+    """For three of the four micro-batches that there are of two steps."""
+    tables = {**SWITCH, "train": {"micro_batches": 2}}
+    raw = balanced({**tables, "layout": {"ep": 4}}, "lp")
+    raw["balance"] |= {"replan_every": 3, "replan_drift": 0.9}
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))
     assert sum(step["copies"] for step in several.steps) > 0

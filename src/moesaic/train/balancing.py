@@ -29,8 +29,6 @@ from moesaic.policy import balance as policies
 _SLOTS, _ROWS, _TIMES = 4, 256, 5
 """Experts that are tried, their rows each, and how often."""
 _EXCHANGE_BYTES = 4 << 20
-_WORTH_WHILE = 4
-"""Times the least rows of a copy that a rank has of a layer, on average."""
 
 
 class Spread(NamedTuple):
@@ -82,20 +80,6 @@ class Balancer:
         """What came of it since this was asked last."""
         spread, self._spread = self._spread, Spread()
         return spread
-
-
-def balances(plan: Plan, job: Job) -> bool:
-    """Whether anything is to be balanced; if nobody asks for it, not where there is little to do,
-    nor where experts have adapters, which have no copies."""
-    policy, model, train = job.balance.policy, job.model, job.train
-    if policy == "none" or plan.ep == 1 or not model.experts:
-        return False
-    finetune = job.finetune
-    if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
-        return False
-    tokens = train.batch // train.micro_batches * job.data.sequence
-    rows = tokens * model.top_k * plan.etp / plan.span
-    return policy != "auto" or rows >= _WORTH_WHILE * job.balance.least_rows
 
 
 def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:

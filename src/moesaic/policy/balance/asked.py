@@ -18,6 +18,7 @@ from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
+from moesaic.policy.balance.split import levelled, lp
 
 _PRODUCTS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number that products take."""
@@ -26,6 +27,9 @@ _STORED = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
 
 _OF_ITS_OWN = 4
 """A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
+
+_WORTH_WHILE = 4
+"""Times the least rows of a copy that a rank has of a layer, on average, for `auto` to begin."""
 
 Spreading = Callable[[Ints, Setting, Ints], Balance]
 """Rows over homes and copies (expert, rank) that there are."""
@@ -36,18 +40,28 @@ class Asked:
 
     def __init__(self, config: BalanceConfig, setting: Setting) -> None:
         """That `config` names."""
-        self.setting, self._policy = setting, _named(config)
-        self.early = config.early or config.policy in _LATE
+        self.setting, self._policy, self._config = setting, _named(config), config
+        self.early = config.goes_by_the_past
         self._spread = _LATE.get(config.policy, within)
         self._last: Ints | None = None
         self._copies: Ints | None = None
+        self._by: Ints | None = None
+        self._kept, self._age = unchanged().copies, 0
 
     def ahead(self) -> Ints:
-        """Copies for rows that nobody knows yet, by those of the time before."""
+        """Copies for rows that nobody knows yet: by those of the time before, or those in use."""
         last = self._last
-        decided = unchanged() if last is None else self._policy(last, self.setting)
-        self._copies = decided.copies
-        return decided.copies
+        if last is not None and self._is_due(last):
+            self._kept, self._by, self._age = self._policy(last, self.setting).copies, last, 0
+        self._copies = self._kept
+        return self._kept
+
+    def _is_due(self, last: Ints) -> bool:
+        """Whether copies are to be decided on anew, given the rows of the time before."""
+        if self._by is None or self._age >= self._config.replan_every:
+            return True
+        most = self._config.replan_drift
+        return most is not None and drift(self._by, last) > most
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
@@ -55,6 +69,7 @@ class Asked:
             return self._policy(counts, self.setting)
         copies = self.ahead() if self._copies is None else self._copies
         self._last, self._copies = counts, None
+        self._age += 1
         return self._spread(counts, self.setting, copies)
 
     def prepare(self) -> None:
@@ -62,8 +77,10 @@ class Asked:
         counts = np.zeros((self.setting.ranks, len(self.setting.homes)), np.int64)
         counts[:, 0] = 1 << 20
         self._policy(counts, self.setting)
-        elsewhere = (self.setting.homes[0] + 1) % self.setting.ranks
-        within(counts, self.setting, np.array([[0, elsewhere]]))
+        copy = np.array([[0, (self.setting.homes[0] + 1) % self.setting.ranks]])
+        within(counts, self.setting, copy)
+        if self._config.policy == "auto":  # Which may not have asked everybody.
+            levelled(counts, self.setting, copy)
 
 
 def _named(config: BalanceConfig) -> Policy:
@@ -72,6 +89,7 @@ def _named(config: BalanceConfig) -> Policy:
         "pro-prophet": pro_prophet, "faster-moe": faster_moe, "llep": llep,
         "top-k-broadcast": partial(top_k_broadcast, number=config.hottest),
         "eplb": partial(eplb, each=1 if config.copies is None else config.copies),
+        "lp": partial(lp, each=1 if config.copies is None else config.copies),
     }  # fmt: skip
     return named[config.policy]
 
@@ -79,9 +97,31 @@ def _named(config: BalanceConfig) -> Policy:
 _LATE: dict[str, Spreading] = {
     "pro-prophet": lambda counts, _, copies: at_copies(counts, copies),
     "eplb": evenly,
+    "lp": levelled,
 }
-"""Those that always decide on copies by rows of the time before, and how rows are spread over
-these."""
+"""How rows are spread over copies by those that always decide on them by the time before; for all
+others, as `quota` does."""
+
+
+def drift(before: Ints, now: Ints) -> float:
+    """The part of all rows that has gone over to other experts: half the sum of what their shares
+    differ by. With each expert's rows split as they were, no rank has more by a larger part."""
+    one, other = (counts.sum(axis=0) / max(int(counts.sum()), 1) for counts in (before, now))
+    return float(np.abs(one - other).sum() / 2)
+
+
+def balances(job: Job, plan: Plan) -> bool:
+    """Whether anything is to be balanced: not where experts have adapters, which have no copies,
+    nor, if the policy may choose, where there is little to do."""
+    policy, model, train = job.balance.policy, job.model, job.train
+    if policy == "none" or plan.ep == 1 or not model.experts:
+        return False
+    finetune = job.finetune
+    if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
+        return False
+    tokens = train.batch // train.micro_batches * job.data.sequence
+    rows = tokens * model.top_k * plan.etp / plan.span
+    return policy != "auto" or rows >= _WORTH_WHILE * job.balance.least_rows
 
 
 def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:
@@ -103,5 +143,6 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> S
         latency_s=prices.latency_s,
         hides=prices.hides,
         room=room,
+        sends=config.copies_sent,
         least_rows=config.least_rows,
     )
