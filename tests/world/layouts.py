@@ -131,6 +131,9 @@ class Shaken:
         self._ahead = unchanged()._replace(copies=copies, ahead=leaving)
         return self._ahead
 
+    def think(self) -> None:
+        """Nothing to think about."""
+
     def _copies(self, ranks: int) -> Ints:
         share = self._draw.choice([0.0, 0.1, 0.4, 1.0])
         chosen = self._draw.random((len(self._homes), ranks)) < share

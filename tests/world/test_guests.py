@@ -21,7 +21,7 @@ from moesaic.train.assemble import assemble
 STEPS = 2
 FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
 """Prices at which any row that moves from a busy rank to an idle one pays."""
-POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep")
+POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp")
 DROPS = {
     "model": {"top_k": 2},
     "routing": {"router": "gshard", "capacity": 1.5, "balance_loss": 1.0},
@@ -82,6 +82,16 @@ def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
     assert sum(step["copies"] for step in several.steps) > 0
 
 
+def test_copies_that_are_kept(ranks: Ranks) -> None:
+    """For three of the four micro-batches that there are of two steps."""
+    tables = {**SWITCH, "train": {"micro_batches": 2}}
+    raw = balanced({**tables, "layout": {"ep": 4}}, "lp")
+    raw["balance"] |= {"replan_every": 3, "replan_drift": 0.9}
+    several = outcome(ranks, 4, tiny_job(**raw), STEPS)
+    assert_same(several, alone(ranks, tables))
+    assert sum(step["copies"] for step in several.steps) > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tables", [{}, SWITCH, DROPS], ids=["top-2", "top-1", "drops"])
 def test_every_policy(ranks: Ranks, policy: str, tables: dict[str, Any]) -> None:
@@ -135,6 +145,9 @@ class Unneeded:
 
     def ahead(self) -> Balance:
         return unchanged()._replace(copies=self._copies)
+
+    def think(self) -> None:
+        pass
 
     def __call__(self, counts: Ints) -> Balance:
         return self.ahead()

@@ -120,7 +120,7 @@ def with_prices(job: Job, plan: Plan, cluster: Cluster, traffic: Traffic) -> Pla
     from moesaic.policy.balance import balances, planned
     from moesaic.policy.cost.step import Costs
 
-    if plan.prices is not None or not balances(plan, job):
+    if plan.prices is not None or not balances(job, plan):
         return plan
     found = planned(Costs.of(job, plan, cluster, traffic=traffic)).model_dump()
     rounded = {key: short(one) if isinstance(one, float) else one for key, one in found.items()}
@@ -131,7 +131,7 @@ def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
     """What is done about uneven experts, and how many rows make up for a copy; None: nothing is."""
     from moesaic.policy.balance import balances, copy_rows, setting_of
 
-    if plan.prices is None or not balances(plan, job):
+    if plan.prices is None or not balances(job, plan):
         return None
     setting = setting_of(job, plan, job.balance, plan.prices)
     most = None if setting.room is None else setting.room * _copy_bytes(job, plan)

@@ -25,6 +25,9 @@ class Balancer(Protocol):
     def ahead(self) -> Balance:
         """Those copies, and none of their rows yet."""
 
+    def think(self) -> None:
+        """Decide on those of the next time, if it decides early: tokens are under way."""
+
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]; with those copies, if it is early."""
 
@@ -71,6 +74,8 @@ class MoE(nn.Module):
             guests = self._invite(balance, tokens_TH.dtype)
         for later in self.next:
             later.begin_ahead(context, tokens_TH.dtype)
+        if early and self.balancer is not None:
+            self.balancer.think()
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
         with self.bank.at_work(self.dispatcher.computations, guests) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)

@@ -27,7 +27,7 @@ from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
 from moesaic.nn.travel import Ranks
-from moesaic.policy.balance import balances
+from moesaic.policy import balance as policies
 from moesaic.train import balancing, scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
@@ -54,7 +54,7 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
     """
-    balanced = balances(plan, job)
+    balanced = policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=balanced)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
     columns = _columns(plan, world)

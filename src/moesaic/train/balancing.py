@@ -66,6 +66,12 @@ class Balancer:
         self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
         return early
 
+    def think(self) -> None:
+        """Decide on those of the next time, as far as that can be done now."""
+        began = time.perf_counter()
+        self._policy.think()
+        self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
+
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
         began = time.perf_counter()

@@ -3,7 +3,7 @@
 Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
 """
 
-from moesaic.policy.balance.asked import Asked, balances, setting_of
+from moesaic.policy.balance.asked import Asked, balances, drift, setting_of
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
 from moesaic.policy.balance.prices import Rank, planned, usual
@@ -12,9 +12,10 @@ from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
+from moesaic.policy.balance.split import levelled, lp
 
 __all__ = [
     "Asked", "Policy", "Rank", "Search", "Times", "at_copies", "auto", "balances", "busiest",
-    "copy_rows", "eplb", "evenly", "faster_moe", "llep", "planned", "pro_prophet", "quota",
-    "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
+    "copy_rows", "drift", "eplb", "evenly", "faster_moe", "levelled", "llep", "lp", "planned",
+    "pro_prophet", "quota", "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
 ]  # fmt: skip
