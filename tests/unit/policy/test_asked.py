@@ -30,8 +30,10 @@ def told(config: BalanceConfig, passes: list[Ints]) -> list[list[list[int]]]:
     """The copies of each pass."""
     asked, found = Asked(config, SETTING), list[list[list[int]]]()
     for counts in passes:
-        copies = asked.ahead()
+        copies = asked.ahead().copies
         balance = asked(counts)
+        if len(found) % 2:  # Whether or not there is time to think of the next one now.
+            asked.think()
         assert np.array_equal(copies, balance.copies)
         found.append(copies.tolist())
     return found
@@ -80,12 +82,12 @@ def test_each_time_is_what_it_was_without_a_word_of_it() -> None:
 def test_rows_at_hand_are_split_over_copies_that_are_kept() -> None:
     asked = Asked(config(policy="lp", replan_every=9), SETTING)
     asked(hot(2))
-    copies = asked.ahead()
+    copies = asked.ahead().copies
     found = asked(hot(2, 0.7))
     assert found.diverted.tolist() == levelled(hot(2, 0.7), SETTING, copies).diverted.tolist()
     prophet = Asked(config(policy="pro-prophet", replan_every=9), SETTING)
     prophet(hot(2))
-    copies = prophet.ahead()
+    copies = prophet.ahead().copies
     assert prophet(hot(3)).diverted.tolist() == at_copies(hot(3), copies).diverted.tolist()
 
 
@@ -129,3 +131,15 @@ def test_mistakes(values: dict[str, object], words: str) -> None:
 def test_who_is_asked_at_all(policy: str, tables: dict[str, object], wanted: bool) -> None:
     job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": {"policy": policy}})
     assert balances(job, planned(job, 2)) is wanted
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_attention_has_no_time_for_leaves_sooner(follows: bool) -> None:
+    who = config(policy="top-k-broadcast", early=True)
+    asked = Asked(who, SETTING._replace(beside_s=2e-6), follows=follows)
+    asked(hot(2))
+    early = asked.ahead()
+    assert len(early.copies) == 3  # Of which the home sends two in that time.
+    assert (early.ahead is not None and early.ahead.tolist() == [False, False, True]) == follows
+    found = asked(hot(2)).ahead
+    assert (found is None) != follows
