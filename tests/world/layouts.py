@@ -58,6 +58,10 @@ class Outcome:
     state: dict[str, Array]
 
 
+Run = tuple[list[dict[str, Any]], list[Any], list[Any]]
+"""One rank's steps, gradients and state."""
+
+
 def run_layout(
     world: World,
     job: Job,
@@ -67,7 +71,7 @@ def run_layout(
     homes: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
     shaken: int | None = None,
-) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+) -> Run:
     """Train on one rank; pieces are returned as (key, shape, offset, values).
 
     `shaken` seeds copies of experts at random, in the place of what a policy decides.
@@ -158,7 +162,11 @@ def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
 def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:
     """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
     wishes = (more.get(name) for name in ("record", "replay", "homes", "stages", "shaken"))
-    results = ranks.run(size, run_layout, job, steps, *wishes)
+    return together(ranks.run(size, run_layout, job, steps, *wishes))
+
+
+def together(results: list[Run]) -> Outcome:
+    """What all ranks did, put together likewise."""
     said = [[{**step, "copies": 0} for step in facts] for facts, _, _ in results]  # Groups' own.
     for facts in said[1:]:
         assert facts == said[0], "ranks disagree about what happened"

@@ -21,7 +21,6 @@ from moesaic.train.assemble import assemble
 STEPS = 2
 FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
 """Prices at which any row that moves from a busy rank to an idle one pays."""
-POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep")
 DROPS = {
     "model": {"top_k": 2},
     "routing": {"router": "gshard", "capacity": 1.5, "balance_loss": 1.0},
@@ -80,24 +79,6 @@ def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))
     assert sum(step["copies"] for step in several.steps) > 0
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tables", [{}, SWITCH, DROPS], ids=["top-2", "top-1", "drops"])
-def test_every_policy(ranks: Ranks, policy: str, tables: dict[str, Any]) -> None:
-    job = tiny_job(**balanced({**tables, "layout": {"ep": 4}}, policy))
-    several = outcome(ranks, 4, job, STEPS)
-    assert_same(several, alone(ranks, tables))
-    assert sum(step["copies"] for step in several.steps) > 0
-    assert (tables is DROPS) == (sum(step["dropped"] for step in several.steps) > 0)
-
-
-def test_a_fixed_plan_gives_the_same_bits_twice(ranks: Ranks) -> None:
-    job = tiny_job(**balanced({"layout": {"ep": 4}, "train": {"precision": "fp32"}}))
-    one, other = (outcome(ranks, 4, job, 3) for _ in range(2))
-    for key, values in one.state.items():
-        assert np.array_equal(other.state[key], values), key
-    assert sum(step["copies"] for step in one.steps) > 0
 
 
 def test_narrow_products_send_narrow_experts(ranks: Ranks) -> None:
