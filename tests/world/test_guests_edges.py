@@ -30,12 +30,14 @@ from moesaic.train.run import Run
 
 STEPS = 3
 FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
-EARLY = {"balance": {"policy": "auto", "prices": FREE, "least_rows": 1, "early": True}}
+ASKING: dict[str, Any] = {"policy": "auto", "prices": FREE, "least_rows": 1}
+OURS = {**ASKING, "policy": "quota"}
+EARLY = {"balance": {**ASKING, "early": True}}
 MANY = {"model": {"experts": 64, "top_k": 3}}
 ONE_EACH = {"train": {"micro_batches": 8}, "data": {"sequence": 3}}
 """Micro-batches of a sample, which all ranks but one have nothing of."""
-FEW = {"data": {"sequence": 1}, "train": {"micro_batches": 2}}
-"""One token each."""
+FEW = {"data": {"sequence": 2}, "train": {"micro_batches": 2}}
+"""Two tokens each."""
 EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ranks without rows": (4, {"ep": 4}, ONE_EACH),
     "ranks without rows, visits in chunks": (
@@ -77,7 +79,9 @@ EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_copies_at_random_at_the_edges(ranks: Ranks, name: str) -> None:
     size, layout, tables = EDGES[name]
     alone = outcome(ranks, 1, tiny_job(**tables), STEPS)
-    several = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS, shaken=11)
+    several = outcome(
+        ranks, size, tiny_job(**tables, layout=layout, balance=OURS), STEPS, shaken=11
+    )
     assert_same(several, alone)
     assert sum(step["copies"] for step in several.steps) > 0
 
@@ -136,7 +140,7 @@ def one_expert(world: World, job: Job, shaken: int | None) -> Any:
 
 @pytest.mark.parametrize(
     ("balance", "shaken"),
-    [({}, 5), ({"policy": "quota"}, None), ({"policy": "auto", "early": True}, None),
+    [({"policy": "quota"}, 5), ({"policy": "quota"}, None), ({"early": True}, None),
      ({"policy": "eplb"}, None), ({"policy": "llep"}, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -145,8 +149,8 @@ def test_all_rows_for_one_expert(
 ) -> None:
     tables: dict[str, Any] = {"model": {"top_k": 1}, "train": {"micro_batches": 2}}
     (alone,) = ranks.run(1, one_expert, tiny_job(**tables), None)
-    prices = {"prices": FREE, "least_rows": 1} if balance else {}
-    job = tiny_job(**tables, layout={"ep": 4, "chunks": chunks}, balance={**balance, **prices})
+    layout = {"ep": 4, "chunks": chunks}
+    job = tiny_job(**tables, layout=layout, balance={**ASKING, **balance})
     several = ranks.run(4, one_expert, job, shaken)
     assert all(one[0] == pytest.approx(alone[0], rel=1e-9) for one in several)
     for part in (1, 2):
@@ -196,7 +200,7 @@ def overflowing(world: World, job: Job, shaken: int) -> Any:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_overflow_among_copies_is_skipped_by_all(ranks: Ranks, recompute: bool) -> None:
     train = {"precision": "fp16", "micro_batches": 2, "recompute": recompute}
-    results = ranks.run(4, overflowing, tiny_job(layout={"ep": 4}, train=train), 7)
+    results = ranks.run(4, overflowing, tiny_job(layout={"ep": 4}, train=train, balance=OURS), 7)
     assert all(told == results[0][0] and made == results[0][2] > 0 for told, _, made in results)
     assert [skipped for skipped, _, _ in results[0][0]] == [False, True, False]
     before, after, last = (put_together([r[1][step] for r in results]) for step in range(3))
@@ -212,7 +216,7 @@ def test_routing_replayed_among_copies(
 ) -> None:
     """What ranks with copies record is what one process has, and leads one process, and others."""
     tables: dict[str, Any] = {"train": {"micro_batches": 2, "precision": precision}}
-    job = tiny_job(**tables, layout={"ep": 4}, balance={**EARLY["balance"], "early": early})
+    job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "early": early})
     path = str(tmp_path / "routes")
     first = outcome(ranks, 4, job, STEPS, record=path)
     alone = outcome(ranks, 1, tiny_job(**tables), STEPS, replay=path)
