@@ -78,7 +78,8 @@ STEPS = 3
 MICRO_BATCHES = {"train": {"micro_batches": 2}}
 AGAIN = {"train": {"micro_batches": 2, "recompute": True}}
 PRICES = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
-EARLY = {"balance": {"policy": "auto", "prices": PRICES, "least_rows": 1, "early": True}}
+BALANCE = {"policy": "quota", "prices": PRICES, "least_rows": 1}
+EARLY = {"balance": {**BALANCE, "policy": "auto", "early": True}}
 SPREAD: dict[int, list[tuple[dict[str, Any], dict[str, Any], int | None]]] = {
     2: [
         ({"ep": 2}, MICRO_BATCHES, 1),
@@ -86,7 +87,7 @@ SPREAD: dict[int, list[tuple[dict[str, Any], dict[str, Any], int | None]]] = {
         ({"ep": 2}, {**AGAIN, **EARLY}, None),
     ],
     4: [
-        ({"ep": 4, "hosts": 2}, MICRO_BATCHES, 3),
+        ({"ep": 4, "hosts": 2, "dispatch": "rows"}, MICRO_BATCHES, 3),
         ({"ep": 4, "hosts": 2, "dispatch": "visits", "chunks": 3}, AGAIN, 4),
         ({"ep": 4, "dispatch": "visits"}, {**MICRO_BATCHES, **EARLY}, None),
         ({"ep": 4, "shard": 4}, {**AGAIN, **EARLY}, None),
@@ -111,7 +112,10 @@ def train_apart(world: World, hosts: tuple[str, str], jobs: list[tuple[Job, int 
 @pytest.mark.parametrize("size", SPREAD)
 def test_experts_of_the_other_host(ranks: Ranks, own_ranks: Ranks, size: int) -> None:
     """Over sockets, rank by rank; with copies that leave behind tokens and early ones."""
-    ways = [(tiny_job(layout=layout, **tables), shaken) for layout, tables, shaken in SPREAD[size]]
+    ways = [
+        (tiny_job(**{"balance": BALANCE, **tables}, layout=layout), shaken)
+        for layout, tables, shaken in SPREAD[size]
+    ]
     with two_hosts() as hosts:
         by_rank: list[list[Run]] = own_ranks.run(size, train_apart, hosts, ways)
     alone = outcome(ranks, 1, tiny_job(**MICRO_BATCHES), STEPS)
