@@ -38,6 +38,10 @@ def sparing(cases: Sequence[Any], every: int) -> list[Any]:
     ]
 
 
+FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
+"""Prices at which any row that moves from a busy rank to an idle one pays."""
+ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "least_rows": 1}
+"""Of a balance that makes copies in a tiny job."""
 SIGMOID: dict[str, Any] = {
     "model": {
         "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import SIGMOID, Outcome, assert_same, outcome, worst_tensor
+from layouts import ASKING, SIGMOID, Outcome, assert_same, outcome, worst_tensor
 
 from moesaic.dist.shared import ByMemory
 from moesaic.dist.world import World
@@ -19,8 +19,6 @@ from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
 
 STEPS = 2
-FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
-"""Prices at which any row that moves from a busy rank to an idle one pays."""
 DROPS = {
     "model": {"top_k": 2},
     "routing": {"router": "gshard", "capacity": 1.5, "balance_loss": 1.0},
@@ -50,7 +48,7 @@ _references: dict[str, Outcome] = {}
 
 
 def balanced(tables: dict[str, Any], policy: str = "quota") -> dict[str, Any]:
-    return {**tables, "balance": {"policy": policy, "prices": FREE, "least_rows": 1}}
+    return {**tables, "balance": {**ASKING, "policy": policy}}
 
 
 def alone(ranks: Ranks, tables: dict[str, Any]) -> Outcome:

@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import Outcome, assert_same, outcome
+from layouts import ASKING, Outcome, assert_same, outcome
 
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
 
 STEPS = 20
 POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep")
-FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
-"""Prices at which any row that moves from a busy rank to an idle one pays."""
 TOPS = (1, 2, 8)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 2 x 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, sharded": {"ep": 2, "shard": 4},
@@ -49,10 +47,6 @@ def tables_of(top: int, capacity: float | None) -> dict[str, Any]:
     }
 
 
-def asking(policy: str) -> dict[str, Any]:
-    return {"balance": {"policy": policy, "prices": FREE, "least_rows": 1}}
-
-
 def plain(ranks: Ranks, size: int, **tables: Any) -> Outcome:
     """Without copies."""
     key = f"{size} {tables}"
@@ -67,7 +61,9 @@ def test_twenty_steps(
     ranks: Ranks, policy: str, top: int, layout: str, capacity: float | None
 ) -> None:
     tables, place = tables_of(top, capacity), {"layout": LAYOUTS[layout]}
-    found = outcome(ranks, 4, tiny_job(**tables, **place, **asking(policy)), STEPS)
+    found = outcome(
+        ranks, 4, tiny_job(**tables, **place, balance={**ASKING, "policy": policy}), STEPS
+    )
     assert_same(found, plain(ranks, 4, **tables, **place))
     assert_same(found, plain(ranks, 1, **tables))
     if (policy, top) != ("llep", 8):  # Eight of sixteen are too even for its threshold.
@@ -78,7 +74,7 @@ def test_twenty_steps(
 @pytest.mark.parametrize("policy", ["auto", "quota", "pro-prophet"])
 def test_fixed_prices_give_the_same_bits_twice(ranks: Ranks, policy: str) -> None:
     tables = {**tables_of(2, None), "train": {"steps": STEPS, "precision": "fp32"}}
-    job = tiny_job(**tables, layout={"ep": 4}, **asking(policy))
+    job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "policy": policy})
     one, other = (outcome(ranks, 4, job, 6) for _ in range(2))
     assert one.steps == other.steps
     for key, values in one.state.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import layer
-from layouts import Run, assert_same, outcome, run_layout, together
+from layouts import ASKING, Run, assert_same, outcome, run_layout, together
 from torch import Tensor
 
 from moesaic.dist.exchange import ByPairs
@@ -77,9 +77,7 @@ def test_a_token_goes_over_the_link_once(own_ranks: Ranks) -> None:
 STEPS = 3
 MICRO_BATCHES = {"train": {"micro_batches": 2}}
 AGAIN = {"train": {"micro_batches": 2, "recompute": True}}
-PRICES = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
-BALANCE = {"policy": "quota", "prices": PRICES, "least_rows": 1}
-EARLY = {"balance": {**BALANCE, "policy": "auto", "early": True}}
+EARLY = {"balance": {**ASKING, "policy": "auto", "early": True}}
 SPREAD: dict[int, list[tuple[dict[str, Any], dict[str, Any], int | None]]] = {
     2: [
         ({"ep": 2}, MICRO_BATCHES, 1),
@@ -113,7 +111,7 @@ def train_apart(world: World, hosts: tuple[str, str], jobs: list[tuple[Job, int 
 def test_experts_of_the_other_host(ranks: Ranks, own_ranks: Ranks, size: int) -> None:
     """Over sockets, rank by rank; with copies that leave behind tokens and early ones."""
     ways = [
-        (tiny_job(**{"balance": BALANCE, **tables}, layout=layout), shaken)
+        (tiny_job(**{"balance": ASKING, **tables}, layout=layout), shaken)
         for layout, tables, shaken in SPREAD[size]
     ]
     with two_hosts() as hosts:
