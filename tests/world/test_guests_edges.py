@@ -27,6 +27,7 @@ from moesaic.models.initial import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
+from moesaic.train.balancing import Balancer, Spread
 from moesaic.train.run import Run
 
 STEPS = 2
@@ -155,11 +156,16 @@ def test_all_rows_for_one_expert(ranks: Ranks, balance: dict[str, Any], shaken: 
 
 
 def judged(world: World, job: Job, shaken: int | None) -> list[float]:
-    """Losses of steps, and of validation after each."""
+    """Losses of steps, and before each of validation, of which no policy hears anything."""
     run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
     found = list[float]()
     for _ in range(STEPS):
-        found += [run.validate(samples, 11)[0], run.step(samples).loss]
+        asked = [moe.balancer for _, moe in run.model.expert_layers()]
+        made = [getattr(one, "made", 0) for one in asked]
+        found.append(run.validate(samples, 11)[0])
+        assert made == [getattr(one, "made", 0) for one in asked]
+        assert all(one.told() == Spread() for one in asked if isinstance(one, Balancer))
+        found.append(run.step(samples).loss)
     run.close()
     return found
 
