@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.dist.clock import Clock
 from moesaic.dist.exchange import Carrier, Flight
 from moesaic.facts.balance import Ints
 
@@ -56,16 +57,22 @@ class Guests:
 
 
 def invite(
-    arena: Tensor, copies: Ints, homes: Homes, rank: int, carrier: Carrier, dtype: torch.dtype
+    arena: Tensor,
+    copies: Ints,
+    homes: Homes,
+    rank: int,
+    carrier: Carrier,
+    dtype: torch.dtype,
+    clock: Clock | None = None,
 ) -> Guests:
-    """Launch experts between ranks of the group, of which this is one."""
+    """Launch experts between ranks of the group, of which this is one; waiting goes to `clock`."""
     experts, ranks = homes.ordered(copies).T
     slots = homes.places[experts]
     leaving, coming = slots // homes.each == rank, ranks == rank
     send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
     receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
     order = (slots[leaving] - rank * homes.each).tolist()
-    flight = Flight(carrier, send, receive)
+    flight = Flight(carrier, send, receive, clock)
     own, guests = Invite.apply(arena, order, dtype, flight)
     return Guests(own, guests, flight)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from moesaic.dist.clock import Clock
 from moesaic.facts.balance import Balance, Ints
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
@@ -48,6 +49,8 @@ class MoE(nn.Module):
         self.shared = shared
         self.balancer: Balancer | None = None
         """Whom to ask; nobody: every row is computed at its expert's home."""
+        self.clock: Clock | None = None
+        """What training has experts take, and wait for copies, goes to it."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
@@ -68,7 +71,8 @@ class MoE(nn.Module):
         if balance is not None and not early:  # Behind the tokens, which come first.
             guests = self._invite(balance.copies, tokens_TH.dtype)
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        with self.bank.at_work(self.dispatcher.computations, guests) as compute:
+        clock = self.clock if context.training else None
+        with self.bank.at_work(self.dispatcher.computations, guests, clock) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 
@@ -108,7 +112,7 @@ class MoE(nn.Module):
         assert ranks.straight is not None
         mine = ranks.group_ranks.index(ranks.rank)
         arena, homes = self.bank.acquire(), self.dispatcher.homes
-        return invite(arena, copies, homes, mine, ranks.straight, dtype)
+        return invite(arena, copies, homes, mine, ranks.straight, dtype, self.clock)
 
     def _facts(
         self, routing: Routing, counted: Counted, placed: Placed, balance: Balance | None
