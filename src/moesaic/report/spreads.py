@@ -58,7 +58,8 @@ class Spreads:
 
     def by_step(self, *names: str) -> Floats:
         """[columns]: the same of all layers together."""
-        return self.over(*names).sum(axis=1)
+        total: Floats = self.over(*names).sum(axis=1)
+        return total
 
     def ratio(
         self, above: tuple[str, ...], below: tuple[str, ...], axis: int | None = None
@@ -74,7 +75,8 @@ class Spreads:
 
 
 def _parts(one: Floats, other: Floats) -> Floats:
-    return np.divide(one, other, out=np.full(one.shape, np.nan), where=other != 0)
+    parts: Floats = np.divide(one, other, out=np.full(one.shape, np.nan), where=other != 0)
+    return parts
 
 
 def read_spreads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) -> Spreads | None:
