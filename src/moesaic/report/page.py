@@ -184,8 +184,9 @@ def _balanced(run: RunFacts, group: list[Figure]) -> str:
         header, rows = balance.by_layer(run.spreads)
         note = (
             f"Means of {plural(len(run.spreads.steps), 'recorded step')}, of the layers of rank 0 "
-            "and the ranks that it shares experts with; times are those of rank 0. RB: standard "
-            "deviation of ranks' rows at home over that with copies, as Pro-Prophet has it."
+            "and the ranks that it shares experts with; times are those of rank 0, and what is "
+            "expected, of a layer too, is what policies go by. RB: standard deviation of ranks' "
+            "rows at home over that with copies, as Pro-Prophet has it."
         )
         body = (
             f'<div class="card flat span-12">{table(header, rows[:_ROWS])}'

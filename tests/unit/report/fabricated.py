@@ -216,7 +216,7 @@ class Fabric:
         """Figures that are functions of step and layer: tests work them out again."""
         return [
             {
-                "step": step, "layer": layer, "busiest_before": 1.5 + 0.1 * layer + 0.01 * step,
+                "step": step, "layer": layer, "busiest_before": 1.5 + 0.1 * layer + 0.02 * step,
                 "busiest_after": 1.1, "std_before": 40.0 * (layer + 1), "std_after": 10.0,
                 "copies": 2, "bytes_moved": 3 << 20, "planning_s": 1e-3 / 3,
                 "landing_s": 1e-4 * step, "return_s": 2e-4 * step, "forward_s": 4e-3,

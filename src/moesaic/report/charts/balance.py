@@ -19,6 +19,8 @@ COMPUTED, WAITED = ("forward_s", "backward_s"), ("landing_s", "return_s")
 UPWARDS = [[0.0, "var(--load-1)"], [0.5, "var(--load-2)"], [1.0, "var(--load-4)"]]
 """From nothing to the most."""
 AROUND_ONE = {"zmin": 0, "zmax": MAX_UTILISATION, "colorscale": SCALE}
+RATIOS = {"zmin": 0, "zmax": 12, "colorscale": UPWARDS}
+"""Of RB: 11 is the most that is published, and where ranks are all but even it has no end."""
 
 
 def figures(run: RunFacts) -> list[Figure]:
@@ -34,9 +36,8 @@ def figures(run: RunFacts) -> list[Figure]:
 def by_layer(spreads: Spreads) -> tuple[list[str], list[list[str]]]:
     """Means over recorded steps as a table: its header, and a row for each layer."""
     header = [
-        "layer", "busiest rank at home", "with copies", "RB", "copies", "moved", "deciding",
-        "waiting for copies", "experts, expected", "measured", "layer at home, modelled",
-        "with copies",
+        "layer", "busiest at home", "with copies", "RB", "copies", "moved", "deciding", "waiting",
+        "experts, expected", "measured", "layer at home", "with copies",
     ]  # fmt: skip
 
     def told(words: Any, *names: str) -> list[str]:
@@ -113,11 +114,12 @@ def _expected(spreads: Spreads) -> Figure:
             hover = f"{name}: %{{y:.3g}} {unit}<extra></extra>"
             trace = curve(x, values / scale, name, colour, hovertemplate=hover)
             trace["line"]["dash"] = dash
+            trace["showlegend"] = dash == "solid"
             data.append(trace)
     return Figure(
         "balance-expected",
         "Expected and measured",
-        f"{unit} of each step on rank 0, over all layers",
+        f"{unit} a step on rank 0, all layers; dotted: expected",
         f"Time of each step on rank 0, over all layers: {', '.join(words)}.",
         data,
         layout(hovermode="x", yaxis={"rangemode": "tozero"}),
@@ -135,8 +137,8 @@ def _by_layer(spreads: Spreads) -> list[Figure]:
               home, "x the mean", AROUND_ONE),
         _heat(spreads, "balance-copies", "Busiest rank, with copies", "on the same scale",
               copied, "x the mean", AROUND_ONE),
-        _heat(spreads, "balance-ratio", "RB", "deviation of ranks' rows, at home over with copies",
-              spreads.ratio(("std_before",), ("std_after",)), " times as even"),
+        _heat(spreads, "balance-ratio", "RB", "deviation at home over with copies; blank: even",
+              spreads.ratio(("std_before",), ("std_after",)), " times as even", RATIOS),
         _heat(spreads, "balance-made", "Copies by layer", "made in each step",
               spreads.over("copies"), " copies"),
         _heat(spreads, "balance-waiting", "Waiting for copies", "ms of each step on rank 0",
