@@ -78,16 +78,17 @@ def test_sums_over_micro_batches() -> None:
 
 
 def test_what_copies_cost_in_the_model() -> None:
-    """Two copies from rank 0, one each to ranks 1 and 2, with nothing to hide under."""
+    """Two copies from rank 0, one each to ranks 1 and 2, with nothing to hide under; rank 3's rows
+    still travel."""
     counts = np.zeros((4, 8), np.int64)
-    counts[1, 0], counts[2, 0] = 40, 60
+    counts[1:, 0] = 40, 60, 10
     balance = Balance(np.array([[0, 1], [0, 2]]), np.array([[0, 1, 1, 40], [0, 2, 2, 60]]))
     told = Spread.of(counts, SETTING._replace(hides=False), balance, 2, 0.0)
     travel = 2 * (9_000 / 1e9 + 2e-6)
     assert told.modelled_travel_s == pytest.approx(travel)
     assert told.modelled_exposed_s == pytest.approx(travel)
-    assert told.modelled_s == pytest.approx(3 * 60 / 1e4 + travel)
-    assert told.modelled_home_s == pytest.approx(3 * 100 / 1e4 + 4 * (100 * 64 / 1e9 + 1e-6))
+    assert told.modelled_s == pytest.approx(3 * 60 / 1e4 + travel + 4 * (10 * 64 / 1e9 + 1e-6))
+    assert told.modelled_home_s == pytest.approx(3 * 110 / 1e4 + 4 * (110 * 64 / 1e9 + 1e-6))
     assert told.modelled_experts_s == pytest.approx(3 * 60 / 1e4)
 
 
