@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from moesaic.dist.clock import Clock
 from moesaic.facts.balance import Balance, Ints
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
@@ -53,6 +54,8 @@ class MoE(nn.Module):
         """Whom to ask; nobody: every row is computed at its expert's home."""
         self.next: tuple[MoE, ...] = ()
         """The layer, if there is one, whose experts may leave while those of this one compute."""
+        self.clock: Clock | None = None
+        """What training has experts take, and wait for copies, goes to it."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
@@ -78,7 +81,8 @@ class MoE(nn.Module):
         if asked is not None and early:
             asked.think()
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        with self.bank.at_work(self.dispatcher.computations, guests) as compute:
+        clock = self.clock if context.training else None
+        with self.bank.at_work(self.dispatcher.computations, guests, clock) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 
@@ -139,7 +143,7 @@ class MoE(nn.Module):
         assert ranks.straight is not None
         mine = ranks.group_ranks.index(ranks.rank)
         arena, homes = self.bank.acquire(), self.dispatcher.homes
-        return Guests(arena, balance, homes, mine, ranks.straight, dtype)
+        return Guests(arena, balance, homes, mine, ranks.straight, dtype, self.clock)
 
     @staticmethod
     def _leave(guests: Guests | None) -> None:
