@@ -35,10 +35,12 @@ class Weighed:
         self.name, self.group, self.close = inner.name, inner.group, inner.close
         self._inner, self._width, self.sent = inner, width, 0
 
-    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Work]:
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> tuple[Tensor, Work]:
         if rows.shape[1] == self._width:
             self.sent += rows.numel() * rows.element_size()
-        return self._inner.start(rows, send, receive)
+        return self._inner.start(rows, send, receive, into)
 
 
 def record(world: World, job: Job, out: Path) -> list[list[Any]]:
