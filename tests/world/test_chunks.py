@@ -176,7 +176,7 @@ class Telling:
         self, rows: torch.Tensor, send: list[int], receive: list[int], into: Any = None
     ) -> Any:
         self.told.append("leave")
-        landing, work = self.carrier.start(rows, send, receive)
+        landing, work = self.carrier.start(rows, send, receive, into)
         return landing, Waiting(work, self.told)
 
     def close(self) -> None:
