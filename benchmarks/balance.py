@@ -37,14 +37,14 @@ from moesaic.facts.job import BalanceConfig
 from moesaic.facts.job.balance import Policy
 from moesaic.nn.bank import Bank
 from moesaic.nn.routes import Routes
-from moesaic.policy.balance import quota, setting_of
+from moesaic.policy.balance import lp, quota, setting_of
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train import balancing
 
 OURS = "auto"
 POLICIES: tuple[Policy, ...] = (
-    "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep",
+    "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp",
 )  # fmt: skip
 SKEWS = (
     Skew("a run trained without balance loss", 2),
@@ -198,22 +198,24 @@ def _exchanging(carrier: Carrier, rows: int, width: int) -> None:
 
 
 def planning(rounds: int) -> Iterator[measure.Row]:
-    """How long it takes to decide on a layer."""
+    """How long it takes to decide on a layer: ours, and a copy on each rank with an exact split."""
     for (ranks, experts), bar in {(64, 256): "<= 1.0", (1024, 512): "<= 20.0"}.items():
         every = list(balance_simulated.loads(ranks, experts, ranks * 4096, 8, 0))
         setting = balance_simulated.large(ranks, experts)
-        quota(every[0], setting)
-        taken_s = list[float]()
-        for turn in range(rounds):
-            began = time.perf_counter()
-            quota(every[turn % len(every)], setting)
-            taken_s.append(time.perf_counter() - began)
-        low, high = measure.bootstrap(taken_s)
-        yield measure.row(
-            f"deciding on a layer, {ranks:,} devices, {experts} experts",
-            1e3 * float(np.median(taken_s)), "ms", bar=bar, against="limit: nobody is to wait",
-            interval=(1e3 * low, 1e3 * high), repeats=rounds,
-        )  # fmt: skip
+        for policy, said in {quota: "", lp: ", lp"}.items():
+            policy(every[0], setting)
+            taken_s = list[float]()
+            for turn in range(rounds):
+                began = time.perf_counter()
+                policy(every[turn % len(every)], setting)
+                taken_s.append(time.perf_counter() - began)
+            low, high = measure.bootstrap(taken_s)
+            yield measure.row(
+                f"deciding on a layer, {ranks:,} devices, {experts} experts{said}",
+                1e3 * float(np.median(taken_s)), "ms", bar=bar,
+                against="limit: nobody is to wait", interval=(1e3 * low, 1e3 * high),
+                repeats=rounds,
+            )  # fmt: skip
 
 
 PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {

@@ -102,6 +102,9 @@ class Forced:
         """Nobody asks for that."""
         return unchanged()
 
+    def think(self) -> None:
+        """Nobody has to."""
+
     def __call__(self, counts: Ints) -> Balance:
         """As many rows as are best."""
         return within(counts, self._setting, _COPY)

@@ -38,6 +38,10 @@ def sparing(cases: Sequence[Any], every: int) -> list[Any]:
     ]
 
 
+FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
+"""Prices at which any row that moves from a busy rank to an idle one pays."""
+ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "least_rows": 1}
+"""Of a balance that makes copies in a tiny job."""
 SIGMOID: dict[str, Any] = {
     "model": {
         "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
@@ -58,6 +62,10 @@ class Outcome:
     state: dict[str, Array]
 
 
+Run = tuple[list[dict[str, Any]], list[Any], list[Any]]
+"""One rank's steps, gradients and state."""
+
+
 def run_layout(
     world: World,
     job: Job,
@@ -67,7 +75,7 @@ def run_layout(
     homes: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
     shaken: int | None = None,
-) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+) -> Run:
     """Train on one rank; pieces are returned as (key, shape, offset, values).
 
     `shaken` seeds copies of experts at random, in the place of what a policy decides.
@@ -136,6 +144,9 @@ class Shaken:
         self._ahead = unchanged()._replace(copies=copies, ahead=leaving)
         return self._ahead
 
+    def think(self) -> None:
+        """Nothing to think about."""
+
     def _copies(self, ranks: int) -> Ints:
         share = self._draw.choice([0.0, 0.1, 0.4, 1.0])
         chosen = self._draw.random((len(self._homes), ranks)) < share
@@ -167,7 +178,11 @@ def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
 def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:
     """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
     wishes = (more.get(name) for name in ("record", "replay", "homes", "stages", "shaken"))
-    results = ranks.run(size, run_layout, job, steps, *wishes)
+    return together(ranks.run(size, run_layout, job, steps, *wishes))
+
+
+def together(results: list[Run]) -> Outcome:
+    """What all ranks did, put together likewise."""
     said = [[{**step, "copies": 0} for step in facts] for facts, _, _ in results]  # Groups' own.
     for facts in said[1:]:
         assert facts == said[0], "ranks disagree about what happened"

@@ -172,9 +172,11 @@ class Telling:
     def group(self) -> Any:
         return self.carrier.group
 
-    def start(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Any:
+    def start(
+        self, rows: torch.Tensor, send: list[int], receive: list[int], into: Any = None
+    ) -> Any:
         self.told.append("leave")
-        landing, work = self.carrier.start(rows, send, receive)
+        landing, work = self.carrier.start(rows, send, receive, into)
         return landing, Waiting(work, self.told)
 
     def close(self) -> None:

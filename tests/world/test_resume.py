@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import SIGMOID, worst_element
+from layouts import ASKING, SIGMOID, worst_element
 from table import FAMILIES, SMALL
 
 from moesaic.base.errors import UserError
@@ -133,6 +133,43 @@ def test_copies_go_on_by_what_was_measured_at_the_start(
     assert rest[0] == whole[0][2:]
     a, b = (read_state(end(out), "float32") for out in (straight, resumed))
     assert all(np.array_equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("ep2", "auto"), [("ep2", "pro-prophet"), ("one", "none")]),
+        (("ep2 x 2, sharded", "eplb"), [("ep2 x 2, sharded", "none"), ("ep4", "llep")]),
+        (("ep4", "none"), [("ep4", "auto")]),
+    ],
+)
+def test_another_policy_goes_on_with_the_same_numbers(
+    ranks: Ranks,
+    text: Path,
+    tmp_path: Path,
+    first: tuple[str, str],
+    then: list[tuple[str, str]],
+) -> None:
+    def run(name: str, policy: str, resume: str | None = None) -> tuple[list[float], Path]:
+        out = tmp_path / f"{name} {policy} {resume is not None}"
+        balance = {**ASKING, "policy": policy}
+        size, layout = LAYOUTS[name]
+        changes = {"balance": balance}
+        losses = ranks.run(size, run_job, str(text), str(out), layout, resume, changes)[0]
+        if size > 1:
+            events = (out / "events" / "rank-0.jsonl").read_text().splitlines()
+            copies = sum(json.loads(line).get("copies", 0) for line in events)
+            assert (copies > 0) == (policy != "none")
+        return losses, out
+
+    losses, plain = run("one", "none")
+    expected = read_state(end(plain))
+    whole, start = run(*first)
+    assert whole == pytest.approx(losses, rel=1e-9)
+    for name, policy in then:
+        rest, out = run(name, policy, middle(start))
+        assert rest == pytest.approx(losses[2:], rel=1e-9), policy
+        assert worst_element(read_state(end(out)), expected) < 1e-9, policy
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

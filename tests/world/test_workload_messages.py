@@ -272,7 +272,8 @@ def test_messages_are_those_that_are_sent(
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        (2, {"ep": 2}), (4, {"ep": 4, "hosts": 2}), (4, {"ep": 4, "dispatch": "visits"}),
+        (2, {"ep": 2}), (4, {"ep": 4, "hosts": 2, "dispatch": "rows"}),
+        (4, {"ep": 4, "dispatch": "visits"}),
         (4, {"ep": 2, "tp": 2, "etp": 2, "local": "first"}),
     ],
 )  # fmt: skip

@@ -64,14 +64,19 @@ def read_records(
     Of `columns`, if any are given, each must have all, of such types and without gaps.
     """
     for path in list_parts(directory):
-        try:
-            wanted = None
-            if columns is not None:
-                wanted = [name for name in pq.read_schema(path).names if name in columns]
-            table = pq.read_table(path, columns=wanted)
-        except (pa.ArrowException, OSError) as error:
-            raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None
-        yield table if columns is None else _only(table, columns, path)
+        yield read_part(path, columns)
+
+
+def read_part(path: Path, columns: Mapping[str, pa.DataType] | None = None) -> pa.Table:
+    """One of them."""
+    try:
+        wanted = None
+        if columns is not None:
+            wanted = [name for name in pq.read_schema(path).names if name in columns]
+        table = pq.read_table(path, columns=wanted)
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None
+    return table if columns is None else _only(table, columns, path)
 
 
 def _only(table: pa.Table, columns: Mapping[str, pa.DataType], path: Path) -> pa.Table:

@@ -434,9 +434,7 @@ def _print(facts: dict[str, Any]) -> None:
         {
             **({"tokens travel": travel.in_a_line(facts)} if layout["ep"] > 1 else {}),
             **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),
-            **(
-                {"balance": travel.copies_in_a_line(**found)} if (found := facts["balance"]) else {}
-            ),
+            **travel.copies_in_a_line(facts["balance"]),
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),
             "whole run": f"{facts['steps']:,} steps in {outlook.time(run_s)}",
             "tokens": f"{facts['tokens_per_s']:,.0f} a second",

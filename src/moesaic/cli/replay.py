@@ -30,7 +30,6 @@ Named = Annotated[
     typer.Option("--policy", metavar="POLICY", help="Whom to ask, as --set policy=POLICY."),
 ]
 
-_COLUMNS = ["step", "layer", "by_rank"]
 _REMEDY = (
     "give them with --set prices.rows_per_s=, .bytes_per_s= and .latency_s= (a run with a "
     "balance.policy says which ones it goes by)"
@@ -135,12 +134,13 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
     asked: dict[tuple[int, tuple[int, ...]], Asked] = {}
     layers: dict[int, _Layer] = {}
     for _, layer, counts in _recorded(run, plan, job.train.micro_batches):
+        if layer not in layers:
+            layers[layer] = _Layer()
+            setting = setting_of(job, plan, config, prices, layer)
+            asked |= {(layer, group): Asked(config, setting) for group in groups}
         for group in groups:
-            if (layer, group) not in asked:
-                setting = setting_of(job, plan, config, prices, layer)
-                asked[layer, group] = Asked(config, setting)
             policy, own = asked[layer, group], counts[list(group)]
-            layers.setdefault(layer, _Layer()).add(own, policy, policy(own))
+            layers[layer].add(own, policy, policy(own))
     if not layers:
         raise StoreError(
             f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
@@ -157,20 +157,35 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
 
 def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:
     """What each layer had, in the order of steps: those of a micro-batch are about its share of the
-    step's."""
-    from moesaic.base.records import read_records
+    step's. A part of the record is in memory at a time, and nothing is kept of it."""
+    from moesaic.base.records import read_part
 
-    latest: dict[tuple[int, int], Ints] = {}
-    for table in read_records(run / "loads"):
+    path, table = None, None
+    for step, layer, (part, row) in _found(run):
+        if part != path:
+            path, table = part, read_part(part)
+        assert table is not None
+        counts = table.column("by_rank")[row].values.to_numpy().reshape(-1, plan.experts)
+        yield Recorded(step, layer, np.rint(counts / micro_batches).astype(np.int64))
+
+
+def _found(run: Path) -> Iterator[tuple[int, int, tuple[Path, int]]]:
+    """Steps and layers in their order, and the part and the row where each was recorded last; not
+    those of other parts of a pipeline, whose rows by rank are empty."""
+    from moesaic.base.records import list_parts, read_part
+
+    latest: dict[tuple[int, int], tuple[Path, int]] = {}
+    for part in list_parts(run / "loads"):
+        table = read_part(part)
         if "by_rank" not in table.column_names:
             continue
-        for row in table.select(_COLUMNS).to_pylist():
-            if not row["by_rank"]:  # Of another part of a pipeline.
-                continue
-            counts = np.array(row["by_rank"], np.int64).reshape(-1, plan.experts)
-            latest[row["step"], row["layer"]] = np.rint(counts / micro_batches).astype(np.int64)
-    for (step, layer), counts in sorted(latest.items(), key=lambda item: item[0]):
-        yield Recorded(step, layer, counts)
+        lengths = (len(one) if one.is_valid else 0 for one in table.column("by_rank"))
+        keys = zip(*(table.column(name).to_pylist() for name in ("step", "layer")), strict=True)
+        for row, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+            if length:
+                latest[key] = (part, row)
+    for step, layer in sorted(latest):
+        yield step, layer, latest[step, layer]
 
 
 def _show(facts: dict[str, Any]) -> None:

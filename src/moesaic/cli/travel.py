@@ -120,20 +120,18 @@ def with_prices(job: Job, plan: Plan, cluster: Cluster, traffic: Traffic) -> Pla
     from moesaic.policy.balance import balances, planned, rehomes
     from moesaic.policy.cost.step import Costs
 
-    if plan.prices is not None or not (balances(plan, job) or rehomes(plan, job)):
+    if plan.prices is not None or not (balances(job, plan) or rehomes(job, plan)):
         return plan
     found = planned(Costs.of(job, plan, cluster, traffic=traffic)).model_dump()
-    short_ = {
-        key: short(value) if isinstance(value, float) else value for key, value in found.items()
-    }
-    return plan.model_copy(update={"prices": Prices(**short_)})
+    rounded = {key: short(one) if isinstance(one, float) else one for key, one in found.items()}
+    return plan.model_copy(update={"prices": Prices.model_validate(rounded)})
 
 
 def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
     """What is done about uneven experts, and how many rows make up for a copy; None: nothing is."""
     from moesaic.policy.balance import balances, copy_rows, setting_of
 
-    if plan.prices is None or not balances(plan, job):
+    if plan.prices is None or not balances(job, plan):
         return None
     setting = setting_of(job, plan, job.balance, plan.prices, job.model.expert_layers[0])
     most = None if setting.room is None else setting.room * _copy_bytes(job, plan)

@@ -198,6 +198,12 @@ def memory_kind(device: torch.device) -> Literal["allocated", "resident"]:
     return "allocated" if device.type == "cuda" else "resident"
 
 
+def is_prompt(device: torch.device) -> bool:
+    """Whether what is asked of `device` is done when the call returns, so that a clock of the host
+    tells what it took, without anybody waiting."""
+    return device.type == "cpu"
+
+
 def now(device: torch.device) -> float:
     """Seconds on a clock that has waited for the device's work."""
     if device.type == "cuda":

@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.dist.clock import Clock, during
+
+LANDING, RETURN = "landing", "return"
+"""What a clock calls waiting for rows, and for their gradients."""
+
 
 class Work(Protocol):
     """Rows on their way."""
@@ -116,9 +121,13 @@ class Flight:
     travel, in either direction.
     """
 
-    def __init__(self, carrier: Carrier, send: list[int], receive: list[int]) -> None:
-        """Of `send[i]` consecutive rows to rank i, and as many from it as `receive` says."""
+    def __init__(
+        self, carrier: Carrier, send: list[int], receive: list[int], clock: Clock | None = None
+    ) -> None:
+        """Of `send[i]` consecutive rows to rank i, and as many from it as `receive` says; waiting
+        goes to `clock`."""
         self._carrier, self._send, self._receive = carrier, send, receive
+        self._clock = clock
         self._work: Work | None = None
         self._gradients: Tensor | None = None
 
@@ -129,9 +138,13 @@ class Flight:
 
     def wait(self) -> None:
         """Until they are there; what was sent is let go of."""
+        self._wait(LANDING)
+
+    def _wait(self, kind: str) -> None:
         work, self._work = self._work, None
         assert work is not None
-        work.wait()
+        with during(self._clock, kind):
+            work.wait()
 
     @property
     def coming(self) -> int:
@@ -144,7 +157,7 @@ class Flight:
 
     def back(self) -> Tensor:
         """Those gradients, awaited."""
-        self.wait()
+        self._wait(RETURN)
         gradients, self._gradients = self._gradients, None
         assert gradients is not None
         return gradients

@@ -39,6 +39,8 @@ class Setting(NamedTuple):
     it sends every copy itself, and adds up what comes back."""
     room: int | None = None
     """Copies that a rank has memory for; None: of all experts."""
+    sends: int | None = None
+    """Copies that a rank sends at most; None: any number."""
     least_rows: int = 0
     """Of a copy: products of fewer are no faster."""
 

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moesaic.nn.grouped import GatedExperts, Total, arena_views
+from moesaic.dist.clock import Clock, during
+from moesaic.nn.grouped import FORWARD, GatedExperts, Total, arena_views
 from moesaic.nn.guests import Guests
 from moesaic.nn.lora import AdaptedExperts, Adapters
 from moesaic.nn.routes import Routes
@@ -56,12 +57,15 @@ class Bank(nn.Module):
         """Forward is through with the slots; backward may not be."""
 
     @contextmanager
-    def at_work(self, times: int = 1, guests: Guests | None = None) -> Iterator[Compute]:
-        """What computes so many times in one forward pass of the layer, with `guests` or none."""
+    def at_work(
+        self, times: int = 1, guests: Guests | None = None, clock: Clock | None = None
+    ) -> Iterator[Compute]:
+        """What computes so many times in one forward pass of the layer, with `guests` or none; what
+        it takes, backward too, goes to `clock`."""
         if guests is None:
-            yield partial(self._compute, self.acquire(), None, Total(times))
+            yield partial(self._compute, self.acquire(), None, Total(times, clock=clock))
         else:
-            total = Total(times, guests.flights)
+            total = Total(times, guests.flights, clock)
             yield partial(self._compute, guests.arena, guests.guests, total)
         self.release()
 
@@ -79,9 +83,10 @@ class Bank(nn.Module):
             if guests is not None:  # Other ranks may have more of them.
                 num_slots = len(arena) + len(guests)
                 routes = routes._replace(counts=routes.counts[:num_slots])
-            results = GatedExperts.apply(
-                tokens, arena, guests, weights_NK, self.ffn, total, *routes
-            )
+            with during(total.clock, FORWARD):
+                results = GatedExperts.apply(
+                    tokens, arena, guests, weights_NK, self.ffn, total, *routes
+                )
         else:
             assert guests is None, "adapters have no guests"
             own, shape = self.adapters.arena, self.adapters.shape

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist import threads
+from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
 from moesaic.dist.products import grouped_mm, grouped_outer
 from moesaic.nn.halves import asked_for, refuse_second_order
@@ -24,6 +25,8 @@ _CACHED = 2
 """As many times that, the rows of a single slot, are still for one thread."""
 _LARGE = 2
 """Shares for each thread, at least: a larger one is for all threads."""
+FORWARD, BACKWARD = "experts forward", "experts backward"
+"""What a clock calls computing."""
 _LEAST_BYTES = 8 << 20
 """Of rows and matrices: below, waking threads takes longer than they save."""
 
@@ -79,6 +82,11 @@ class GatedExperts(torch.autograd.Function):
         The first half keeps the gradients between the products for the second.
         """
         refuse_second_order()
+        with during(ctx.total.clock, BACKWARD):
+            return GatedExperts._back(ctx, grads)
+
+    @staticmethod
+    def _back(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         tokens, arena, guests, weights_NK, inners, *routes = ctx.saved_tensors
         ffn, way, arenas = ctx.ffn, Routes.of(routes), _arenas(arena, guests)
         of_tokens, of_arena = asked_for(ctx, 0), asked_for(ctx, 1)
@@ -130,7 +138,10 @@ class Total:
     come from elsewhere for this rank's own experts is added where they have left from.
     """
 
-    def __init__(self, times: int = 1, flights: Sequence[Flight] = ()) -> None:
+    def __init__(
+        self, times: int = 1, flights: Sequence[Flight] = (), clock: Clock | None = None
+    ) -> None:
+        self.clock = clock
         self._times, self._gone, self._come, self._flights = times, 0, 0, flights
         self._landed = False
 

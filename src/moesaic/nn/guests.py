@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.dist.clock import Clock
 from moesaic.dist.exchange import Carrier, Flight
 from moesaic.facts.balance import Balance, Ints
 
@@ -51,10 +52,11 @@ class Guests:
 
     def __init__(
         self, bank_arena: Tensor, balance: Balance, homes: Homes, rank: int, carrier: Carrier,
-        dtype: torch.dtype,
+        dtype: torch.dtype, clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """Copies are those of `balance`, between the ranks of a group, of which this is one."""
-        self._homes, self._rank, self._carrier = homes, rank, carrier
+        """Copies are those of `balance`, between the ranks of a group, of which this is one; what
+        waiting takes goes to `clock`."""
+        self._homes, self._rank, self._carrier, self._clock = homes, rank, carrier, clock
         order = homes.order(balance)
         self._copies = balance.copies[order]
         self._late = np.ones(len(order), bool)
@@ -77,7 +79,7 @@ class Guests:
         leaving, coming = slots // homes.each == rank, ranks == rank
         send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
         receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
-        flight = Flight(self._carrier, send, receive)
+        flight = Flight(self._carrier, send, receive, self._clock)
         come = sum(one.coming for one in self.flights)
         landing = self.guests[come : come + flight.coming]
         order = (slots[leaving] - rank * homes.each).tolist()

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from moesaic.dist.clock import Clock
 from moesaic.facts.balance import Balance, Ints
 from moesaic.nn.attention import FeedForward
 from moesaic.nn.bank import Bank
@@ -25,6 +26,9 @@ class Balancer(Protocol):
 
     def ahead(self) -> Balance:
         """Those copies, and none of their rows yet."""
+
+    def think(self) -> None:
+        """Decide on those of the next time, if it decides early: tokens are under way."""
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]; with those copies, if it is early."""
@@ -54,10 +58,13 @@ class MoE(nn.Module):
         """Whom to ask; nobody: every row is computed at its expert's home."""
         self.next: tuple[MoE, ...] = ()
         """The layer, if there is one, whose experts may leave while those of this one compute."""
+        self.clock: Clock | None = None
+        """What training has experts take, and wait for copies, goes to it."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Each token through its experts."""
-        early = self._asks(context) and self.balancer is not None and self.balancer.early
+        asked = self._asked(context)
+        early = asked is not None and asked.early
         if early and self.router.layer not in context.guests:
             self.begin(context, compute_dtype(x))
         guests = context.guests.pop(self.router.layer, None)
@@ -75,8 +82,11 @@ class MoE(nn.Module):
             guests = self._invite(balance, tokens_TH.dtype)
         for later in self.next:
             later.begin_ahead(context, tokens_TH.dtype)
+        if asked is not None and early:
+            asked.think()
         shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
-        with self.bank.at_work(self.dispatcher.computations, guests) as compute:
+        clock = self.clock if context.training else None
+        with self.bank.at_work(self.dispatcher.computations, guests, clock) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
         return combined if shared is None else combined + shared
 
@@ -90,27 +100,28 @@ class MoE(nn.Module):
         if self.balancer is not None:
             self.balancer.rehome(homes.places // homes.each)
 
-    def _asks(self, context: Context) -> bool:
-        """Whether anybody is to say who computes what: in training alone, for what a policy goes by
-        and what is told of it are of that."""
-        return self.balancer is not None and context.training
+    def _asked(self, context: Context) -> Balancer | None:
+        """Who says who computes what: in training alone, for what a policy goes by and what is told
+        of it are of that."""
+        return self.balancer if context.training else None
 
     def _balance(self, counted: Counted, context: Context) -> Balance | None:
         """Who computes what; where the layer is recomputed, what it was the first time."""
         known = context.layers.get(self.router.layer)
         if known is not None:
             return known.spread
-        if self.balancer is None or not self._asks(context):
+        asked = self._asked(context)
+        if asked is None:
             return None
         ranks = list(self.dispatcher.ranks.group_ranks)
-        return self.balancer(counted.counts_RE[ranks].numpy())
+        return asked(counted.counts_RE[ranks].numpy())
 
     def begin(self, context: Context, dtype: torch.dtype) -> None:
         """Launch experts that are to be computed elsewhere, or what has not left of them, if they
         are decided on before rows are known; what is computed until then is computed while they
         travel."""
-        layer, balancer = self.router.layer, self.balancer
-        if balancer is None or not balancer.early or not self._asks(context):
+        layer, asked = self.router.layer, self._asked(context)
+        if asked is None or not asked.early:
             return
         known = context.layers.get(layer)
         if known is not None:  # The layer is recomputed.
@@ -119,13 +130,13 @@ class MoE(nn.Module):
         elif layer in context.guests:
             self._leave(context.guests[layer])
         else:
-            context.guests[layer] = self._invite(balancer.ahead(), dtype)
+            context.guests[layer] = self._invite(asked.ahead(), dtype)
 
     def begin_ahead(self, context: Context, dtype: torch.dtype) -> None:
         """Launch those of them that leave under experts of the layer before."""
-        balancer = self.balancer
-        if balancer is not None and balancer.early and self._asks(context):
-            guests = self._awaits(balancer.ahead(), dtype)
+        asked = self._asked(context)
+        if asked is not None and asked.early:
+            guests = self._awaits(asked.ahead(), dtype)
             if guests is not None:
                 guests.leave(ahead=True)
             context.guests[self.router.layer] = guests
@@ -146,7 +157,7 @@ class MoE(nn.Module):
         assert ranks.straight is not None
         mine = ranks.group_ranks.index(ranks.rank)
         arena, homes = self.bank.acquire(), self.dispatcher.homes
-        return Guests(arena, balance, homes, mine, ranks.straight, dtype)
+        return Guests(arena, balance, homes, mine, ranks.straight, dtype, self.clock)
 
     @staticmethod
     def _leave(guests: Guests | None) -> None:

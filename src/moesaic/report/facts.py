@@ -1,6 +1,7 @@
 """What a run directory says of its run, read once and typed.
 
-Only files of the run are read: `job.json`, `plan.json`, `versions.json`, `events/` and `loads/`.
+Only files of the run are read: `job.json`, `plan.json`, `versions.json`, `events/`, `loads/`
+and `balance/`.
 A log is appended to on resume: what an earlier part wrote of the steps that the later part does
 again is void. Every column is a float array; what an event lacks is NaN.
 """
@@ -20,6 +21,7 @@ from moesaic.base.errors import StoreError
 from moesaic.report.loads import Loads, read_loads
 from moesaic.report.log import Checkpoint, Log, Part, Steps, Validation, read_log, read_rank
 from moesaic.report.prediction import Prediction, read_prediction
+from moesaic.report.spreads import Spreads, read_spreads
 
 Floats = npt.NDArray[np.float64]
 Status = Literal["finished", "running", "stopped"]
@@ -58,6 +60,8 @@ class RunFacts:
     ranks: list[RankSteps]
     loads: Loads | None
     """Expert loads; none for a dense model, or before the first were written."""
+    spreads: Spreads | None
+    """What a policy of balance made of each layer; none where nobody was asked."""
     prediction: Prediction | None
     """What its plan predicted, and what came of it; none where nothing was predicted."""
     ended: str
@@ -96,6 +100,7 @@ class RunFacts:
             ranks=ranks,
             prediction=read_prediction(plan, log, _peaks(ranks)),
             loads=read_loads(run_dir / "loads", last_step),
+            spreads=read_spreads(run_dir / "balance", last_step),
             ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
         )

@@ -77,7 +77,7 @@ def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) 
     if not keys:
         return None
     step, layer = (np.concatenate(column) for column in zip(*keys, strict=True))
-    winners = _latest(step, layer) & (step <= last_step)
+    winners = latest(step, layer) & (step <= last_step)
     if not winners.any():
         return None
     steps, layers = np.unique(step[winners]), np.unique(layer[winners])
@@ -99,7 +99,8 @@ def _keys(table: Any) -> tuple[Ints, Ints]:
     return step, layer
 
 
-def _latest(step: Ints, layer: Ints) -> npt.NDArray[np.bool_]:
+def latest(step: Ints, layer: Ints) -> npt.NDArray[np.bool_]:
+    """Which records count: of each step and layer the last one."""
     key = (step * (int(layer.max()) + 1) + layer)[::-1]
     _, index = np.unique(key, return_index=True)
     winners = np.zeros(len(step), dtype=np.bool_)

@@ -36,8 +36,9 @@ def render(run: RunFacts) -> str:
     facts = summary(run)
     sections = _sections(run)
     figures = [figure for _, _, group in sections for figure in group]
+    balanced = balance.figures(run)
     compared = _compared(run)
-    figures += compared
+    figures += balanced + compared
     data: dict[str, Any] = {
         "figures": [figure.to_json() for figure in figures],
         "loads": None,
@@ -52,6 +53,7 @@ def render(run: RunFacts) -> str:
             _tiles(facts),
             _findings(facts) if len(run.steps) else _nothing_yet(run),
             *(_section(title, extra, group) for title, extra, group in sections),
+            _balanced(run, balanced),
             _predicted(run, compared),
             _details(run),
             "</main>",
@@ -107,7 +109,7 @@ def _sections(run: RunFacts) -> list[tuple[str, str, list[Figure]]]:
         return []
     first = [learning.loss(run), learning.learning_rate(run), learning.gradient_norm(run)]
     sections = [("Learning", "", first)]
-    auxiliary = balance.figures(run) + learning.auxiliary(run)
+    auxiliary = learning.auxiliary(run)
     if run.loads is not None:
         loads = run.loads
         group = [experts.heat_by_step(loads), experts.overview(loads), experts.imbalance(loads)]
@@ -171,6 +173,28 @@ def _predicted(run: RunFacts, group: list[Figure]) -> str:
         '<section><div class="bar"><h2>Predicted and measured</h2></div><div class="grid">'
         f'<div class="card flat span-6">{body}<p class="note">{html.escape(note)}</p></div>'
         f"{''.join(card(figure) for figure in group)}</div></section>"
+    )
+
+
+def _balanced(run: RunFacts, group: list[Figure]) -> str:
+    if not group:
+        return ""
+    body = ""
+    if run.spreads is not None:
+        header, rows = balance.by_layer(run.spreads)
+        note = (
+            f"Means of {plural(len(run.spreads.steps), 'recorded step')}, of the layers of rank 0 "
+            "and the ranks that it shares experts with; times are those of rank 0, and what is "
+            "expected, of a layer too, is what policies go by. RB: standard deviation of ranks' "
+            "rows at home over that with copies, as Pro-Prophet has it."
+        )
+        body = (
+            f'<div class="card flat span-12">{table(header, rows[:_ROWS])}'
+            f'<p class="note">{html.escape(note)}</p></div>'
+        )
+    return (
+        '<section><div class="bar"><h2>Balance</h2></div>'
+        f'<div class="grid">{"".join(card(figure) for figure in group)}{body}</div></section>'
     )
 
 

@@ -28,7 +28,7 @@ from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import Slices
 from moesaic.nn.travel import Ranks
-from moesaic.policy.balance import balances, rehomes
+from moesaic.policy import balance as policies
 from moesaic.train import balancing, scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
@@ -56,8 +56,8 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
     """
-    moves = rehomes(plan, job)
-    priced = moves or balances(plan, job)
+    moves = policies.rehomes(job, plan)
+    priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)
     slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
     columns = _columns(plan, world)

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from moesaic.dist import device as devices
+from moesaic.dist.clock import Clock
 from moesaic.dist.collectives import gather
 from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints, unchanged
+from moesaic.facts.balance import Balance, Ints
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.lm import LanguageModel
@@ -28,36 +28,20 @@ from moesaic.nn.moe import MoE
 from moesaic.nn.routes import Routes
 from moesaic.policy import balance as policies
 from moesaic.train import machines
+from moesaic.train.spread import Spread
 
 _SLOTS, _ROWS, _TIMES = 4, 256, 5
 """Experts that are tried, their rows each, and how often."""
 _EXCHANGE_BYTES = 4 << 20
 
 
-class Spread(NamedTuple):
-    """What became of one layer's rows, of one micro-batch or of several."""
-
-    copies: int = 0
-    """That were made."""
-    before: float = 1.0
-    """Rows of the busiest rank over the mean, if everything were computed at home."""
-    after: float = 1.0
-    """The same, as it was computed."""
-    planning_s: float = 0.0
-
-    def and_then(self, other: Spread) -> Spread:
-        """Of both, the worse of the two where they do not add up."""
-        return Spread(
-            self.copies + other.copies, max(self.before, other.before),
-            max(self.after, other.after), self.planning_s + other.planning_s,
-        )  # fmt: skip
-
-
 class Balancer:
-    """Asks a policy, and keeps what came of it until that is told."""
+    """Asks a policy on one rank of a group, and keeps what came of it until that is told."""
 
-    def __init__(self, policy: policies.Asked) -> None:
+    def __init__(self, policy: policies.Asked, rank: int = 0, clock: Clock | None = None) -> None:
+        """`clock` has what the layer takes; None: nothing tells."""
         self._policy, self._spread, self.early = policy, Spread(), policy.early
+        self._rank, self._clock = rank, clock
 
     def ahead(self) -> Balance:
         """Copies for rows that nobody knows yet."""
@@ -66,27 +50,29 @@ class Balancer:
         self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
         return early
 
+    def think(self) -> None:
+        """Decide on those of the next time, as far as that can be done now."""
+        began = time.perf_counter()
+        self._policy.think()
+        self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
+
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
         began = time.perf_counter()
         balance = self._policy(counts)
         planning_s = time.perf_counter() - began
-        before, after = (
-            policies.busiest(policies.rows(counts, self._policy.setting.homes, one).computed)
-            for one in (unchanged(), balance)
-        )
-        now = Spread(len(balance.copies), before, after, planning_s)
+        now = Spread.of(counts, self._policy.setting, balance, self._rank, planning_s)
         self._spread = self._spread.and_then(now)
         return balance
 
     def rehome(self, homes: Ints) -> None:
         """These are the ranks of all experts from now on."""
-        self._policy.setting = self._policy.setting._replace(homes=homes)
+        self._policy.rehome(homes)
 
     def told(self) -> Spread:
         """What came of it since this was asked last."""
         spread, self._spread = self._spread, Spread()
-        return spread
+        return spread if self._clock is None else spread.timed(self._clock.told())
 
 
 def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
@@ -98,14 +84,16 @@ def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
         prices = measured(moe, NARROW.get(job.train.precision), world)
     elif prices is None:
         prices = policies.usual(job, plan, machines.ranks(world))
-    for layers in _in_turn(model, job, plan) if policies.balances(plan, job) else ():
+    for layers in _in_turn(model, job, plan) if policies.balances(job, plan) else ():
         for before, later in pairwise(layers):
             before.next = (later,)
         for place, moe in enumerate(layers):
             setting = policies.setting_of(job, plan, job.balance, prices, moe.router.layer)
             policy = policies.Asked(job.balance, setting, follows=place > 0)
             policy.prepare()
-            moe.balancer = Balancer(policy)
+            ranks = moe.dispatcher.ranks
+            moe.clock = Clock() if devices.is_prompt(world.device) else None
+            moe.balancer = Balancer(policy, ranks.group_ranks.index(ranks.rank), moe.clock)
     return prices
 
 

@@ -1,4 +1,5 @@
-"""What a run leaves in its directory: facts at the start, events as they happen, bulk loads.
+"""What a run leaves in its directory: facts at the start, events as they happen, bulk loads
+and balance.
 
 Rank 0 writes for all; every rank writes its own phases. TensorBoard, Weights & Biases and MLflow
 are sinks of the same scalars.
@@ -6,6 +7,7 @@ are sinks of the same scalars.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +22,8 @@ from moesaic.base.records import RecordWriter
 from moesaic.dist import device as devices
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, LogConfig
-from moesaic.train.balancing import Spread
 from moesaic.train.run import StepFacts
+from moesaic.train.spread import BALANCE, Spread
 
 LOADS = pa.schema(
     [
@@ -122,12 +124,15 @@ def open_sinks(log: LogConfig, job: Job, out: Path) -> list[Sink]:
 
 
 def _spread(layers: Sequence[Spread]) -> dict[str, float]:
-    """Copies of all layers, what a policy took to decide, and the least even layer's rows."""
+    """Copies of all layers and what they took, and the least even layer's rows."""
+    exposed_s = sum(one.exposed_s for one in layers)
     return {
         "copies": sum(one.copies for one in layers),
+        "bytes_moved": sum(one.bytes_moved for one in layers),
         "planning_s": sum(one.planning_s for one in layers),
         "busiest_before": max(one.before for one in layers),
         "busiest_after": max(one.after for one in layers),
+        **({} if math.isnan(exposed_s) else {"exposed_s": exposed_s}),
     }
 
 
@@ -139,6 +144,8 @@ class RunRecord:
         self._own = EventLog(out / "events" / f"rank-{world.rank}.jsonl")
         self._sinks: list[Sink] = open_sinks(job.log, job, out) if world.leads else []
         self._loads = RecordWriter(out / "loads", LOADS) if world.leads else None
+        self._balance: RecordWriter | None = None
+        """There once a policy has been asked."""
 
     def event(self, name: str, **fields: Any) -> None:
         """An event of the whole run: rank 0 writes it."""
@@ -175,16 +182,22 @@ class RunRecord:
         for sink in self._sinks:
             sink.scalars(facts.step, {f"train/{key}": value for key, value in figures.items()})
         if self._loads is not None and facts.step % self._job.log.loads_every == 0:
-            none = torch.zeros(0, dtype=torch.int64)  # Of layers of other parts.
-            self._loads.add(
-                {
-                    "step": facts.step, "layer": layer, "counts": counts.tolist(),
-                    "dropped": facts.dropped[layer],
-                    "by_rank": facts.by_rank.get(layer, none).flatten().numpy(),
-                }
-                for layer, counts in facts.counts.items()
-            )  # fmt: skip
+            self._bulk(self._loads, facts)
         return figures
+
+    def _bulk(self, loads: RecordWriter, facts: StepFacts) -> None:
+        none = torch.zeros(0, dtype=torch.int64)  # Of layers of other parts.
+        loads.add(
+            {
+                "step": facts.step, "layer": layer, "counts": counts.tolist(),
+                "dropped": facts.dropped[layer],
+                "by_rank": facts.by_rank.get(layer, none).flatten().numpy(),
+            }
+            for layer, counts in facts.counts.items()
+        )  # fmt: skip
+        if facts.spread:
+            self._balance = self._balance or RecordWriter(self.out / "balance", BALANCE)
+            self._balance.add(one.record(facts.step, at) for at, one in facts.spread.items())
 
     def validation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """One validation pass."""
@@ -194,8 +207,9 @@ class RunRecord:
 
     def flush(self) -> None:
         """Write bulk facts that are still in memory."""
-        if self._loads is not None:
-            self._loads.flush()
+        for writer in (self._loads, self._balance):
+            if writer is not None:
+                writer.flush()
 
     def close(self) -> None:
         """Close everything, whatever any of it says."""

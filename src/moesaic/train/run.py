@@ -31,13 +31,14 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
 from moesaic.nn.context import NARROW, Context, computing_in
 from moesaic.train import scale
-from moesaic.train.balancing import Balancer, Spread
+from moesaic.train.balancing import Balancer
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, learning_rate
 from moesaic.train.phases import Phases
 from moesaic.train.rehoming import Moved, Rehoming
 from moesaic.train.routes import RouteRecorder, RouteReplay
+from moesaic.train.spread import Spread
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -13,6 +13,7 @@ import pytest
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.cli.main import main
+from moesaic.cli.replay import _recorded
 from moesaic.facts.balance import Setting, unchanged
 from moesaic.facts.job import Prices
 from moesaic.facts.plan import planned
@@ -107,6 +108,30 @@ def test_policies_by_rows_of_the_time_before_have_none_at_first(
         found = replay(capsys, str(tmp_path / "run"), "--policy", policy)
         assert all(one["copies"] <= one["passes"] for one in found["layers"])
     assert replay(capsys, str(tmp_path / "run"), "--policy", "none")["gain"] == 1.0
+
+
+def test_steps_are_taken_in_order_each_as_it_was_recorded_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that recorded every other step went on from the first of them and recorded each."""
+    counts = a_run(tmp_path / "run", prices=Prices(**PRICES))
+    for part in (tmp_path / "run" / "loads").iterdir():
+        part.unlink()
+    lives = [[(1, 0), (3, 0)], [(2, 1), (3, 1)]]
+    for life in lives:
+        writer = RecordWriter(tmp_path / "run" / "loads", LOADS)
+        for step, which in life:
+            whole = counts[which, 0]
+            row = {"layer": 0, "counts": whole.sum(0).tolist(), "dropped": 0}
+            writer.add([{"step": step, **row, "by_rank": whole.ravel().tolist()}])
+            writer.add([{"step": step, **row, "layer": 1, "by_rank": []}])  # Of another part.
+        writer.flush()
+    job = tiny_job(layout={"ep": 2}, train={"micro_batches": MICRO})
+    found = list(_recorded(tmp_path / "run", planned(job, 4), MICRO))
+    assert [(one.step, one.layer) for one in found] == [(1, 0), (2, 0), (3, 0)]
+    for one, which in zip(found, (0, 1, 1), strict=True):
+        assert np.array_equal(one.counts, counts[which, 0] // MICRO)
+    assert [one["layer"] for one in replay(capsys, str(tmp_path / "run"))["layers"]] == [0]
 
 
 def test_a_table_says_that_it_is_modelled(

@@ -11,10 +11,13 @@ from moesaic.facts.balance import Balance
 from moesaic.nn.guests import Homes
 from moesaic.nn.placement import Placement
 
+Case = tuple[Homes, Balance, list[list[np.ndarray]], np.ndarray]
+
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Homes, Balance, list[list[np.ndarray]], int]:
-    """Homes in any order, rows of every rank by chunk, and any balance of them."""
+def cases(draw: st.DrawFn) -> Case:
+    """Homes in any order, rows of every rank by chunk, any balance of them, and how many there are
+    for each expert."""
     seed = draw(st.integers(0, 2**32 - 1))
     ranks, each, chunks = (draw(st.integers(1, most)) for most in (4, 3, 3))
     rng = np.random.default_rng(seed)
@@ -24,12 +27,15 @@ def cases(draw: st.DrawFn) -> tuple[Homes, Balance, list[list[np.ndarray]], int]
         [rng.integers(0, experts + 1, (rng.integers(0, 6), 2)) for _ in range(chunks)]
         for _ in range(ranks)
     ]
+    counts = np.array(
+        [[np.bincount(c.ravel(), minlength=experts + 1)[:-1] for c in own] for own in rows]
+    )
     at_home = homes.places // each
     copied = rng.random((experts, ranks)) < rng.choice([0.0, 0.3, 1.0])
     copied[np.arange(experts), at_home] = False
     diverted = []
     for expert, source in np.ndindex(experts, ranks):
-        number = sum(int((chunk == expert).sum()) for chunk in rows[source])
+        number = counts[source, :, expert].sum()
         targets = np.flatnonzero(copied[expert])
         odds = rng.dirichlet([0.5] * (len(targets) + 1))
         for target, part in zip(targets, rng.multinomial(number, odds), strict=False):
@@ -38,19 +44,14 @@ def cases(draw: st.DrawFn) -> tuple[Homes, Balance, list[list[np.ndarray]], int]
     table = np.array(diverted, np.int64).reshape(-1, 4)[order]
     copies = np.argwhere(copied)
     leaving = draw(st.sampled_from([None, rng.random(len(copies)) < 0.5]))
-    return homes, Balance(copies, table, leaving), rows, experts
+    return homes, Balance(copies, table, leaving), rows, counts
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_rows_go_where_a_loop_puts_them(
-    case: tuple[Homes, Balance, list[list[np.ndarray]], int],
-) -> None:
-    homes, balance, rows, experts = case
-    counts = np.array(
-        [[np.bincount(c.ravel(), minlength=experts + 1)[:-1] for c in own] for own in rows]
-    )
-    placement = Placement(homes, balance, counts)
+def test_rows_go_where_a_loop_puts_them(case: Case) -> None:
+    homes, balance, rows, counts = case
+    placement, experts = Placement(homes, balance, counts), len(homes.slots)
     found, each = placement.counts(), placement.each
     assert each == homes.each + max(np.bincount(balance.copies[:, 1]).tolist(), default=0)
     owner = _owners(homes, balance, each)
@@ -72,14 +73,9 @@ def test_rows_go_where_a_loop_puts_them(
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_every_chunk_has_its_share(
-    case: tuple[Homes, Balance, list[list[np.ndarray]], int],
-) -> None:
+def test_every_chunk_has_its_share(case: Case) -> None:
     """To within a row for each place that rows go to."""
-    homes, balance, rows, experts = case
-    counts = np.array(
-        [[np.bincount(c.ravel(), minlength=experts + 1)[:-1] for c in own] for own in rows]
-    )
+    homes, balance, _, counts = case
     placement = Placement(homes, balance, counts)
     each, found = placement.each, placement.counts()
     for slot, expert in enumerate(_owners(homes, balance, each)):

@@ -8,9 +8,10 @@ import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.policy.balance.model import moved, rows, times, times_of
+from moesaic.policy.balance.quota import own_gifts
 from moesaic.policy.balance.sources import Sources
 
-_Way = Literal["to the mean", "half", "given on"]
+_Way = Literal["to the mean", "half", "given on", "own rows"]
 _WORTH = 1.01
 """As much slower a layer must be without copies for them to be made."""
 
@@ -20,7 +21,8 @@ def slow_quota(counts: Ints, setting: Setting) -> Balance:
     found, least_s = unchanged(), times(counts, setting, unchanged()).whole / _WORTH
     for way in get_args(_Way):
         state, best = _State(counts, setting, way), 0
-        while state.give():
+        most = own_gifts(counts, least_s) if way == "own rows" else counts.size
+        while state.gifts < most and state.give():
             step_s = state.step_s()
             if step_s < least_s:
                 least_s, best = step_s, state.gifts
@@ -41,6 +43,7 @@ class _State:
         self._mean = -(-int(self._at_home.sum()) // setting.ranks)
         experts = len(setting.homes)
         self._room = np.full(setting.ranks, experts if setting.room is None else setting.room)
+        self._sends = counts.size if setting.sends is None else setting.sends
         self._by_rank = [np.flatnonzero(setting.homes == rank) for rank in range(setting.ranks)]
         self._has = np.zeros((setting.ranks, experts), bool)
         self._own = self._rows.computed.copy()
@@ -52,10 +55,14 @@ class _State:
 
     def give(self) -> bool:
         """One gift more, if there is one to be made."""
+        if self._way == "own rows":
+            return self._give_own_rows()
         computed = self._rows.computed
         busiest = int(computed.argmax())
         excess = int(computed[busiest]) - self._mean
         if excess < max(self._setting.least_rows, 1):
+            return False
+        if self._copies[0][busiest] >= self._sends:
             return False
         own = self._by_rank[busiest]
         for expert in own[np.argsort(-self._at_home[own], kind="stable")].tolist():
@@ -64,6 +71,26 @@ class _State:
                 self._move(expert, busiest, *found)
                 return True
         return False
+
+    def _give_own_rows(self) -> bool:
+        """All rows of a rank for an expert, whichever takes most off the rank with most traffic."""
+        setting, (computed, sent, received) = self._setting, self._rows
+        own = np.stack([self.sources.left(expert) for expert in range(len(setting.homes))])
+        may = ~self._has.T & (own >= max(setting.least_rows, 1)) & (self._room > 0)
+        may[np.arange(len(own)), setting.homes] = False
+        may[self._copies[0][setting.homes] >= self._sends] = False
+        if sent.max() >= received.max():
+            may[:, np.arange(setting.ranks) != sent.argmax()] = False
+        else:
+            may[setting.homes != received.argmax()] = False
+        more = np.maximum(computed + own - computed.max(), 0)
+        saved = own * (4 * setting.row_bytes / setting.bytes_per_s)
+        saved = np.where(may, saved - more * (3 / setting.rows_per_s), 0.0)
+        expert, rank = divmod(int(saved.argmax()), setting.ranks)
+        if saved[expert, rank] <= 0:
+            return False
+        self._move(expert, int(setting.homes[expert]), rank, int(own[expert, rank]))
+        return True
 
     def _receiver(self, expert: int, number: int) -> tuple[int, int] | None:
         """Who had best take some of so many rows, and how many."""

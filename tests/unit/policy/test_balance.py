@@ -20,7 +20,9 @@ from moesaic.policy.balance import (
     auto,
     eplb,
     faster_moe,
+    levelled,
     llep,
+    lp,
     pro_prophet,
     quota,
     rows,
@@ -41,9 +43,13 @@ POLICIES: dict[str, Policy] = {
     "auto": auto,
     "eplb": eplb,
     "eplb, two": partial(eplb, each=2),
+    "lp": lp,
+    "lp, two": partial(lp, each=2),
 }
 ROOMY = {"llep", "quota", "auto"}
-"""Those that know of a limit to copies."""
+"""Those that know of a limit to copies,"""
+SENDING = {*ROOMY, "eplb", "eplb, two", "lp", "lp, two"}
+"""and to those that a home sends."""
 PAPER = np.array([[6, 1, 1, 0], [5, 2, 0, 1], [4, 1, 3, 0], [2, 2, 1, 3]])
 PAPERS = Setting(np.arange(4), 4, 4.0, 1.0, 2.0, 8.0, 8.0, beside_s=1.0)
 
@@ -96,7 +102,8 @@ def cases(draw: st.DrawFn) -> tuple[Ints, Setting]:
         homes, ranks, draw(st.floats(0.1, 10.0)), draw(cost), draw(st.floats(0.1, 10.0)),
         draw(cost), draw(cost), draw(st.floats(0.0, 1.0)), draw(cost),
         hides=draw(st.booleans()), relays=draw(st.booleans()),
-        room=draw(st.none() | st.integers(0, 3)), least_rows=draw(st.integers(0, 5)),
+        room=draw(st.none() | st.integers(0, 3)), sends=draw(st.none() | st.integers(1, 4)),
+        least_rows=draw(st.integers(0, 5)),
     )  # fmt: skip
 
 
@@ -121,6 +128,9 @@ def test_every_row_has_one_place(name: str, case: tuple[Ints, Setting]) -> None:
     assert min(map(min, after)) >= 0
     if name in ROOMY and setting.room is not None:
         assert np.bincount(found.copies[:, 1], minlength=setting.ranks).max() <= setting.room
+    if name in SENDING and setting.sends is not None:
+        sent = np.bincount(setting.homes[found.copies[:, 0]], minlength=setting.ranks)
+        assert sent.max() <= setting.sends
     again = POLICIES[name](counts.copy(), setting)
     assert all(np.array_equal(*pair) for pair in zip(found, again, strict=True))
 
@@ -185,11 +195,16 @@ def test_best_of_all_is_modelled_no_worse_than_any_of_them(case: tuple[Ints, Set
     """Seconds as they are drawn are long enough for all to be asked, if there is anything to do."""
     counts, setting = case
     best = times(counts, setting, auto(counts, setting)).whole
-    for policy in (quota, llep, pro_prophet, faster_moe):
-        found = policy(counts, setting)
-        most = np.bincount(found.copies[:, 1], minlength=1).max()
-        if setting.room is None or most <= setting.room:
-            assert best <= times(counts, setting, found).whole
+    found = [policy(counts, setting) for policy in (quota, llep, pro_prophet, faster_moe)]
+    if setting.room != 0:
+        found += [eplb(counts, setting), lp(counts, setting)]
+    found.append(levelled(counts, setting, found[0].copies))
+    for one in found:
+        limits = (setting.sends, setting.room)
+        of = (setting.homes[one.copies[:, 0]], one.copies[:, 1])
+        most = [np.bincount(ranks, minlength=1).max() for ranks in of]
+        if all(limit is None or n <= limit for limit, n in zip(limits, most, strict=True)):
+            assert best <= times(counts, setting, one).whole
 
 
 def test_replicas_are_of_the_fullest_and_on_ranks_with_the_least() -> None:
@@ -220,7 +235,44 @@ def test_rows_are_spread_over_copies_that_are_there(case: tuple[Ints, Setting], 
 
 def test_ours_leaves_even_loads_alone() -> None:
     counts = np.full((4, 8), 100) + np.arange(8) % 2
-    assert not len(quota(counts, PAPERS._replace(homes=np.arange(8) // 2)).copies)
+    setting = PAPERS._replace(homes=np.arange(8) // 2, row_bytes=0.0)
+    assert not len(quota(counts, setting).copies)
+
+
+def test_ours_keeps_rows_where_they_are_if_links_are_what_takes_long() -> None:
+    """Loads are even, and copies of all experts travel under what is computed."""
+    counts = np.full((4, 8), 100)
+    setting = PAPERS._replace(homes=np.arange(8) // 2, row_bytes=20.0)
+    found = quota(counts, setting)
+    after = rows(counts, setting.homes, found)
+    assert after.computed.tolist() == [800] * 4
+    assert after.received.tolist() == [0] * 4
+    bounded = quota(counts, setting._replace(room=1, sends=1))
+    assert len(bounded.copies) == 4
+    assert rows(counts, setting.homes, bounded).received.tolist() == [500] * 4
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 16), (4, 32), (8, 64)])
+@pytest.mark.parametrize("kind", ["even", "Zipf", "one has 80%"])
+def test_ours_is_not_behind_pro_prophet_over_slow_links(
+    kind: str, ranks: int, experts: int, hides: bool
+) -> None:
+    """1 Gbit/s, experts of 3 MB. Without copies for own rows it is, by up to 1.2 times."""
+    draw = np.random.default_rng(1)
+    odds = {
+        "even": np.ones(experts), "Zipf": np.arange(1, experts + 1.0) ** -1.2,
+        "one has 80%": np.append(np.ones(experts - 1), 4 * (experts - 1)),
+    }[kind]  # fmt: skip
+    counts = draw.multinomial(8192, draw.permutation(odds / odds.sum()), size=ranks)
+    setting = Setting(
+        np.arange(experts) * ranks // experts, ranks, 4e5, 2048.0, 1.25e8, 3.1e6, 3.1e6,
+        latency_s=1e-5, hides=hides, least_rows=64,
+    )  # fmt: skip
+    ours, theirs = (
+        times(counts, setting, policy(counts, setting)).whole for policy in (quota, pro_prophet)
+    )
+    assert ours <= 1.01 * theirs
 
 
 def test_ours_evens_out_one_hot_expert_where_copies_cost_nothing() -> None:
@@ -268,7 +320,7 @@ def test_ours_is_modelled_about_as_fast_as_the_best_of_all(
     ranks: int, experts: int, skew: float, bytes_per_s: float, relays: bool
 ) -> None:
     """Rows by Zipf, of ranks alike and unlike, experts of 8 MB; the best of all is never behind,
-    where a layer takes long enough for all to be asked."""
+    where a layer takes long enough for all to be asked. Exact splits are the business of that."""
     draw = np.random.default_rng(7)
     odds = draw.permutation(np.arange(1, experts + 1.0) ** -skew)
     odds /= odds.sum()
@@ -284,7 +336,8 @@ def test_ours_is_modelled_about_as_fast_as_the_best_of_all(
             name: times(counts, setting, policy(counts, setting)).whole
             for name, policy in POLICIES.items()
         }
-        assert step_s["quota"] <= min(step_s.values()) * 1.05, step_s
-        best = min(s for name, s in step_s.items() if name != "eplb, two")
+        others = (s for name, s in step_s.items() if name[:2] not in ("lp", "au"))
+        assert step_s["quota"] <= min(others) * 1.05, step_s
+        best = min(s for name, s in step_s.items() if ", two" not in name)
         if step_s["auto"] > 0.1:
             assert step_s["auto"] <= best, step_s

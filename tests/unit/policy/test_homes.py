@@ -139,9 +139,9 @@ def test_a_row_costs_what_a_layer_says(
 
 def test_who_may_move() -> None:
     job = tiny_job(balance={"rehome": 2})
-    assert rehomes(Plan(ranks=2, ep=2, shard=1, experts=8), job)
-    assert not rehomes(Plan(ranks=2, ep=1, shard=1, experts=8), job)
-    assert not rehomes(Plan(ranks=2, ep=2, shard=1, experts=8), tiny_job())
+    assert rehomes(job, Plan(ranks=2, ep=2, shard=1, experts=8))
+    assert not rehomes(job, Plan(ranks=2, ep=1, shard=1, experts=8))
+    assert not rehomes(tiny_job(), Plan(ranks=2, ep=2, shard=1, experts=8))
 
 
 def test_an_expert_has_its_moments_with_it() -> None:

@@ -70,7 +70,8 @@ def cluster(*flops: float, kind: str = "gpu", learnt: float | None = None) -> Cl
             "link": {"kind": "bus", "latency_s": 1e-5, "bandwidth": 1e10},
             "devices": [
                 {"kind": kind, "model": f"{speed:g}", "count": 1, "memory_bytes": 1e10,
-                 "memory_bandwidth": 1e14, "matmul": [{"dtype": "fp32", "flops": speed}]}
+                 "memory_bandwidth": 1e14, "call_s": 1e-9,
+                 "matmul": [{"dtype": "fp32", "flops": speed}]}
             ],
         }
         for index, speed in enumerate(flops)
@@ -79,7 +80,7 @@ def cluster(*flops: float, kind: str = "gpu", learnt: float | None = None) -> Cl
     made = resolve({"name": "test", "hosts": hosts, "links": [net]}, "test")
     if learnt is None:
         return made
-    calibration = Calibration(products=1, passes=1, messages=learnt, devices=[], runs=1)
+    calibration = Calibration(products=1, passes=1, messages=learnt, devices=["other"], runs=1)
     return made.model_copy(update={"calibration": calibration})
 
 

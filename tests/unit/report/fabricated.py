@@ -17,6 +17,7 @@ import pyarrow as pa
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunFacts
+from moesaic.report.spreads import COLUMNS
 
 START_S = 1_760_000_000.0
 LOADS = pa.schema(
@@ -27,6 +28,7 @@ LOADS = pa.schema(
         ("dropped", pa.int64()),
     ]
 )
+BALANCE = pa.schema(COLUMNS)
 TOKENS = 2048
 PREDICTED = {
     "cluster": "<here>", "step_s": 0.1, "phases_s": {"forward": 0.04, "backward": 0.06},
@@ -71,6 +73,8 @@ class Story:
     finished: bool = True
     step_s: float = 0.21
     z_loss: float = 1.1
+    balanced: bool = False
+    """A policy of balance is asked, and clocks tell."""
 
 
 class Fabric:
@@ -109,13 +113,18 @@ class Fabric:
             device="cpu", parameters_total=13_640_832, parameters_active=5_120_256,
             plan=self.plan(), tokens_per_step=TOKENS,
         )  # fmt: skip
+        copies = RecordWriter(self.directory / "balance", BALANCE) if story.balanced else None
         self.now_s += 4
         for step in range(done + 1, last + 1):
             self._step(logs, step)
             if loads is not None and step % story.loads_every == 0:
                 loads.add(self._loads(step))
+            if copies is not None and step % story.loads_every == 0:
+                copies.add(self._balance(step))
         if loads is not None:
             loads.flush()
+        if copies is not None:
+            copies.flush()
         for log in logs:
             log.close()
 
@@ -143,6 +152,8 @@ class Fabric:
             grad_norm=norm, lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
             tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped, flips=story.flips,
             memory_bytes=memory, phases=all_phases[0],
+            **({"copies": 2 * story.layers, "busiest_before": 1.9, "busiest_after": 1.1,
+                "planning_s": 1e-3} if story.balanced else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
             held = memory + 37_000_000 * rank
@@ -200,6 +211,20 @@ class Fabric:
                 {"step": step, "layer": layer, "counts": counts.tolist(), "dropped": story.dropped}
             )
         return rows
+
+    def _balance(self, step: int) -> list[dict[str, Any]]:
+        """Figures that are functions of step and layer: tests work them out again."""
+        return [
+            {
+                "step": step, "layer": layer, "busiest_before": 1.5 + 0.1 * layer + 0.02 * step,
+                "busiest_after": 1.1, "std_before": 40.0 * (layer + 1), "std_after": 10.0,
+                "copies": 2, "bytes_moved": 3 << 20, "planning_s": 1e-3 / 3,
+                "landing_s": 1e-4 * step, "return_s": 2e-4 * step, "forward_s": 4e-3,
+                "backward_s": 9e-3, "modelled_experts_s": 1e-2, "modelled_travel_s": 6e-3,
+                "modelled_exposed_s": 1e-3, "modelled_s": 2e-2, "modelled_home_s": 3e-2,
+            }
+            for layer in range(self.story.layers)
+        ]  # fmt: skip
 
     def _write_facts(self) -> None:
         story = self.story

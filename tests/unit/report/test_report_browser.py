@@ -232,6 +232,19 @@ def test_the_predicted_step_is_drawn(show: Open, tmp_path: Path) -> None:
     assert_silent(browser)
 
 
+def test_balance_is_drawn(show: Open, tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=30, layers=5, balanced=True))
+    browser = show(page.render(run))
+    for chart in ("home", "copies", "ratio", "made", "waiting", "model"):
+        [heat] = traces(browser, f"balance-{chart}")
+        assert (heat["type"], heat["rows"], heat["cells"]) == ("heatmap", 5, 5 * 30), chart
+    assert points(browser, "balance-expected") == [30] * 4
+    browser.execute_script("Plotly.Fx.hover('balance-waiting', {xval: 10, yval: 3})")
+    hover = browser.find_element("css selector", "#balance-waiting .hoverlayer").text
+    assert ("layer 3, step 10" in hover, "3.00 ms" in hover) == (True, True)
+    assert_silent(browser)
+
+
 def test_run_without_steps_is_a_page(show: Open, tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=1)
     (directory / "events" / "rank-0.jsonl").write_text("")

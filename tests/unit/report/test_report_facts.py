@@ -16,6 +16,7 @@ from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunFacts
 from moesaic.report.loads import read_loads
+from moesaic.report.spreads import read_spreads
 from moesaic.report.summary import summary
 from moesaic.train.directory import note_end
 
@@ -255,3 +256,26 @@ def test_loads_of_another_model_are_told(tmp_path: Path) -> None:
     write_loads(tmp_path, {(2, 0): [1, 1, 1]})
     with pytest.raises(StoreError, match="2 to 3 experts at step 2"):
         read_loads(tmp_path, last_step=2)
+
+
+def test_spreads_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    directory = fabricate(
+        tmp_path / "run", steps=25, layers=2, balanced=True, killed_at=21, resumed_at=10
+    )
+    run = RunFacts.read(directory)
+    assert run.spreads is not None
+    assert run.spreads.steps.tolist() == list(range(1, 26))
+    assert (run.spreads.number == 1).all()  # Steps 11 to 21 were written twice.
+    few = read_spreads(directory / "balance", 22, max_columns=5)
+    assert few is not None
+    assert (few.first_step.tolist(), few.last_step.tolist()) == (
+        [1, 5, 9, 14, 18], [4, 8, 13, 17, 22],
+    )  # fmt: skip
+    assert few.number[:, 1].tolist() == [4, 4, 5, 4, 5]
+    assert few.over("landing_s")[2, 0] == pytest.approx(1e-4 * np.mean(range(9, 14)))
+    assert few.over("landing_s", "return_s")[0, 1] == pytest.approx(3e-4 * 2.5)
+    assert few.by_layer("busiest_before")[1] == pytest.approx(1.6 + 0.02 * np.mean(range(1, 23)))
+    assert few.by_step("copies").tolist() == [4] * 5
+    assert few.ratio(("std_before",), ("std_after",), 0).tolist() == [4, 8]
+    assert read_spreads(directory / "balance", 0) is None
+    assert read_spreads(directory / "nowhere", 22) is None

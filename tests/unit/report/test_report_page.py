@@ -81,7 +81,9 @@ def test_utilisation_in_hundredths_is_what_was_recorded(tmp_path: Path) -> None:
 
 def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) -> None:
     run = RunFacts.read(fabricate(tmp_path / "run", steps=20))
-    assert not {"busiest-rank", "expert-copies"} & set(figures_of(page.render(run)))
+    text = page.render(run)
+    assert not {"busiest-rank", "expert-copies", *BY_LAYER} & set(figures_of(text))
+    assert "<h2>Balance</h2>" not in text
     assert summary(run)["balance"] is None
     asked = replace(
         run.steps, copies=np.full(20, 3.0), busiest_before=np.full(20, 1.7),
@@ -96,6 +98,58 @@ def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) ->
     assert summary(balanced)["balance"] == pytest.approx({
         "copies": 3.0, "busiest_before": 1.7, "busiest_after": 1.1, "planning_s": 1e-3,
     })  # fmt: skip
+
+
+BY_LAYER = {
+    "balance-expected", "balance-home", "balance-copies", "balance-ratio", "balance-made",
+    "balance-waiting", "balance-model",
+}  # fmt: skip
+
+
+def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
+    text = page.render(run)
+    figures = figures_of(text)
+    assert {"busiest-rank", "expert-copies", *BY_LAYER} <= set(figures)
+    heat = {name: figures[name]["data"][0] for name in sorted(BY_LAYER - {"balance-expected"})}
+    assert all(trace["x"] == list(range(1, 21)) for trace in heat.values())
+    assert all(trace["y"] == [0, 1, 2] for trace in heat.values())
+    assert heat["balance-home"]["z"][2][4] == pytest.approx(1.5 + 0.2 + 0.1)
+    assert {cell for row in heat["balance-copies"]["z"] for cell in row} == {1.1}
+    assert [row[0] for row in heat["balance-ratio"]["z"]] == [4, 8, 12]
+    assert heat["balance-waiting"]["z"][0][9] == pytest.approx(3.0)
+    assert heat["balance-model"]["z"][1][1] == pytest.approx(1.3)
+    lines = {trace["name"]: trace["y"][1] for trace in figures["balance-expected"]["data"]}
+    assert lines == pytest.approx({
+        "experts, expected": 30, "experts": 39, "waiting for copies, expected": 3,
+        "waiting for copies": 1.8,
+    })  # fmt: skip
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
+    assert [row for row in cells if len(row) == 12] == [
+        [str(layer), home, "1.10", ratio, "2.00", "3.00 MiB", "0.333 ms", "3.15 ms", "10.0 ms",
+         "13.0 ms", "30.0 ms", "20.0 ms"]
+        for layer, home, ratio in ((0, "1.71", "4.00"), (1, "1.81", "8.00"), (2, "1.91", "12.0"))
+    ]  # fmt: skip
+    for name in BY_LAYER:
+        assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
+
+
+def test_balance_without_a_clock_shows_what_is_known(tmp_path: Path) -> None:
+    """As on a GPU, where clocks of a host say nothing of kernels."""
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
+    assert run.spreads is not None
+    unknown = {
+        name: np.full_like(run.spreads.number, np.nan)
+        for name in ("landing_s", "return_s", "forward_s", "backward_s")
+    }
+    dark = replace(run, spreads=replace(run.spreads, sums={**run.spreads.sums, **unknown}))
+    text = page.render(dark)
+    figures = figures_of(text)
+    assert BY_LAYER - set(figures) == {"balance-waiting", "balance-model"}
+    assert [trace["name"] for trace in figures["balance-expected"]["data"]] == [
+        "experts, expected", "waiting for copies, expected",
+    ]  # fmt: skip
+    assert "<td>10.0 ms</td><td>\N{EN DASH}</td><td>30.0 ms</td>" in text
 
 
 def test_dense_run_has_no_experts_section(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,11 @@ from moesaic.base.errors import ConfigError
 from moesaic.base.events import read_events
 from moesaic.base.records import read_records
 from moesaic.dist.world import World
+from moesaic.facts.balance import Balance, Setting
 from moesaic.testing.jobs import tiny_job
 from moesaic.train.record import MlflowSink, RunRecord, WandbSink, open_sinks
 from moesaic.train.run import StepFacts
+from moesaic.train.spread import Spread
 
 
 def facts(step: int) -> StepFacts:
@@ -48,6 +51,24 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     board.Reload()
     assert [s.value for s in board.Scalars("train/loss")] == [4.0, 3.0, 2.0, 1.0]
     assert [(s.step, s.value) for s in board.Scalars("validation/loss")] == [(4, 1.25)]
+
+
+@pytest.mark.parametrize("clock", [False, True])
+def test_waiting_is_told_where_a_clock_tells_it(tmp_path: Path, clock: bool) -> None:
+    """A sink takes no figure that is none; a row says that it is not known."""
+    counts, copies = np.array([[3, 1], [2, 0]]), np.array([[0, 1]])
+    setting = Setting(np.array([0, 1]), 2, 1.0, 1.0, 1.0, expert_bytes=2.0, gradient_bytes=3.0)
+    spread = Spread.of(counts, setting, Balance(copies, np.array([[0, 1, 1, 2]])), 0, 0.25)
+    spread = spread.timed({"landing": 0.5, "return": 0.25}) if clock else spread
+    record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
+    figures = record.step(replace(facts(1), spread={0: spread, 1: spread}), 0.5)
+    record.close()
+    told = {name: figures.get(name) for name in ("copies", "bytes_moved", "exposed_s")}
+    assert told == {"copies": 2, "bytes_moved": 10, "exposed_s": 1.5 if clock else None}
+    [part] = read_records(tmp_path / "balance")
+    assert part.column("layer").to_pylist() == [0, 1]
+    assert part.column("rows_after").to_pylist() == [[3, 3]] * 2
+    assert np.isnan(part.column("landing_s").to_numpy()).tolist() == [not clock] * 2
 
 
 def test_the_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:

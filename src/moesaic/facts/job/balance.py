@@ -9,9 +9,15 @@ from pydantic import Field, model_validator
 from moesaic.base.config import Section
 
 Policy = Literal[
-    "none", "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep"
+    "none", "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp"
 ]  # fmt: skip
 """Who decides which experts have copies for a step."""
+
+LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
+"""Those that always decide on copies by rows of the time before."""
+
+_LIMITED = ("none", "auto", "quota", "eplb", "lp", "llep")
+"""Those that know of limits to copies."""
 
 
 class Prices(Section):
@@ -39,12 +45,17 @@ class BalanceConfig(Section):
     """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
     none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
     `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
-    rows of the time before. auto: whichever of these is modelled best by the rows at hand, and none
+    rows of the time before. lp: likewise, with the rows at hand split so that the busiest rank has
+    the least. auto: whichever of these is modelled best by the rows at hand, and none
     where a rank has few rows."""
     copies: int | None = Field(default=None, ge=0)
     """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
-    of its own, for eplb one, and any number else. pro-prophet, faster-moe and top-k-broadcast know
-    no such limit."""
+    of its own, for eplb and lp one, and any number else. pro-prophet, faster-moe and
+    top-k-broadcast know no such limit."""
+    copies_sent: int | None = Field(default=None, ge=1)
+    """Copies of its own experts that a rank has memory to send, in each layer: as many parameters
+    leave at a time, and as many gradients come back; unset: any number. The same policies know
+    it that know `copies`."""
     hottest: int = Field(default=1, ge=1)
     """top-k-broadcast: how many."""
     least_rows: int = Field(default=64, ge=1)
@@ -52,7 +63,13 @@ class BalanceConfig(Section):
     early: bool = False
     """Copies leave before a layer's attention, under which they travel, and their gradients under
     its backward: which ones is decided by the rows of the time before, and how many rows each takes
-    by those at hand. Of pro-prophet and eplb they always do."""
+    by those at hand. Of pro-prophet, eplb and lp they always do."""
+    replan_every: int = Field(default=1, ge=1)
+    """Where copies go by the rows of the time before: micro-batches for which a layer keeps to
+    copies that were decided on."""
+    replan_drift: float | None = Field(default=None, ge=0, lt=1)
+    """They are decided on anew before that if so large a part of the rows has gone over to other
+    experts, since; unset: they are not."""
     prices: Prices | None = None
     """What copies cost and save; unset: what the plan says (`moesaic plan` works it out from the
     cluster's figures), and without one what is usual of such devices, between hosts 1 Gbit/s."""
@@ -67,11 +84,31 @@ class BalanceConfig(Section):
 
     @model_validator(mode="after")
     def _keeps_to_memory(self) -> BalanceConfig:
-        if self.copies is not None and self.policy not in (
-            "none", "auto", "quota", "eplb", "llep",
-        ):  # fmt: skip
+        for name in ("copies", "copies_sent"):
+            limit = getattr(self, name)
+            if limit is not None and self.policy not in _LIMITED:
+                raise ValueError(
+                    f'balance.{name} = {limit} with balance.policy = "{self.policy}", which knows '
+                    "no limit: remove it, or take a policy that does (quota, eplb, lp, llep)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_can_be_kept(self) -> BalanceConfig:
+        if self.replan_drift is not None and self.replan_every == 1:
             raise ValueError(
-                f'balance.copies = {self.copies} with balance.policy = "{self.policy}", which '
-                "knows no limit: remove it, or take a policy that does (quota, eplb, llep)"
+                f"balance.replan_drift = {self.replan_drift} with balance.replan_every = 1, which "
+                "decides anew each time: remove it, or raise balance.replan_every"
+            )
+        if self.replan_every > 1 and self.policy != "none" and not self.goes_by_the_past:
+            raise ValueError(
+                f"balance.replan_every = {self.replan_every} with balance.policy = "
+                f'"{self.policy}", which decides by the rows at hand: remove it, or say '
+                "balance.early = true"
             )
         return self
+
+    @property
+    def goes_by_the_past(self) -> bool:
+        """Whether copies are decided on by the rows of the time before."""
+        return self.early or self.policy in LATE

@@ -159,4 +159,4 @@ class LogConfig(Section):
     mlflow: str | None = None
     """MLflow experiment (needs the mlflow extra)."""
     loads_every: int = Field(default=1, ge=1)
-    """Steps between records of expert load."""
+    """Steps between records of expert load, and of what a policy of balance made of it."""

@@ -3,7 +3,7 @@
 Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
 """
 
-from moesaic.policy.balance.asked import Asked, balances, homes_of, setting_of
+from moesaic.policy.balance.asked import Asked, balances, drift, homes_of, setting_of
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.homes import Rehomed, moving, rehomed, rehomes
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
@@ -13,10 +13,11 @@ from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
+from moesaic.policy.balance.split import levelled, lp
 
 __all__ = [
     "Asked", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto", "balances",
-    "busiest", "copy_rows", "eplb", "evenly", "faster_moe", "homes_of", "llep", "moving", "planned",
-    "pro_prophet", "quota", "rehomed", "rehomes", "rows", "setting_of", "times", "top_k_broadcast",
-    "usual", "within",
+    "busiest", "copy_rows", "drift", "eplb", "evenly", "faster_moe", "homes_of", "levelled", "llep",
+    "lp", "moving", "planned", "pro_prophet", "quota", "rehomed", "rehomes", "rows", "setting_of",
+    "times", "top_k_broadcast", "usual", "within",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
+from moesaic.policy.balance.split import levelled, lp
 
 _PRODUCTS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number that products take."""
@@ -29,7 +30,7 @@ _OF_ITS_OWN = 4
 """A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
 
 _WORTH_WHILE = 4
-"""Times the least rows of a copy that a rank has of a layer, on average."""
+"""Times the least rows of a copy that a rank has of a layer, on average, for `auto` to begin."""
 
 Spreading = Callable[[Ints, Setting, Ints], Balance]
 """Rows over homes and copies (expert, rank) that there are."""
@@ -40,19 +41,35 @@ class Asked:
 
     def __init__(self, config: BalanceConfig, setting: Setting, *, follows: bool = False) -> None:
         """That `config` names; the layer `follows` another one, if copies may leave under it."""
-        self.setting, self._policy, self._follows = setting, _named(config), follows
-        self.early = config.early or config.policy in _LATE
+        self.setting, self._policy, self._config = setting, _named(config), config
+        self.early, self._follows = config.goes_by_the_past, follows
         self._spread = _LATE.get(config.policy, within)
         self._last: Ints | None = None
+        self._by: Ints | None = None
+        self._kept, self._age = unchanged(), 0
         self._early: Balance | None = None
 
     def ahead(self) -> Balance:
-        """Copies for rows that nobody knows yet, by those of the time before."""
-        last = self._last
-        decided = unchanged() if last is None else self._policy(last, self.setting)
-        leaving = leave_ahead(decided.copies, self.setting) if self._follows else None
-        self._early = unchanged()._replace(copies=decided.copies, ahead=leaving)
+        """Copies for rows that nobody knows yet: by those of the time before, or those in use."""
+        self.think()
+        self._early = self._kept
         return self._early
+
+    def think(self) -> None:
+        """Decide on them, if that is due and rows of the time before are known."""
+        last = self._last
+        if last is not None and self._is_due(last):
+            copies = self._policy(last, self.setting).copies
+            leaving = leave_ahead(copies, self.setting) if self._follows else None
+            self._kept = unchanged()._replace(copies=copies, ahead=leaving)
+            self._by, self._age = last, 0
+
+    def _is_due(self, last: Ints) -> bool:
+        """Whether copies are to be decided on anew, given the rows of the time before."""
+        if self._by is None or self._age >= self._config.replan_every:
+            return True
+        most = self._config.replan_drift
+        return most is not None and drift(self._by, last) > most
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
@@ -60,16 +77,25 @@ class Asked:
             return self._policy(counts, self.setting)
         early = self.ahead() if self._early is None else self._early
         self._last, self._early = counts, None
+        self._age += 1
         spread = self._spread(counts, self.setting, early.copies)
         return spread._replace(ahead=early.ahead)
+
+    def rehome(self, homes: Ints) -> None:
+        """These are the ranks of all experts from now on: copies are decided on anew, for those in
+        use may be where their expert lives now."""
+        self.setting = self.setting._replace(homes=homes)
+        self._kept, self._by, self._early = unchanged(), None, None
 
     def prepare(self) -> None:
         """Have it compile what it compiles."""
         counts = np.zeros((self.setting.ranks, len(self.setting.homes)), np.int64)
         counts[:, 0] = 1 << 20
         self._policy(counts, self.setting)
-        elsewhere = (self.setting.homes[0] + 1) % self.setting.ranks
-        within(counts, self.setting, np.array([[0, elsewhere]]))
+        copy = np.array([[0, (self.setting.homes[0] + 1) % self.setting.ranks]])
+        within(counts, self.setting, copy)
+        if self._config.policy == "auto":  # Which may not have asked everybody.
+            levelled(counts, self.setting, copy)
 
 
 def _named(config: BalanceConfig) -> Policy:
@@ -78,6 +104,7 @@ def _named(config: BalanceConfig) -> Policy:
         "pro-prophet": pro_prophet, "faster-moe": faster_moe, "llep": llep,
         "top-k-broadcast": partial(top_k_broadcast, number=config.hottest),
         "eplb": partial(eplb, each=1 if config.copies is None else config.copies),
+        "lp": partial(lp, each=1 if config.copies is None else config.copies),
     }  # fmt: skip
     return named[config.policy]
 
@@ -85,14 +112,22 @@ def _named(config: BalanceConfig) -> Policy:
 _LATE: dict[str, Spreading] = {
     "pro-prophet": lambda counts, _, copies: at_copies(counts, copies),
     "eplb": evenly,
+    "lp": levelled,
 }
-"""Those that always decide on copies by rows of the time before, and how rows are spread over
-these."""
+"""How rows are spread over copies by those that always decide on them by the time before; for all
+others, as `quota` does."""
 
 
-def balances(plan: Plan, job: Job) -> bool:
-    """Whether anything is to be balanced; if nobody asks for it, not where there is little to do,
-    nor where experts have adapters, which have no copies."""
+def drift(before: Ints, now: Ints) -> float:
+    """The part of all rows that has gone over to other experts: half the sum of what their shares
+    differ by. With each expert's rows split as they were, no rank has more by a larger part."""
+    one, other = (counts.sum(axis=0) / max(int(counts.sum()), 1) for counts in (before, now))
+    return float(np.abs(one - other).sum() / 2)
+
+
+def balances(job: Job, plan: Plan) -> bool:
+    """Whether anything is to be balanced: not where experts have adapters, which have no copies,
+    nor, if the policy may choose, where there is little to do."""
     policy, model, train = job.balance.policy, job.model, job.train
     if policy == "none" or plan.ep == 1 or not model.experts:
         return False
@@ -115,7 +150,6 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, laye
     precision, finetune = job.train.precision, job.finetune
     recompute = job.train.recompute if plan.recompute is None else plan.recompute
     learns, room = finetune is None or finetune.method == "full", config.copies
-    early = config.early or config.policy in _LATE
     if room is None and config.policy == "auto":
         room = max(plan.experts // plan.ep // _OF_ITS_OWN, 1)
     return Setting(
@@ -127,9 +161,10 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, laye
         expert_bytes=numbers * _PRODUCTS[precision] * (2 if recompute else 1),
         gradient_bytes=numbers * _STORED[precision] * learns,
         latency_s=prices.latency_s,
-        beside_s=_beside_rows(job, plan) / prices.rows_per_s if early else 0.0,
+        beside_s=_beside_rows(job, plan) / prices.rows_per_s if config.goes_by_the_past else 0.0,
         hides=prices.hides,
         room=room,
+        sends=config.copies_sent,
         least_rows=config.least_rows,
     )
 

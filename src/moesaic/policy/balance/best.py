@@ -13,6 +13,7 @@ from moesaic.policy.balance.quota import nothing_to_gain, quota
 from moesaic.policy.balance.replicas import eplb
 from moesaic.policy.balance.shadow import faster_moe
 from moesaic.policy.balance.spill import llep
+from moesaic.policy.balance.split import levelled, lp
 
 Policy = Callable[[Ints, Setting], Balance]
 """From rows [ranks, experts] and what they cost."""
@@ -24,8 +25,8 @@ _GAIN = 0.01
 
 
 def auto(counts: Ints, setting: Setting) -> Balance:
-    """Ours, or what another policy makes of it if that is modelled faster; others are asked where
-    a layer takes so long that asking does not count."""
+    """Ours, or what another policy makes of it if that is modelled faster, our copies with another
+    split among them; others are asked where a layer takes so long that asking does not count."""
     best = quota(counts, setting)
     if nothing_to_gain(counts, setting):
         return best
@@ -34,13 +35,18 @@ def auto(counts: Ints, setting: Setting) -> Balance:
         return best
     others: list[Policy] = [llep, pro_prophet, faster_moe]
     if setting.room != 0:
-        others.append(eplb)
+        others += [eplb, lp]
     found = [policy(counts, setting) for policy in others]
+    found.append(levelled(counts, setting, best.copies))
     fitting = [best, *(balance for balance in found if _fits(balance, setting))]
     return min(fitting, key=lambda balance: times(counts, setting, balance).whole)
 
 
 def _fits(balance: Balance, setting: Setting) -> bool:
-    """Whether ranks have room for its copies; not every policy knows of that."""
-    most = int(np.bincount(balance.copies[:, 1]).max(initial=0))
-    return setting.room is None or most <= setting.room
+    """Whether ranks have room for its copies, those they send and those they get; not every policy
+    knows of that."""
+    of = (setting.homes[balance.copies[:, 0]], balance.copies[:, 1])
+    return all(
+        limit is None or int(np.bincount(ranks).max(initial=0)) <= limit
+        for limit, ranks in zip((setting.sends, setting.room), of, strict=True)
+    )

@@ -8,22 +8,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.policy.balance.compiled import compiled
 from moesaic.policy.balance.model import Rows, moved
 
-WAYS = range(3)
-"""How much a rank takes."""
-_TO_THE_MEAN, _HALF, _GIVEN_ON = WAYS
-
-
-def _compiled(function: Any) -> Any:
-    """By numba when it is called first, and kept on disk if there is a place for that."""
-    try:
-        return njit(cache=True)(function)
-    except RuntimeError:  # Neither beside the source nor in the user's cache may be written.
-        return njit(function)
+WAYS = range(4)
+"""How much of the busiest rank's rows another takes; or, the last of them, all rows of a rank for
+an expert, of those that travel from or to the rank with the most of these."""
+_TO_THE_MEAN, _HALF, _GIVEN_ON, OWN_ROWS = WAYS
 
 
 class State(NamedTuple):
@@ -90,6 +83,8 @@ class Terms(NamedTuple):
     beside_s: float
     hides: bool
     relays: bool
+    sends: int
+    """Copies that a rank sends at most."""
 
     @classmethod
     def of(cls, counts: Ints, setting: Setting) -> Terms:
@@ -99,16 +94,20 @@ class Terms(NamedTuple):
             float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
             float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
             float(setting.beside_s), setting.hides, setting.relays,
+            counts.size if setting.sends is None else setting.sends,
         )  # fmt: skip
 
 
-@_compiled
-def search(state: State, terms: Terms, way: int, least_s: float) -> Any:
-    """All gifts (expert, rank, rows), how many of them are best, and seconds then; 0 if none are
-    better than `least_s`."""
+@compiled
+def search(state: State, terms: Terms, way: int, least_s: float, most: int) -> Any:
+    """All gifts (expert, rank, rows), `most` of them at most, how many of them are best, and
+    seconds then; 0 if none are better than `least_s`."""
     gifts, best = [(0, 0, 0)][:0], 0
-    while True:
-        expert, rank, number = _next(state, terms, way)
+    while len(gifts) < most:
+        if way == OWN_ROWS:
+            expert, rank, number = _own_rows(state, terms)
+        else:
+            expert, rank, number = _next(state, terms, way)
         if expert < 0:
             break
         _give(state, expert, rank, number)
@@ -131,7 +130,7 @@ def balance_of(gifts: Ints, state: State) -> Balance:
     return Balance(copies[np.lexsort(copies.T[::-1])], diverted)
 
 
-@_compiled
+@compiled
 def _taken(gifts: Ints, state: State) -> Any:
     """By source, the rows of each gift: those of its own rank first, then those of others, and of
     the home last."""
@@ -158,7 +157,7 @@ def _taken(gifts: Ints, state: State) -> Any:
     return found[:size].copy()
 
 
-@_compiled
+@compiled
 def _left(state: State, expert: int) -> Any:
     """Rows of an expert that are still to be computed at home, by source."""
     left = state.left_ED[expert]
@@ -168,11 +167,13 @@ def _left(state: State, expert: int) -> Any:
     return left
 
 
-@_compiled
+@compiled
 def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
     """What the busiest rank had best give to whom, and how much; (-1, -1, 0): nothing."""
     busiest = state.computed.argmax()
     excess = state.computed[busiest] - terms.mean
+    if state.out[busiest] >= terms.sends:
+        return -1, -1, 0
     tried = np.zeros(len(state.homes_E), np.bool_)
     while excess >= terms.least_rows:
         expert = -1
@@ -191,7 +192,7 @@ def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
     return -1, -1, 0
 
 
-@_compiled
+@compiled
 def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) -> tuple[int, int]:
     """Who had best take some of so many rows, and how many; (-1, 0): nobody."""
     counts_D, has_D, saves = state.counts_ED[expert], state.has_ED[expert], state.saves
@@ -217,7 +218,34 @@ def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) ->
     return (found, takes[found]) if saves[found] > 0 else (-1, 0)
 
 
-@_compiled
+@compiled
+def _own_rows(state: State, terms: Terms) -> tuple[int, int, int]:
+    """The copy that saves the most of what travels from or to the rank where that is most, if the
+    copy's rank computes its own rows; (-1, -1, 0): none."""
+    each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
+    source, home = state.sent.argmax(), state.received.argmax()
+    leaves, top = state.sent[source] >= state.received[home], _most(state.computed)
+    found, copy, number, most = -1, -1, 0, 0.0
+    for expert in range(len(state.homes_E)):
+        at = state.homes_E[expert]
+        if at == source if leaves else at != home:
+            continue
+        if state.out[at] >= terms.sends:
+            continue
+        left = state.left_ED[expert] if state.given_E[expert] else state.counts_ED[expert]
+        has_D = state.has_ED[expert]
+        for rank in range(source, source + 1) if leaves else range(len(left)):
+            one = left[rank]
+            if rank == at or has_D[rank] or one < terms.least_rows or state.room[rank] <= 0:
+                continue
+            more = max(state.computed[rank] + one - top, 0)
+            saved = one * each_local - more * each_row
+            if saved > most:
+                found, copy, number, most = expert, rank, one, saved
+    return found, copy, number
+
+
+@compiled
 def _most(numbers: Ints) -> int:
     """The largest, none of which is negative."""
     most = 0
@@ -226,7 +254,7 @@ def _most(numbers: Ints) -> int:
     return most
 
 
-@_compiled
+@compiled
 def _give(state: State, expert: int, rank: int, number: int) -> None:
     """Rows are taken in the order of `_taken`, which counts here by source only as far as they
     travel or not."""
@@ -260,7 +288,7 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
     state.has_ED[expert, rank] = True
 
 
-@_compiled
+@compiled
 def _step_s(state: State, terms: Terms) -> tuple[float, float]:
     """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
     which each is a copy more and leaves less to hide copies under."""

@@ -45,7 +45,7 @@ class Rehomed(NamedTuple):
     """The same, where they are to be."""
 
 
-def rehomes(plan: Plan, job: Job) -> bool:
+def rehomes(job: Job, plan: Plan) -> bool:
     """Whether experts may change their homes."""
     return job.balance.rehome > 0 and plan.ep > 1 and job.model.experts > 0
 

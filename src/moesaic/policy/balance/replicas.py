@@ -3,16 +3,24 @@ over them, whatever the loads are."""
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heapreplace
+
 import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 
 
 def eplb(counts: Ints, setting: Setting, each: int = 1) -> Balance:
-    """So many copies on each rank, and rows of `counts` spread over homes and copies.
+    """So many copies on each rank, and rows of `counts` spread over homes and copies."""
+    copies = placed(counts, setting, each)
+    return evenly(counts, setting, copies) if len(copies) else unchanged()
+
+
+def placed(counts: Ints, setting: Setting, each: int) -> Ints:
+    """So many copies (expert, rank) on each rank.
 
     The expert with the most rows a replica gets one more, again and again; then the largest go
-    first to the rank that has the least. Homes stay where they are.
+    first to the rank that has the least. Homes stay where they are, and send no more than they may.
     """
     room = min(each, len(setting.homes) - int(np.bincount(setting.homes).min(initial=0)))
     totals = counts.sum(axis=0)
@@ -21,34 +29,40 @@ def eplb(counts: Ints, setting: Setting, each: int = 1) -> Balance:
     ranks_load = np.zeros(setting.ranks)
     np.add.at(ranks_load, setting.homes, load)
     free = np.full(setting.ranks, room)
-    has = np.zeros((len(totals), setting.ranks), bool)
-    has[np.arange(len(totals)), setting.homes] = True
+    sends = np.full(setting.ranks, replicas.sum() if setting.sends is None else setting.sends)
     pairs = list[tuple[int, int]]()
-    for expert in np.argsort(-load, kind="stable").tolist():
-        for _ in range(int(replicas[expert]) - 1):
-            fits = (free > 0) & ~has[expert]
+    order = np.argsort(-load, kind="stable")
+    for expert in order[replicas[order] > 1].tolist():
+        home = setting.homes[expert]
+        fits = free > 0
+        fits[home] = False
+        for _ in range(min(int(replicas[expert]) - 1, int(sends[home]))):
             if not fits.any():
                 break
             rank = int(np.where(fits, ranks_load, np.inf).argmin())
-            has[expert, rank] = True
+            fits[rank] = False
             free[rank] -= 1
+            sends[home] -= 1
             ranks_load[rank] += load[expert]
             pairs.append((expert, rank))
-    if not pairs:
-        return unchanged()
-    return evenly(counts, setting, np.array(sorted(pairs), np.int64))
+    return np.array(sorted(pairs), np.int64).reshape(-1, 2)
 
 
 def _replicated(totals: Ints, ranks: int, more: int) -> Ints:
     """Replicas of each expert, one at least and one on each rank at most, and so many more."""
-    replicas = np.ones(len(totals), np.int64)
-    for _ in range(more):
-        load = np.where(replicas < ranks, totals / replicas, -1.0)
-        expert = int(load.argmax())
-        if load[expert] <= 0:
+    replicas = [1] * len(totals)
+    fullest = [(-float(total), expert) for expert, total in enumerate(totals.tolist()) if total]
+    heapify(fullest)
+    for _ in range(more if ranks > 1 else 0):
+        if not fullest:
             break
+        expert = fullest[0][1]
         replicas[expert] += 1
-    return replicas
+        if replicas[expert] < ranks:
+            heapreplace(fullest, (-totals[expert] / replicas[expert], expert))
+        else:
+            heappop(fullest)
+    return np.array(replicas, np.int64)
 
 
 def evenly(counts: Ints, setting: Setting, copies: Ints) -> Balance:

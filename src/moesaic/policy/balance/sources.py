@@ -16,6 +16,10 @@ class Sources:
         self._left: dict[int, Ints] = {}
         self._taken: dict[tuple[int, int], Ints] = {}
 
+    def left(self, expert: int) -> Ints:
+        """By rank, rows of `expert` that are still to be computed at home."""
+        return self._left.get(expert, self._counts[:, expert])
+
     def take(self, expert: int, rank: int, number: int) -> Ints:
         """By source, so many rows of `expert` that its copy on `rank` takes from now on."""
         left = self._left.setdefault(expert, self._counts[:, expert].copy())

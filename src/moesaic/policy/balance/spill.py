@@ -31,24 +31,28 @@ def llep(
     if at_home.max() * ranks <= threshold * at_home.sum():
         return unchanged()
     least = setting.least_rows if least_rows is None else least_rows
-    limit = int(np.ceil(share * at_home.sum() / ranks))
+    share_rows = int(np.ceil(share * at_home.sum() / ranks))
     computed, sources = np.zeros(ranks, np.int64), Sources(counts, setting)
-    room = np.full(ranks, len(totals) if setting.room is None else setting.room)
+    room, sends = (
+        np.full(ranks, len(totals) * ranks if limit is None else limit)
+        for limit in (setting.room, setting.sends)
+    )
     for expert in np.argsort(-totals, kind="stable").tolist():
         home, left = int(setting.homes[expert]), int(totals[expert])
-        stays = min(left, max(limit - int(computed[home]), 0))
+        stays = min(left, max(share_rows - int(computed[home]), 0))
         computed[home] += stays
         left -= stays
         free = room > 0
         free[home] = False
-        while left and free.any():
+        while left and free.any() and sends[home] > 0:
             rank = int(np.where(free, computed, np.iinfo(np.int64).max).argmin())
-            number = min(left, limit - int(computed[rank]))
+            number = min(left, share_rows - int(computed[rank]))
             if number < min(least, left) or number <= 0:
                 break
             sources.take(expert, rank, number)
             computed[rank] += number
             room[rank] -= 1
+            sends[home] -= 1
             free[rank] = False
             left -= number
         computed[home] += left

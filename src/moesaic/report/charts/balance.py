@@ -1,20 +1,57 @@
-"""What copies of experts made of uneven loads: the busiest rank's rows, and how many copies."""
+"""What copies of experts made of uneven loads: the busiest rank's rows, how many copies, what they
+took of each layer, and what was expected of them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from moesaic.report.charts.figure import SERIES, Figure, curve, layout
+from moesaic.report.charts.experts import MAX_UTILISATION, SCALE
+from moesaic.report.charts.figure import SERIES, Figure, Floats, column, curve, layout
 from moesaic.report.facts import RunFacts
 from moesaic.report.series import MAX_POINTS, sample, smooth
-from moesaic.report.wording import three
+from moesaic.report.spreads import Spreads
+from moesaic.report.wording import plural, size, stretch, three, time_unit, timing
+
+COMPUTED, WAITED = ("forward_s", "backward_s"), ("landing_s", "return_s")
+"""Seconds of rank 0: of its experts, and of waiting because of copies."""
+UPWARDS = [[0.0, "var(--load-1)"], [0.5, "var(--load-2)"], [1.0, "var(--load-4)"]]
+"""From nothing to the most."""
+AROUND_ONE = {"zmin": 0, "zmax": MAX_UTILISATION, "colorscale": SCALE}
+RATIOS = {"zmin": 0, "zmax": 12, "colorscale": UPWARDS}
+"""Of RB: 11 is the most that is published, and where ranks are all but even it has no end."""
 
 
 def figures(run: RunFacts) -> list[Figure]:
-    """Both, if a policy was asked in any step."""
+    """All that is known, if a policy was asked in any step."""
     if not np.isfinite(run.steps.copies).any():
         return []
-    return [_busiest(run), _copies(run)]
+    found = [_busiest(run), _copies(run)]
+    if run.spreads is not None:
+        found += [_expected(run.spreads), *_by_layer(run.spreads)]
+    return found
+
+
+def by_layer(spreads: Spreads) -> tuple[list[str], list[list[str]]]:
+    """Means over recorded steps as a table: its header, and a row for each layer."""
+    header = [
+        "layer", "busiest at home", "with copies", "RB", "copies", "moved", "deciding", "waiting",
+        "experts, expected", "measured", "layer at home", "with copies",
+    ]  # fmt: skip
+
+    def told(words: Any, *names: str) -> list[str]:
+        return [words(value) for value in spreads.by_layer(*names).tolist()]
+
+    columns = [
+        [str(layer) for layer in spreads.layers.tolist()],
+        told(three, "busiest_before"), told(three, "busiest_after"),
+        [three(value) for value in spreads.ratio(("std_before",), ("std_after",), 0).tolist()],
+        told(three, "copies"), told(size, "bytes_moved"), told(timing, "planning_s"),
+        told(timing, *WAITED), told(timing, "modelled_experts_s"), told(timing, *COMPUTED),
+        told(timing, "modelled_home_s"), told(timing, "modelled_s"),
+    ]  # fmt: skip
+    return header, [list(row) for row in zip(*columns, strict=True)]
 
 
 def _busiest(run: RunFacts) -> Figure:
@@ -55,3 +92,104 @@ def _copies(run: RunFacts) -> Figure:
         span=4,
         height=230,
     )
+
+
+def _expected(spreads: Spreads) -> Figure:
+    """Seconds that the model of a layer foretells beside those that were measured, on rank 0."""
+    named = (
+        ("experts", "modelled_experts_s", COMPUTED, SERIES[0]),
+        ("waiting for copies", "modelled_exposed_s", WAITED, SERIES[1]),
+    )
+    lines, words = list[tuple[str, Floats, str, str]](), []
+    for name, modelled, measured, colour in named:
+        pair = spreads.by_step(modelled), spreads.by_step(*measured)
+        one, other = (float(np.mean(values)) for values in pair)
+        words.append(f"{name} {timing(one)} expected and {timing(other)} measured")
+        lines += [(f"{name}, expected", pair[0], colour, "dot"), (name, pair[1], colour, "solid")]
+    known = np.concatenate([values[np.isfinite(values)] for _, values, _, _ in lines])
+    scale, unit = time_unit(float(known.max(initial=0.0)))
+    x, data = (spreads.first_step + spreads.last_step) / 2, []
+    for name, values, colour, dash in lines:
+        if np.isfinite(values).any():
+            hover = f"{name}: %{{y:.3g}} {unit}<extra></extra>"
+            trace = curve(x, values / scale, name, colour, hovertemplate=hover)
+            trace["line"]["dash"] = dash
+            trace["showlegend"] = dash == "solid"
+            data.append(trace)
+    return Figure(
+        "balance-expected",
+        "Expected and measured",
+        f"{unit} a step on rank 0, all layers; dotted: expected",
+        f"Time of each step on rank 0, over all layers: {', '.join(words)}.",
+        data,
+        layout(hovermode="x", yaxis={"rangemode": "tozero"}),
+        span=4,
+        height=230,
+    )
+
+
+def _by_layer(spreads: Spreads) -> list[Figure]:
+    """Heat maps of layers by steps; without those that nothing is known of."""
+    home, copied = spreads.over("busiest_before"), spreads.over("busiest_after")
+    waited_ms = 1e3 * spreads.over(*WAITED)
+    found = [
+        _heat(spreads, "balance-home", "Busiest rank, at home", "rows over the mean; 1 is even",
+              home, "x the mean", AROUND_ONE),
+        _heat(spreads, "balance-copies", "Busiest rank, with copies", "on the same scale",
+              copied, "x the mean", AROUND_ONE),
+        _heat(spreads, "balance-ratio", "RB", "deviation at home over with copies; blank: even",
+              spreads.ratio(("std_before",), ("std_after",)), " times as even", RATIOS),
+        _heat(spreads, "balance-made", "Copies by layer", "made in each step",
+              spreads.over("copies"), " copies"),
+        _heat(spreads, "balance-waiting", "Waiting for copies", "ms of each step on rank 0",
+              waited_ms, " ms"),
+        _heat(spreads, "balance-model", "Experts, measured over expected",
+              "seconds of rank 0; 1 is as expected",
+              spreads.ratio(COMPUTED, ("modelled_experts_s",)), "x", AROUND_ONE),
+    ]  # fmt: skip
+    return [figure for figure in found if figure is not None]
+
+
+def _heat(
+    spreads: Spreads,
+    name: str,
+    title: str,
+    subtitle: str,
+    values: Floats,
+    unit: str,
+    scale: dict[str, Any] | None = None,
+) -> Figure | None:
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return None
+    upwards = {"zmin": 0, "zmax": float(known.max()) or 1.0, "colorscale": UPWARDS}
+    trace = {
+        "type": "heatmap", "hoverongaps": False, **(scale or upwards),
+        "x": column((spreads.first_step + spreads.last_step) / 2),
+        "y": spreads.layers.tolist(),
+        "z": [column(row) for row in values.T],
+        "hovertemplate": f"layer %{{y}}, step %{{x}}<br><b>%{{z:.3g}}</b>{unit}<extra></extra>",
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 5, "x": 1.01},
+    }  # fmt: skip
+    steps = stretch(int(spreads.steps[0]), int(spreads.steps[-1]))
+    return Figure(
+        name,
+        title,
+        subtitle,
+        f"Heat map of {plural(len(spreads.layers), 'layer')} over {steps}: {title.lower()}, "
+        f"{three(float(known.mean()))} on average, {three(float(known.max()))} at the most.",
+        [trace],
+        layout(
+            hovermode="closest",
+            showlegend=False,
+            margin={"l": 46, "r": 12, "t": 8, "b": 40},
+            xaxis={"showgrid": False},
+            yaxis={
+                "title": {"text": "layer", "standoff": 6}, "tickformat": "d", "showgrid": False,
+                "zeroline": False, "autorange": "reversed",
+                **({"dtick": 1} if len(spreads.layers) <= 12 else {"nticks": 8}),
+            },
+        ),
+        span=4,
+        height=min(max(12 * len(spreads.layers) + 90, 200), 420),
+    )  # fmt: skip

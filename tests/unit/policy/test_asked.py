@@ -1,0 +1,145 @@
+"""A policy as a job asks for it: when copies are decided on anew, and who is asked at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moesaic.base.errors import ConfigError
+from moesaic.facts.balance import Ints, Setting
+from moesaic.facts.job import BalanceConfig
+from moesaic.facts.job.balance import LATE
+from moesaic.facts.plan import planned
+from moesaic.policy.balance import Asked, at_copies, balances, drift, levelled, pro_prophet
+from moesaic.policy.balance.asked import _LATE
+from moesaic.testing.jobs import tiny_job
+
+LONG = {"data": {"sequence": 512}}
+SETTING = Setting(np.arange(8) // 2, 4, 1e4, 8.0, 1e9, 1e3, 1e3)
+
+
+def hot(expert: int, share: float = 0.5) -> Ints:
+    """1,000 rows of each of four ranks, of which one expert has so many and the others alike."""
+    each = round(1000 * (1 - share) / 7)
+    counts = np.full((4, 8), each, np.int64)
+    counts[:, expert] = 1000 - 7 * each
+    return counts
+
+
+def told(config: BalanceConfig, passes: list[Ints]) -> list[list[list[int]]]:
+    """The copies of each pass."""
+    asked, found = Asked(config, SETTING), list[list[list[int]]]()
+    for counts in passes:
+        copies = asked.ahead().copies
+        balance = asked(counts)
+        if len(found) % 2:  # Whether or not there is time to think of the next one now.
+            asked.think()
+        assert np.array_equal(copies, balance.copies)
+        found.append(copies.tolist())
+    return found
+
+
+def config(**values: object) -> BalanceConfig:
+    return BalanceConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    "who", [{"policy": "pro-prophet"}, {"policy": "eplb"}, {"policy": "lp"},
+            {"policy": "quota", "early": True}],
+)  # fmt: skip
+def test_copies_are_decided_on_anew_when_what_is_hot_moves_and_not_otherwise(
+    who: dict[str, object],
+) -> None:
+    draw = np.random.default_rng(0)
+    still = [hot(2) + draw.integers(0, 30, (4, 8)) for _ in range(5)]
+    moved = [hot(5)] * 4
+    found = told(config(**who, replan_every=1000, replan_drift=0.1), still + moved)
+    assert found[0] == []
+    assert any(expert == 2 for expert, _ in found[1])
+    assert all(copies == found[1] for copies in found[1:6])  # The sixth knows of nothing yet.
+    assert any(expert == 5 for expert, _ in found[6])
+    assert all(copies == found[6] for copies in found[6:])
+    assert found[1] != found[6]
+
+
+@pytest.mark.parametrize("drifted", [None, 0.9])
+def test_copies_are_kept_for_so_many_micro_batches(drifted: float | None) -> None:
+    passes = [hot(number % 8) for number in range(10)]
+    kept = told(config(policy="lp", replan_every=3, replan_drift=drifted), passes)
+    each = told(config(policy="lp"), passes)
+    assert kept[0] == []
+    assert kept[1:] == [each[1]] * 3 + [each[4]] * 3 + [each[7]] * 3
+    assert each[1] != each[4] != each[7]
+
+
+def test_each_time_is_what_it_was_without_a_word_of_it() -> None:
+    passes = [hot(number % 8) for number in range(6)]
+    found = told(config(policy="pro-prophet"), passes)
+    wanted = [pro_prophet(counts, SETTING).copies.tolist() for counts in passes]
+    assert found == [[], *wanted[:-1]]
+
+
+def test_rows_at_hand_are_split_over_copies_that_are_kept() -> None:
+    asked = Asked(config(policy="lp", replan_every=9), SETTING)
+    asked(hot(2))
+    copies = asked.ahead().copies
+    found = asked(hot(2, 0.7))
+    assert found.diverted.tolist() == levelled(hot(2, 0.7), SETTING, copies).diverted.tolist()
+    prophet = Asked(config(policy="pro-prophet", replan_every=9), SETTING)
+    prophet(hot(2))
+    copies = prophet.ahead().copies
+    assert prophet(hot(3)).diverted.tolist() == at_copies(hot(3), copies).diverted.tolist()
+
+
+def test_those_that_go_by_the_past_are_known_to_jobs() -> None:
+    assert set(LATE) == set(_LATE)
+
+
+def test_drift_is_the_part_of_rows_that_went_over_to_other_experts() -> None:
+    one = np.array([[10, 0, 30], [10, 30, 20]])
+    assert drift(one, 3 * one) == 0.0
+    assert drift(one, one[::-1]) == 0.0  # Of other ranks, but of the same experts.
+    assert drift(one, np.array([[0, 10, 30], [0, 40, 20]])) == pytest.approx(0.2)
+    assert drift(np.zeros_like(one), np.zeros_like(one)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"policy": "lp", "replan_drift": 0.1}, "replan_drift = 0.1 with balance.replan_every = 1"),
+        ({"policy": "quota", "replan_every": 4}, "say balance.early = true"),
+        ({"policy": "pro-prophet", "copies_sent": 2}, "copies_sent = 2 with balance.policy"),
+    ],
+)
+def test_mistakes(values: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny_job(balance=values)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tables", "wanted"),
+    [
+        ("auto", LONG, True),
+        ("auto", {"data": {"sequence": 8}}, False),
+        ("quota", {"data": {"sequence": 8}}, True),
+        ("none", LONG, False),
+        ("quota", {"layout": {"ep": 1}}, False),
+        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False),
+        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True),
+    ],
+)
+def test_who_is_asked_at_all(policy: str, tables: dict[str, object], wanted: bool) -> None:
+    job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": {"policy": policy}})
+    assert balances(job, planned(job, 2)) is wanted
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_attention_has_no_time_for_leaves_sooner(follows: bool) -> None:
+    who = config(policy="top-k-broadcast", early=True)
+    asked = Asked(who, SETTING._replace(beside_s=2e-6), follows=follows)
+    asked(hot(2))
+    early = asked.ahead()
+    assert len(early.copies) == 3  # Of which the home sends two in that time.
+    assert (early.ahead is not None and early.ahead.tolist() == [False, False, True]) == follows
+    found = asked(hot(2)).ahead
+    assert (found is None) != follows

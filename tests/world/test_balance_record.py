@@ -1,0 +1,146 @@
+"""What a balanced run records of each layer, held against its loads, its messages and its clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.base.events import read_events
+from moesaic.base.records import read_records
+from moesaic.dist.exchange import Carrier, Work
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import assemble
+from moesaic.train.record import RunRecord
+
+STEPS = 3
+FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
+"""Prices at which any row that moves from a busy rank to an idle one pays."""
+
+
+class Weighed:
+    """A carrier that counts the bytes of rows as wide as experts."""
+
+    def __init__(self, inner: Carrier, width: int) -> None:
+        self.name, self.group, self.close = inner.name, inner.group, inner.close
+        self._inner, self._width, self.sent = inner, width, 0
+
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> tuple[Tensor, Work]:
+        if rows.shape[1] == self._width:
+            self.sent += rows.numel() * rows.element_size()
+        return self._inner.start(rows, send, receive, into)
+
+
+def record(world: World, job: Job, out: Path) -> list[list[Any]]:
+    """Of each step: its seconds, bytes of experts that this rank sent, and what it told."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    weighed = {}
+    for layer, moe in run.model.expert_layers():
+        ranks, width = moe.dispatcher.ranks, moe.bank.arena.shape[1]
+        if ranks.straight is not None:  # It is where there is a policy.
+            weighed[layer] = Weighed(ranks.straight, width)
+            moe.dispatcher.ranks = replace(ranks, straight=weighed[layer])
+    samples, said = RandomSamples(job.model.vocab, job.data.sequence), []
+    written = RunRecord(out, job, world)
+    for _ in range(STEPS):
+        facts = run.step(samples)
+        figures = written.step(facts, sum(facts.phases.values()))
+        bytes_by_layer = {layer: carrier.sent for layer, carrier in weighed.items()}
+        for carrier in weighed.values():
+            carrier.sent = 0
+        said.append([figures, bytes_by_layer])
+    written.close()
+    run.close()
+    return said
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    return [row for part in read_records(directory) for row in part.to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("policy", "early", "train"),
+    [
+        ("quota", False, {"micro_batches": 2}),
+        ("quota", True, {"micro_batches": 2, "recompute": True}),
+        ("top-k-broadcast", False, {"precision": "bf16", "recompute": True}),
+    ],
+)
+def test_layers_over_time(
+    ranks: Ranks, tmp_path: Path, policy: str, early: bool, train: dict[str, Any]
+) -> None:
+    job = tiny_job(
+        layout={"ep": 2}, train=train, log={"loads_every": 1, "tensorboard": False},
+        balance={"policy": policy, "prices": FREE, "least_rows": 1, "early": early},
+    )  # fmt: skip
+    results = ranks.run(2, record, job, tmp_path)
+    loads, told = rows_of(tmp_path / "loads"), rows_of(tmp_path / "balance")
+    assert [(row["step"], row["layer"]) for row in told] == [
+        (step, layer) for step in range(1, STEPS + 1) for layer in (0, 1)
+    ]
+    homes = np.arange(8) // 4
+    for row, load in zip(told, loads, strict=True):
+        assert (row["step"], row["layer"]) == (load["step"], load["layer"])
+        at_home = np.bincount(homes, weights=load["counts"], minlength=2)
+        assert row["rows_before"] == at_home.tolist()
+        assert sum(row["rows_after"]) == sum(load["counts"])
+        assert row["modelled_experts_s"] == 3 * row["rows_after"][0]
+        assert row["busiest_before"] >= max(at_home) / np.mean(at_home) - 1e-12
+        sent = sum(steps[row["step"] - 1][1][row["layer"]] for steps in results)
+        assert row["bytes_moved"] == sent
+        assert (row["copies"] > 0) == (sent > 0)
+    assert sum(row["copies"] for row in told) > 0
+    events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]
+    for event in events:
+        mine = [row for row in told if row["step"] == event["step"]]
+        for name in ("copies", "bytes_moved", "planning_s"):
+            assert event[name] == pytest.approx(sum(row[name] for row in mine)), name
+        waited = sum(row["landing_s"] + row["return_s"] for row in mine)
+        computed = sum(row["forward_s"] + row["backward_s"] for row in mine)
+        assert event["exposed_s"] == pytest.approx(waited)
+        assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in mine)
+        assert all((row["landing_s"] > 0) == (row["copies"] > 0) for row in mine)
+        assert all((row["return_s"] > 0) == (row["copies"] > 0) for row in mine)
+        assert 0 < computed + waited < event["step_s"]
+
+
+def test_nothing_is_recorded_where_nobody_is_asked(ranks: Ranks, tmp_path: Path) -> None:
+    job = tiny_job(layout={"ep": 2}, log={"loads_every": 1, "tensorboard": False})
+    [first, _] = ranks.run(2, record, job, tmp_path)
+    assert (tmp_path / "loads").is_dir()
+    assert not (tmp_path / "balance").exists()
+    assert not {"copies", "bytes_moved", "exposed_s"} & set(first[0][0])
+
+
+def test_a_run_is_the_same_with_a_clock_and_without(ranks: Ranks) -> None:
+    job = tiny_job(layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "least_rows": 1})
+    with_it, without = (ranks.run(2, parameters, job, told) for told in (True, False))
+    for one, other in zip(with_it, without, strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    for _, moe in run.model.expert_layers():
+        assert moe.clock is not None
+        moe.clock = moe.clock if told else None
+    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    for _ in range(2):
+        run.step(samples)
+    found = [one.detach().clone() for one in run.model.parameters()]
+    run.close()
+    return found

@@ -1,0 +1,232 @@
+"""Experts that are computed elsewhere, at the edges of what a step can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import (
+    ASKING,
+    Shaken,
+    assert_same,
+    outcome,
+    plain,
+    put_together,
+    worst_element,
+    worst_tensor,
+)
+from test_scale_world import Struck
+
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import lay_out
+from moesaic.models.initial import InitialSource
+from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.ranks import Ranks
+from moesaic.train.assemble import assemble
+from moesaic.train.balancing import Balancer, Spread
+from moesaic.train.run import Run
+
+STEPS = 2
+EARLY = {"balance": {**ASKING, "policy": "auto", "early": True}}
+MANY = {"model": {"experts": 64, "top_k": 3}}
+ONE_EACH = {"train": {"micro_batches": 8}, "data": {"sequence": 3}}
+"""Micro-batches of a sample, which all ranks but one have nothing of."""
+FEW = {"data": {"sequence": 2}, "train": {"micro_batches": 2}}
+"""Two tokens each."""
+EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ranks without rows": (4, {"ep": 4}, ONE_EACH),
+    "ranks without rows, visits in chunks": (
+        4, {"ep": 4, "dispatch": "visits", "chunks": 2, "local": "first"}, ONE_EACH,
+    ),
+    "ranks without rows, again": (
+        4, {"ep": 2}, {**ONE_EACH, "train": {"micro_batches": 8, "recompute": True}},
+    ),
+    "more chunks than tokens": (4, {"ep": 4, "chunks": 5}, FEW),
+    "more chunks than tokens, visits": (
+        4, {"ep": 4, "dispatch": "visits", "hosts": 2, "chunks": 3, "local": "first"}, FEW,
+    ),
+    "many experts": (2, {"ep": 2, "chunks": 2}, MANY),
+    "many experts, by hosts": (4, {"ep": 4, "hosts": 2, "dispatch": "visits"}, MANY),
+    "clipped": (4, {"ep": 2}, {"train": {"clip": 1e-3, "micro_batches": 2}}),
+    "interleaved": (
+        4, {"ep": 2, "pp": 2, "schedule": "interleaved", "chunks": 2},
+        {"model": {"layers": 4}, "train": {"micro_batches": 4}},
+    ),
+    "interleaved, again": (
+        4, {"ep": 2, "pp": 2, "schedule": "interleaved"},
+        {"model": {"layers": 4}, "train": {"micro_batches": 4, "recompute": True}},
+    ),
+    "zero bubble, frozen experts": (
+        4, {"ep": 2, "pp": 2, "schedule": "zero-bubble"},
+        {
+            "train": {"micro_batches": 4},
+            "finetune": {"method": "lora", "targets": ["attention"], "router": "train"},
+        },
+    ),
+    "gpipe, visits": (
+        4, {"ep": 2, "pp": 2, "schedule": "gpipe", "dispatch": "visits", "local": "first"},
+        {"train": {"micro_batches": 4}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_copies_at_random_at_the_edges(ranks: Ranks, name: str) -> None:
+    size, layout, tables = EDGES[name]
+    alone = outcome(ranks, 1, tiny_job(**tables), STEPS)
+    several = outcome(
+        ranks, size, tiny_job(**tables, layout=layout, balance=ASKING), STEPS, shaken=11
+    )
+    assert_same(several, alone)
+    assert sum(step["copies"] for step in several.steps) > 0
+
+
+@pytest.mark.parametrize("name", ["interleaved, again", "gpipe, visits"])
+def test_early_copies_in_a_pipeline(ranks: Ranks, name: str) -> None:
+    size, layout, tables = EDGES[name]
+    alone = outcome(ranks, 1, tiny_job(**tables), STEPS)
+    several = outcome(ranks, size, tiny_job(**tables, layout=layout, **EARLY), STEPS)
+    assert_same(several, alone)
+    assert sum(step["copies"] for step in several.steps) > 0
+
+
+class ToOne:
+    """Recorded routing, by which every token goes to one expert."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def choices(self, step: int, samples: torch.Tensor) -> dict[int, torch.Tensor]:
+        tokens = len(samples) * self._job.data.sequence
+        return {
+            layer: torch.full((tokens, 1), (step + layer) % self._job.model.experts)
+            for layer in range(self._job.model.layers)
+        }
+
+
+def opened(world: World, job: Job, shaken: int | None) -> Run:
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    if shaken is not None:
+        for layer, moe in run.model.expert_layers():
+            homes = moe.dispatcher.homes
+            moe.balancer = Shaken(homes.places // homes.each, [shaken, layer])
+    return run
+
+
+def one_expert(world: World, job: Job, shaken: int | None) -> Any:
+    """Gradients, and losses of steps."""
+    run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
+    run.replay = ToOne(job)  # type: ignore[assignment]
+    run.gradients(samples)
+    gradients = [
+        plain(piece)
+        for item in run.holdings
+        for piece in item.pieces("gradient", item.grad, world.rank)
+    ]
+    for item in run.holdings:
+        item.parameter.grad = None
+    facts = [run.step(samples) for _ in range(STEPS)]
+    state = [plain(piece) for piece in run.state().pieces]
+    made = sum(one.copies for step in facts for one in step.spread.values())
+    run.close()
+    return [step.loss for step in facts], gradients, state, made
+
+
+@pytest.mark.parametrize(
+    ("balance", "shaken"),
+    [({}, 5), ({}, None), ({"policy": "auto", "early": True}, None),
+     ({"policy": "eplb"}, None), ({"policy": "llep"}, None)],
+)  # fmt: skip
+def test_all_rows_for_one_expert(ranks: Ranks, balance: dict[str, Any], shaken: int | None) -> None:
+    tables: dict[str, Any] = {"model": {"top_k": 1}, "train": {"micro_batches": 2}}
+    (alone,) = ranks.run(1, one_expert, tiny_job(**tables), None)
+    layout = {"ep": 4, "chunks": 3}
+    job = tiny_job(**tables, layout=layout, balance={**ASKING, **balance})
+    several = ranks.run(4, one_expert, job, shaken)
+    assert all(one[0] == pytest.approx(alone[0], rel=1e-9) for one in several)
+    for part in (1, 2):
+        expected = put_together([alone[part]])
+        assert worst_element(put_together([one[part] for one in several]), expected) < 1e-9
+    assert shaken or several[0][3] > 0
+
+
+def judged(world: World, job: Job, shaken: int | None) -> list[float]:
+    """Losses of steps, and before each of validation, of which no policy hears anything."""
+    run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
+    found = list[float]()
+    for _ in range(STEPS):
+        asked = [moe.balancer for _, moe in run.model.expert_layers()]
+        made = [getattr(one, "made", 0) for one in asked]
+        found.append(run.validate(samples, 11)[0])
+        assert made == [getattr(one, "made", 0) for one in asked]
+        assert all(one.told() == Spread() for one in asked if isinstance(one, Balancer))
+        found.append(run.step(samples).loss)
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "shaken"), [({"ep": 4}, 3), ({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3),
+                           ({"ep": 4}, None)],
+)  # fmt: skip
+def test_validation_between_steps(ranks: Ranks, layout: dict[str, Any], shaken: int | None) -> None:
+    tables: dict[str, Any] = {"train": {"micro_batches": 4, "recompute": True}}
+    (alone,) = ranks.run(1, judged, tiny_job(**tables), None)
+    for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), shaken):
+        assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def overflowing(world: World, job: Job, shaken: int) -> Any:
+    """Of three steps, in the second of which a gradient of the last rank is infinite."""
+    run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
+    told, states = [], []
+    for step in range(3):
+        if step == 1 and world.rank == world.size - 1:
+            handle = run.model.layers[0].register_forward_hook(lambda *a: Struck.apply(a[2]))
+        facts = run.step(samples)
+        if step == 1 and world.rank == world.size - 1:
+            handle.remove()
+        told.append((facts.skipped, facts.scale, dict(run.counters)))
+        states.append([plain(piece) for piece in run.state().pieces])
+    made = sum(getattr(moe.balancer, "made", 0) for _, moe in run.model.expert_layers())
+    run.close()
+    return told, states, made
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_overflow_among_copies_is_skipped_by_all(ranks: Ranks, recompute: bool) -> None:
+    train = {"precision": "fp16", "micro_batches": 2, "recompute": recompute}
+    results = ranks.run(4, overflowing, tiny_job(layout={"ep": 4}, train=train, balance=ASKING), 7)
+    assert all(told == results[0][0] and made == results[0][2] > 0 for told, _, made in results)
+    assert [skipped for skipped, _, _ in results[0][0]] == [False, True, False]
+    before, after, last = (put_together([r[1][step] for r in results]) for step in range(3))
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+    assert not all(np.array_equal(after[key], last[key]) for key in after)
+    assert all(np.isfinite(values).all() for values in last.values())
+
+
+@pytest.mark.parametrize(
+    ("precision", "early"), [("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False)]
+)
+def test_routing_replayed_among_copies(
+    ranks: Ranks, tmp_path: Path, precision: str, early: bool
+) -> None:
+    """What ranks with copies record is what one process has, and leads one process, and others."""
+    tables: dict[str, Any] = {"train": {"micro_batches": 2, "precision": precision}}
+    job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "policy": "auto", "early": early})
+    path = str(tmp_path / "routes")
+    first = outcome(ranks, 4, job, STEPS, record=path)
+    alone = outcome(ranks, 1, tiny_job(**tables), STEPS, replay=path)
+    again = outcome(ranks, 4, job, STEPS, replay=path)
+    assert sum(step["copies"] for step in first.steps) > 0
+    bound = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}[precision]
+    for other in (alone, again):
+        assert [a["counts"] for a in first.steps] == [b["counts"] for b in other.steps]
+        assert worst_tensor(first.gradients, other.gradients) < bound
+    assert all(np.array_equal(again.state[key], first.state[key]) for key in first.state)
+    assert sum(step["flips"] for step in again.steps) == 0

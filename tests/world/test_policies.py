@@ -1,0 +1,82 @@
+"""Whoever decides on copies: twenty steps are those of the same layout without any, and of one
+process."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from layouts import ASKING, Outcome, assert_same, outcome
+
+from moesaic.testing.jobs import tiny_job
+from moesaic.testing.ranks import Ranks
+
+STEPS = 20
+POLICIES = ("auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp")
+TOPS = (1, 2, 8)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep 2 x 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, sharded": {"ep": 2, "shard": 4},
+}  # fmt: skip
+CAPACITY = 1.25
+
+
+def covering() -> list[Any]:
+    """Every policy with every number of choices, in every layout, with a capacity and without; of
+    the default suite are as many as have any two of these together, all others are soaks."""
+    cases = []
+    for case in product(enumerate(POLICIES), enumerate(TOPS), enumerate(LAYOUTS)):
+        (policy, named), (place, top), (layout, name) = case
+        turn = policy + place
+        marks = [pytest.mark.soak] * (layout != turn % len(LAYOUTS))
+        capacity = None if (turn if not marks else layout + place) % 2 else CAPACITY
+        cases.append(pytest.param(named, top, name, capacity, marks=marks))
+    return cases
+
+
+_plain: dict[str, Outcome] = {}
+
+
+def tables_of(top: int, capacity: float | None) -> dict[str, Any]:
+    return {
+        "model": {"hidden": 16, "ffn": 8, "experts": 16, "init_std": 0.5, "top_k": top},
+        "data": {"sequence": 6},
+        "routing": {"capacity": capacity},
+        "train": {"steps": STEPS},
+    }
+
+
+def plain(ranks: Ranks, size: int, **tables: Any) -> Outcome:
+    """Without copies."""
+    key = f"{size} {tables}"
+    if key not in _plain:
+        _plain[key] = outcome(ranks, size, tiny_job(**tables), STEPS)
+        assert sum(step["copies"] for step in _plain[key].steps) == 0
+    return _plain[key]
+
+
+@pytest.mark.parametrize(("policy", "top", "layout", "capacity"), covering())
+def test_twenty_steps(
+    ranks: Ranks, policy: str, top: int, layout: str, capacity: float | None
+) -> None:
+    tables, place = tables_of(top, capacity), {"layout": LAYOUTS[layout]}
+    found = outcome(
+        ranks, 4, tiny_job(**tables, **place, balance={**ASKING, "policy": policy}), STEPS
+    )
+    assert_same(found, plain(ranks, 4, **tables, **place))
+    assert_same(found, plain(ranks, 1, **tables))
+    if (policy, top) != ("llep", 8):  # Eight of sixteen are too even for its threshold.
+        assert sum(step["copies"] for step in found.steps) > 0
+    assert (capacity is not None) == (sum(step["dropped"] for step in found.steps) > 0)
+
+
+@pytest.mark.parametrize("policy", ["auto", "quota", "pro-prophet"])
+def test_fixed_prices_give_the_same_bits_twice(ranks: Ranks, policy: str) -> None:
+    tables = {**tables_of(2, None), "train": {"steps": STEPS, "precision": "fp32"}}
+    job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "policy": policy})
+    one, other = (outcome(ranks, 4, job, 6) for _ in range(2))
+    assert one.steps == other.steps
+    for key, values in one.state.items():
+        assert np.array_equal(other.state[key], values), key
+    assert sum(step["copies"] for step in one.steps) > 0
