@@ -18,6 +18,7 @@ from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import expert_bytes
 from moesaic.models.initial import InitialSource
+from moesaic.policy.balance import homes_of
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.testing.watch import Silent
@@ -53,7 +54,7 @@ _references: dict[str, Outcome] = {}
 
 
 def moving(tables: dict[str, Any], every: int = 2, policy: str = "none") -> dict[str, Any]:
-    balance = {"policy": policy, "rehome": every, "prices": FREE, "least_rows": 1}
+    balance = {"policy": policy, "rehome_every": every, "prices": FREE, "least_rows": 1}
     return {**tables, "balance": balance}
 
 
@@ -94,9 +95,12 @@ def test_with_copies_at_random(ranks: Ranks, name: str) -> None:
     assert_same(without_rows(found), alone(ranks, tables))
 
 
-@pytest.mark.parametrize("policy", ["auto", "quota", "pro-prophet", "eplb"])
+@pytest.mark.parametrize("policy", ["auto", "quota", "pro-prophet", "eplb", "lp"])
 def test_with_a_policy_of_copies(ranks: Ranks, policy: str) -> None:
-    job = tiny_job(**moving({"layout": {"ep": 4}}, policy=policy))
+    """Copies that are kept for longer are not, if experts move."""
+    tables = moving({"layout": {"ep": 4}}, policy=policy)
+    kept = {"replan_every": 100} if policy in ("eplb", "lp") else {}
+    job = tiny_job(**{**tables, "balance": {**tables["balance"], **kept}})
     found = outcome(ranks, 4, job, STEPS)
     assert_moved(found)
     assert sum(step["copies"] for step in found.steps) > 0
@@ -129,6 +133,9 @@ def go(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any:
         if piece.kind != ROWS
     ]
     homes = {layer: list(moe.bank.experts) for layer, moe in run.model.expert_layers()}
+    for layer, moe in run.model.expert_layers() if len(run.plan.homes_by_rank) > 1 else ():
+        policy = moe.balancer._policy
+        assert policy.setting.homes.tolist() == homes_of(run.plan, layer).tolist()
     said = {layer: list(run.plan.homes(world.rank, layer)) for layer in homes}
     run.close()
     return (
@@ -146,7 +153,7 @@ def test_moments_of_eight_bits_are_the_same_bits(ranks: Ranks, layout: dict[str,
         "optimizer": {"moments": "8bit", "lr": 0.01}, "train": {"micro_batches": 2},
     }  # fmt: skip
     size = layout.get("shard", layout["ep"])
-    results = ranks.run(size, go, moving(tables), layout)
+    results = ranks.run(size, go, moving(tables, policy="quota"), layout)
     found = put_together([state for state, _, _ in results])
     (single,) = ranks.run(1, go, tables, {})
     expected = put_together([single[0]])
@@ -184,7 +191,7 @@ def run_job(
         "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache")},
         "train": {"steps": 6, "batch": 8, "micro_batches": 2, "precision": "fp32"},
         "checkpoint": {"every": 2, "keep": 9}, "log": {"tensorboard": False},
-        "balance": {"policy": "none", "rehome": 3, "prices": FREE},
+        "balance": {"policy": "none", "rehome_every": 3, "prices": FREE},
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
@@ -289,7 +296,7 @@ def test_whose_homes_a_run_begins_with(ranks: Ranks, text: Path, tmp_path: Path)
     left = everything(at(out, 4))["homes"]
     kept = Checkpoint.open(at(out, 4)).facts["plan"]
     given = {**kept, "homes": HOMES[2], "homes_of_layers": {}}
-    still = {"balance": {"rehome": 0}}
+    still = {"balance": {"rehome_every": 0}}
     for number, (more, plan_, expected) in enumerate((
         ({}, None, left), (still, None, left), ({}, given, left), (still, given, {}),
     )):  # fmt: skip
@@ -306,7 +313,7 @@ def test_whose_homes_a_run_begins_with(ranks: Ranks, text: Path, tmp_path: Path)
 def test_a_checkpoint_without_rows_begins_anew(ranks: Ranks, text: Path, tmp_path: Path) -> None:
     """Experts may move from then on, by rows from then on."""
     out, later = tmp_path / "first", tmp_path / "later"
-    still = {"balance": {"rehome": 0}}
+    still = {"balance": {"rehome_every": 0}}
     ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, still)
     assert not any(key.startswith(ROWS) for key in everything(at(out, 4)))
     ranks.run(2, run_job, str(text), str(later), {"ep": 2}, str(at(out, 4)), {})

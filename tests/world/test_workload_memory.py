@@ -297,8 +297,8 @@ def holdings(world: World, job: Job) -> tuple[int, int, int]:
         (4, {"pp": 2, "ep": 2, "schedule": "interleaved"}),
         (4, {"ep": 2, "shard": 2, "embedding": "columns"}),
         (4, {"pp": 2, "embedding": "columns"}),
-        (4, {"pp": 2, "ep": 2, "rehome": 3}),
-        (2, {"ep": 2, "rehome": 3}),
+        (4, {"pp": 2, "ep": 2, "rehome_every": 3}),
+        (2, {"ep": 2, "rehome_every": 3}),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -306,8 +306,8 @@ def test_what_ranks_hold_is_what_runs_have(
     ranks: Ranks, size: int, layout: dict[str, Any], tied: bool
 ) -> None:
     model = {**FAMILIES["deepseek"], "layers": 4, "tied": tied}
-    moves = {"rehome": layout.get("rehome", 0)}
-    layout = {key: value for key, value in layout.items() if key != "rehome"}
+    moves = {"rehome_every": layout.get("rehome_every", 0)}
+    layout = {key: value for key, value in layout.items() if key != "rehome_every"}
     job = tiny_job(
         model=model, layout=layout, train={"micro_batches": 2}, routing=EVEN, balance=moves
     )

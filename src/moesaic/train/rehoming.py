@@ -67,7 +67,7 @@ class Rehoming:
 
     def due(self, step: int) -> bool:
         """Whether homes are decided on after so many steps."""
-        return step % self._job.balance.rehome == 0
+        return step % self._job.balance.rehome_every == 0
 
     def settle(self, plan: Plan) -> tuple[Plan, list[Moved]]:
         """Decide by all rows that are there, obey, and begin anew; the plan is that of the homes to

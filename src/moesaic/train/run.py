@@ -265,7 +265,7 @@ class Run:
         asked = any(moe.balancer for _, moe in self.model.expert_layers())
         if prices is None or not (asked or self.rehoming):
             return None
-        moves = f"; experts may move every {config.rehome} steps" if self.rehoming else ""
+        moves = f"; experts may move every {config.rehome_every} steps" if self.rehoming else ""
         return (
             f"balance: {config.policy if asked else 'no copies'}{moves}; experts take "
             f"{prices.rows_per_s:,.0f} rows/s, {prices.bytes_per_s / 1e9:.3g} GB/s travel, an "

@@ -100,7 +100,7 @@ def _train(
     if job.routing.replay:
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-    plan = _as_left(plan, source, homes=loaded.plan is None or job.balance.rehome > 0)
+    plan = _as_left(plan, source, homes=loaded.plan is None or job.balance.rehome_every > 0)
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)

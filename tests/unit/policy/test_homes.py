@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moesaic.facts.balance import Ints, Setting, unchanged
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
-from moesaic.policy.balance import moving, rehomed, rehomes, times
+from moesaic.policy.balance import Asked, moving, rehomed, rehomes, times
 from moesaic.policy.balance.homes import Moving, gain_s
 from moesaic.testing.jobs import tiny_job
 
@@ -111,7 +111,7 @@ def test_how_far_from_the_best(ranks: int, each: int, cost: Moving) -> None:
         best = max(gain_s(totals, of(slots, ranks), way, ranks, cost) for way in ways)
         assert found <= best
         saved, possible, hits = saved + found, possible + best, hits + (found == best)
-    assert saved >= 0.97 * possible, (saved, possible, hits)
+    assert saved >= 0.96 * possible, (saved, possible, hits)
     assert hits >= 21, hits
 
 
@@ -137,8 +137,30 @@ def test_a_row_costs_what_a_layer_says(
     assert moving(setting, 0.0, 4).row_s == cost.row_s / 4
 
 
+@pytest.mark.parametrize("policy", ["quota", "eplb", "lp"])
+def test_copies_begin_where_experts_live_now(policy: str) -> None:
+    """Those that were kept are decided on anew."""
+    setting = Setting(
+        homes=np.arange(8) // 4, ranks=2, rows_per_s=1.0, row_bytes=0.0, bytes_per_s=1e9,
+        expert_bytes=1.0, gradient_bytes=1.0, hides=True,
+    )  # fmt: skip
+    late = {"replan_every": 100} if policy != "quota" else {}
+    config = tiny_job(balance={"policy": policy, "least_rows": 1, **late}).balance
+    counts, homes = np.array([[90, 60, 9, 8, 7, 6, 5, 4]] * 2), np.array([1, 0, 0, 0, 0, 1, 1, 1])
+    asked, fresh = Asked(config, setting), Asked(config, setting._replace(homes=homes))
+    for _ in range(2):
+        before = asked(counts)
+        fresh(counts)
+    assert (0, 1) in map(tuple, before.copies.tolist())
+    asked.rehome(homes)
+    found, expected = asked(counts), fresh(counts)
+    assert (0, 1) not in map(tuple, found.copies.tolist())
+    assert np.array_equal(found.copies, expected.copies)
+    assert np.array_equal(found.diverted, expected.diverted)
+
+
 def test_who_may_move() -> None:
-    job = tiny_job(balance={"rehome": 2})
+    job = tiny_job(balance={"rehome_every": 2})
     assert rehomes(job, Plan(ranks=2, ep=2, shard=1, experts=8))
     assert not rehomes(job, Plan(ranks=2, ep=1, shard=1, experts=8))
     assert not rehomes(tiny_job(), Plan(ranks=2, ep=2, shard=1, experts=8))

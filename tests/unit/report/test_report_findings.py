@@ -136,7 +136,7 @@ def test_hot_expert_is_named_with_its_rank() -> None:
     assert "rank 1 of its expert-parallel group" in text(experts.hot(uneven, setting, layers))
 
     def moving(key: str) -> object:
-        return 100 if key == "balance.rehome" else setting(key)
+        return 100 if key == "balance.rehome_every" else setting(key)
 
     assert "group" not in text(experts.hot(uneven, moving, layers))
     assert "routing.capacity" in said

@@ -77,7 +77,7 @@ class BalanceConfig(Section):
     """Where neither job nor plan say prices, measure them when a run starts: two runs may then
     decide differently. What was measured is kept by the run's plan and its checkpoints."""
 
-    rehome: int = Field(default=0, ge=0)
+    rehome_every: int = Field(default=0, ge=0)
     """Steps after which experts may change their ranks for good, moments along, each time: as few
     as make up for moving in as many steps more, by the rows since the last time, whatever `policy`
     does within a step. 0: never."""

@@ -122,7 +122,7 @@ class Share:
         copies = group_of(plan.replica_groups(), self.rank)
         yield copies, [n for p in self.experts for n in self._tensors(p, p.size)]
         yield part_of(plan, self.rank), [p.size * BIAS_BYTES for p in self.biases]
-        if self.job.balance.rehome and plan.ep > 1:
+        if self.job.balance.rehome_every and plan.ep > 1:
             rows = [plan.experts * ROW_BYTES for _ in self.job.model.expert_layers]
             yield tuple(range(plan.ranks)), rows
 

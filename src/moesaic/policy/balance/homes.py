@@ -47,7 +47,7 @@ class Rehomed(NamedTuple):
 
 def rehomes(job: Job, plan: Plan) -> bool:
     """Whether experts may change their homes."""
-    return job.balance.rehome > 0 and plan.ep > 1 and job.model.experts > 0
+    return job.balance.rehome_every > 0 and plan.ep > 1 and job.model.experts > 0
 
 
 def moving(setting: Setting, expert_bytes: float, groups: int) -> Moving:

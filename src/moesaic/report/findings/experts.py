@@ -165,7 +165,7 @@ def _home(top: Extreme, setting: Settings, plan: Mapping[str, Any]) -> str:
     ep, experts, expert = setting("layout.ep"), setting("model.experts"), top.expert
     if not isinstance(ep, int) or not isinstance(experts, int) or ep < 2 or not experts:
         return ""
-    if setting("balance.rehome"):
+    if setting("balance.rehome_every"):
         return ""
     rank, others = expert * ep // experts, plan.get("homes_of_layers")
     homes = plan.get("homes")
