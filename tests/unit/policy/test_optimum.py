@@ -1,5 +1,5 @@
 """How far from the best each policy is, by the model, where layers are so small that everything can
-be tried; docs/balance.md has these figures.
+be tried; docs/policies.md has these figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES: dict[str, Callable[[Ints, Setting], Balance]] = {
     "top-k-broadcast": partial(top_k_broadcast, number=1),
 }  # fmt: skip
 DRAWS = 100
-DOCS = Path(__file__).parents[3] / "docs" / "balance.md"
+DOCS = Path(__file__).parents[3] / "docs" / "policies.md"
 
 
 def instances(number: int) -> Iterator[tuple[Ints, Setting]]:
