@@ -40,7 +40,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     name = f"rows at which a copy pays, over {MEGABITS} Mbit/s, foretold over measured"
     hindrance = impossible()
     if hindrance:
-        yield measure.row(name, None, "ratio", against=f"untried: {hindrance}", repeats=0)
+        yield measure.row(name, None, "ratio", bar="", against=f"untried: {hindrance}", repeats=0)
         return
     with two_hosts(MEGABITS) as hosts:
         pool = Ranks()
@@ -61,7 +61,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     foretold = hot[FACTORS.index(1.0)]
     low, high = np.percentile(drawn, (2.5, 97.5))
     yield measure.row(
-        name, foretold / crossing, "ratio",
+        name, foretold / crossing, "ratio", bar="",
         against=f"{foretold:.0f} rows of one expert on each rank foretold, {crossing:.0f} measured",
         interval=(foretold / high, foretold / low), repeats=rounds,
     )  # fmt: skip
