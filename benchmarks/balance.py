@@ -22,6 +22,7 @@ from benchmarks.skewed import (
     EVEN,
     FFN,
     HIDDEN,
+    MOVED,
     PLAIN,
     RANKS,
     TOKENS,
@@ -242,6 +243,11 @@ def _rows(
             against=f"every row at home; {found.told[policy]}; {shape}", interval=interval,
             repeats=rounds,
         )  # fmt: skip
+    ratio, interval = times.ratio(of=PLAIN, to=MOVED)
+    yield measure.row(
+        f"{title}: {MOVED}, without copies", ratio, "ratio", bar="",
+        against=f"experts in turn; {shape}", interval=interval, repeats=rounds,
+    )  # fmt: skip
     ratio, interval = times.ratio(of=EVEN, to=OURS)
     yield measure.row(
         f"{title}: {OURS}, of as many rows spread evenly", ratio, "ratio", bar=even_bar,
@@ -277,7 +283,7 @@ def taken(
 
 
 def _taken(world: World, work: Work, rounds: int, root: int) -> Found | None:
-    layers = {name: layer_of(world, work, name) for name in (EVEN, PLAIN, *POLICIES)}
+    layers = {name: layer_of(world, work, name) for name in (EVEN, PLAIN, MOVED, *POLICIES)}
     results = {name: one() for name, one in layers.items() if name != EVEN}
     for name, result in results.items():
         torch.testing.assert_close(result, results[PLAIN], rtol=1e-4, atol=1e-5, msg=name)

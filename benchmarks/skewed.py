@@ -28,12 +28,14 @@ from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
-from moesaic.policy.balance import Asked, Rank, setting_of, usual
+from moesaic.policy.balance import Asked, Moving, Rank, rehomed, setting_of, usual
 from moesaic.train import balancing
 from moesaic.train.assemble import ranks_of
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"
+MOVED = "experts moved for good"
+"""By all choices of all ranks, as if those of the steps before were those to come."""
 MOVES_EVERY = 10
 _STEPS = 40
 """Of choices, which a layer takes in turn."""
@@ -135,6 +137,8 @@ class Layer:
 
     def words(self) -> str:
         """What became of its rows."""
+        if not self._left:
+            return "nobody has copies"
         each = self._copies / max(self._calls, 1)
         return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
 
@@ -147,6 +151,8 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     plan = plan_of(job, world)
     ranks = ranks_of(plan, world, copies=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
+    if name == MOVED:
+        plan = plan.with_slots({0: _moved(work, plan)})
     weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
     choices = [work.even()] if name == EVEN else work.choices(world.rank)
     moe = MoE(
@@ -161,12 +167,19 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     return moe, job, plan
 
 
+def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
+    """Where experts are when moving costs nothing."""
+    every = torch.cat([torch.cat(work.choices(rank)).flatten() for rank in range(RANKS)])
+    totals = torch.bincount(every, minlength=work.experts).numpy()
+    return rehomed(totals, plan.slots(0), RANKS, Moving(1.0, 0.0, 0.0)).slots
+
+
 def layer_of(world: World, work: Work, name: str) -> Layer:
     moe, job, plan = moe_of(world, work, name)
     draw = torch.Generator().manual_seed(world.rank)
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
-    if name not in (EVEN, PLAIN):
+    if name not in (EVEN, PLAIN, MOVED):
         config = BalanceConfig.model_validate({"policy": name})
         carrier = moe.dispatcher.ranks.straight
         assert carrier is not None

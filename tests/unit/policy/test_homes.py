@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from moesaic.facts.balance import Ints, Setting, unchanged
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
-from moesaic.policy.balance import Asked, moving, rehomed, rehomes, times
-from moesaic.policy.balance.homes import Moving, gain_s
+from moesaic.policy.balance import Asked, Moving, moving, rehomed, rehomes, times
+from moesaic.policy.balance.homes import gain_s
 from moesaic.testing.jobs import tiny_job
 
 FREE = Moving(1.0, 0.0, 0.0)

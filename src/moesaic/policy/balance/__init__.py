@@ -5,7 +5,7 @@ Each is a pure function of rows [ranks, experts] and what they cost, and gives a
 
 from moesaic.policy.balance.asked import Asked, balances, drift, homes_of, setting_of
 from moesaic.policy.balance.best import Policy, auto
-from moesaic.policy.balance.homes import Rehomed, moving, rehomed, rehomes
+from moesaic.policy.balance.homes import Moving, Rehomed, moving, rehomed, rehomes
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
 from moesaic.policy.balance.prices import Rank, planned, usual
 from moesaic.policy.balance.prophet import Search, pro_prophet
@@ -16,8 +16,8 @@ from moesaic.policy.balance.spill import llep
 from moesaic.policy.balance.split import levelled, lp
 
 __all__ = [
-    "Asked", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto", "balances",
-    "busiest", "copy_rows", "drift", "eplb", "evenly", "faster_moe", "homes_of", "levelled", "llep",
-    "lp", "moving", "planned", "pro_prophet", "quota", "rehomed", "rehomes", "rows", "setting_of",
-    "times", "top_k_broadcast", "usual", "within",
+    "Asked", "Moving", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto",
+    "balances", "busiest", "copy_rows", "drift", "eplb", "evenly", "faster_moe", "homes_of",
+    "levelled", "llep", "lp", "moving", "planned", "pro_prophet", "quota", "rehomed", "rehomes",
+    "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
 ]  # fmt: skip
