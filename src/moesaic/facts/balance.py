@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     beside_s: float = 0.0
     """What a rank computes forward between two expert layers; backward is twice the work."""
     matrices_s: float = 0.0
-    """What a rank's experts take forward beside rows; backward is twice the work."""
+    """What a rank's own experts take forward beside rows; backward is twice the work."""
     hides: bool = True
     """Whether copies travel while ranks compute; else these wait for them."""
     relays: bool = False
@@ -45,6 +45,11 @@ class Setting(NamedTuple):
     """Copies that a rank sends at most; None: any number."""
     least_rows: int = 0
     """Of a copy: products of fewer are no faster."""
+
+    @property
+    def own(self) -> float:
+        """Experts that are at home on a rank."""
+        return len(self.homes) / self.ranks
 
 
 class Balance(NamedTuple):

@@ -104,6 +104,8 @@ class Spread:
         without = times_of(home, nothing, nothing, setting)
         modelled = times_of(now, *moved(balance, setting), setting)
         each = setting.expert_bytes + setting.gradient_bytes
+        guests = int((balance.copies[:, 1] == rank).sum())
+        matrices_s = setting.matrices_s * (1 + guests / setting.own)
         return cls(
             copies=len(balance.copies), planning_s=planning_s,
             before=busiest(home.computed), after=busiest(now.computed),
@@ -111,8 +113,7 @@ class Spread:
             most_before=int(home.computed.max()), most_after=int(now.computed.max()),
             std_before=float(home.computed.std()), std_after=float(now.computed.std()),
             bytes_moved=round(len(balance.copies) * each),
-            modelled_experts_s=3
-            * (int(now.computed[rank]) / setting.rows_per_s + setting.matrices_s),
+            modelled_experts_s=3 * (int(now.computed[rank]) / setting.rows_per_s + matrices_s),
             modelled_travel_s=modelled.out + modelled.back,
             modelled_exposed_s=modelled.whole - 4 * modelled.exchange - 3 * modelled.experts,
             modelled_s=modelled.whole, modelled_home_s=without.whole,

@@ -94,7 +94,7 @@ def test_prices_that_the_run_measured_are_taken(
 ) -> None:
     a_run(tmp_path / "run", prices=Prices(**PRICES))
     measured = replay(capsys, str(tmp_path / "run"))
-    assert measured["prices"] == PRICES
+    assert measured["prices"] == Prices(**PRICES).model_dump()
     assert measured["policy"] == "auto"
     given = replay(capsys, str(tmp_path / "run"), *SET)
     assert given["gain"] == measured["gain"]

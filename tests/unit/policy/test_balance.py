@@ -182,7 +182,7 @@ def test_compiled_search_is_the_plain_one_of_many_ranks(relays: bool) -> None:
     for bytes_per_s, room in ((1e9, None), (1e11, None), (1e13, 2)):
         setting = Setting(
             draw.permutation(np.arange(64) // 2), 32, 4e6, 2048.0, bytes_per_s, 1.6e7, 1.6e7,
-            latency_s=1e-5, beside_s=1e-3, relays=relays, room=room, least_rows=16,
+            latency_s=1e-5, beside_s=1e-3, matrices_s=1e-5, relays=relays, room=room, least_rows=16,
         )  # fmt: skip
         found, wanted = quota(counts, setting), slow_quota(counts, setting)
         assert len(found.copies) > 0

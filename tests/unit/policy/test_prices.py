@@ -40,6 +40,7 @@ def test_usual_prices_by_hand() -> None:
     one = usual(job, plan, [at("a")] * 4)
     assert one.rows_per_s == pytest.approx(5e10 / flops)
     assert (one.bytes_per_s, one.hides) == (3e9, False)
+    assert one.matrices_s == pytest.approx(job.model.experts / 2 * 3 * 256 * 512 * 4 / 5e9)
     threads = usual(job, plan, [at("a", threads=8), *[at("a", threads=4)] * 3])
     assert threads.rows_per_s == pytest.approx(4 * one.rows_per_s)  # The slowest counts.
     apart = usual(job, plan, [at("a"), at("b"), at("a"), at("b")])

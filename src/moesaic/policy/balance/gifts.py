@@ -87,6 +87,7 @@ class Terms(NamedTuple):
     latency_s: float
     beside_s: float
     matrices_s: float
+    own: float
     hides: bool
     relays: bool
     sends: int
@@ -99,7 +100,8 @@ class Terms(NamedTuple):
             -(-int(counts.sum()) // setting.ranks), max(setting.least_rows, 1),
             float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
             float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
-            float(setting.beside_s), float(setting.matrices_s), setting.hides, setting.relays,
+            float(setting.beside_s), float(setting.matrices_s), setting.own, setting.hides,
+            setting.relays,
             counts.size if setting.sends is None else setting.sends,
         )  # fmt: skip
 
@@ -325,8 +327,8 @@ def _step_s(
     busiest = max(_most(state.sent), _most(state.received))
     exchange = busiest * terms.row_bytes / terms.bytes_per_s
     exchange += terms.latency_s * (busiest > 0)
-    experts = top / terms.rows_per_s + terms.matrices_s
     sends, gets, number = copies
+    experts = top / terms.rows_per_s + terms.matrices_s * (1 + gets / terms.own)
     most = max(gets, -(-number // len(state.out)))
     if not terms.relays:
         most = max(most, sends)

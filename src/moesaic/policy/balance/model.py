@@ -84,7 +84,9 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     busiest = max(int(rows.sent.max()), int(rows.received.max()))
     exchange = busiest * setting.row_bytes / setting.bytes_per_s
     exchange += setting.latency_s * (busiest > 0)
-    experts = int(rows.computed.max()) / setting.rows_per_s + setting.matrices_s
+    # A copy's matrices are read as well, by the rank that has it.
+    matrices_s = setting.matrices_s * (1 + int(received.max()) / setting.own)
+    experts = int(rows.computed.max()) / setting.rows_per_s + matrices_s
     most = max(int(received.max()), -(-int(sent.sum()) // setting.ranks))
     if not setting.relays:
         most = max(most, int(sent.max()))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import EXPERTS
+from moesaic.policy.cost.compute import ITEM_BYTES
 from moesaic.policy.cost.step import Costs
 
 _FLOPS = {
@@ -22,6 +23,8 @@ _FLOPS = {
 """Of products in a second, by precision: of a thread of a processor, of another device."""
 _BYTES_PER_S = {"cpu": (3e9, 1.1e8), "other": (5e10, 1e10)}
 """That a rank sends within its host, and a host to others: over 1 Gbit/s, and 100."""
+_READ_BYTES_PER_S = {"cpu": 5e9, "other": 1e12}
+"""Of matrices that products take."""
 _LATENCY_S = {"cpu": (1e-4, 5e-4), "other": (3e-5, 5e-5)}
 _MANY_BYTES = 4 << 20
 _PRODUCTS = 2
@@ -51,18 +54,25 @@ def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
         bytes_per_s /= max(Counter(rank.host for rank in ranks).values())
     return Prices(
         rows_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
-        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][apart], hides=apart or not on_cpu,
+        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][apart],
+        matrices_s=_own_bytes(job, plan) / _READ_BYTES_PER_S[kind], hides=apart or not on_cpu,
     )  # fmt: skip
+
+
+def _own_bytes(job: Job, plan: Plan) -> float:
+    """Of a rank's own experts, in the type of products."""
+    numbers = 3 * job.model.hidden * job.model.ffn / plan.etp
+    return plan.experts / plan.ep * numbers * ITEM_BYTES[job.train.precision]
 
 
 def planned(costs: Costs) -> Prices:
     """Of the ranks of a job that is laid over a cluster; the slowest counts."""
     plan = costs.plan
-    found = dict[str, float]()
+    found = dict[str, tuple[float, float]]()
     for rank in range(plan.ranks):
         model = costs.device(rank).model
         if model not in found:
-            found[model] = _row_s(costs, rank)
+            found[model] = _computing_s(costs, rank)
     groups = plan.expert_groups()
     paces = costs.traffic.paces("all_to_all", groups)
     learnt = costs.cluster.calibration
@@ -72,17 +82,22 @@ def planned(costs: Costs) -> Prices:
     sent = _MANY_BYTES * (plan.ep - 1) / plan.ep
     hosts = (len({costs.places[rank].host for rank in group}) for group in groups)
     return Prices(
-        rows_per_s=1 / max(found.values()),
+        rows_per_s=1 / max(row_s for row_s, _ in found.values()),
+        matrices_s=max(matrices_s for _, matrices_s in found.values()),
         bytes_per_s=sent / max(whole_s - latency_s, 1e-3 * whole_s),
         latency_s=latency_s, hides=costs.hand_ahead or all(number > 1 for number in hosts),
     )  # fmt: skip
 
 
-def _row_s(costs: Costs, rank: int) -> float:
-    """Seconds of a row forward, where all experts of `rank` have as many; 0 if it has none."""
+def _computing_s(costs: Costs, rank: int) -> tuple[float, float]:
+    """Seconds of a row forward, where all experts of `rank` have as many, and of reading matrices,
+    which are half of the whole at most; 0 if it has none."""
     for block in costs.work(rank):
         ops = [op for op in block.forward.ops if op.name == EXPERTS]
-        rows = sum(one.rows * one.count for op in ops for one in op.products)
+        rows = sum(one.rows * one.count for op in ops for one in op.products) / _PRODUCTS
         if rows:
-            return _PRODUCTS * sum(costs.apart_s(rank, ops)) / rows
-    return 0.0
+            whole_s = sum(costs.apart_s(rank, ops))
+            read_s = _own_bytes(costs.job, costs.plan) / costs.device(rank).memory_bandwidth
+            matrices_s = min(read_s, 0.5 * whole_s)
+            return (whole_s - matrices_s) / rows, matrices_s
+    return 0.0, 0.0
