@@ -123,7 +123,7 @@ def model(rounds: int) -> Iterator[measure.Row]:
         assert found is not None
         for what, bar in (("experts", "<= 0.05"), ("links", "<= 0.1")):
             errors = {
-                name: abs(foretold_s / found.times.median(name) - 1)
+                name: abs(foretold_s / found.measured_s(name) - 1)
                 for name, foretold_s in found.foretold.items()
                 if name.startswith(what)
             }
@@ -136,10 +136,30 @@ def model(rounds: int) -> Iterator[measure.Row]:
 
 
 class Foretold(NamedTuple):
-    """Seconds of single loads, as measured and as the model has them."""
+    """Seconds of single loads, as the model has them, and as measured."""
 
-    times: measure.Times
     foretold: dict[str, float]
+    seconds: dict[str, list[float]]
+
+    def measured_s(self, name: str) -> float:
+        """The middle one."""
+        return float(np.median(self.seconds[name]))
+
+
+class Alone:
+    """A load by itself: ranks begin together, and nothing that it takes is in a cache."""
+
+    def __init__(self, world: World, call: Callable[[], object]) -> None:
+        self._world, self._call, self.seconds = world, call, list[float]()
+        self._other = torch.zeros(64 << 20, dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        """Once more."""
+        self._other.add_(1)
+        self._world.barrier()
+        began = time.perf_counter()
+        self._call()
+        self.seconds.append(time.perf_counter() - began)
 
 
 def modelled(
@@ -164,7 +184,7 @@ def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
     for rows in (512, 2048, 8192):
         name = f"experts with {rows} rows"
         calls[name] = partial(_computing, bank, rows)
-        foretold[name] = 3 * rows / setting.rows_per_s
+        foretold[name] = 3 * (rows / setting.rows_per_s + setting.matrices_s)
     for rows in (256, 1024, 4096):
         name = f"links with {rows} rows"
         calls[name] = partial(_exchanging, carrier, rows, HIDDEN)
@@ -172,10 +192,14 @@ def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
     for copies in (1, 2, 4):
         name = f"links with {copies} experts"
         calls[name] = partial(_exchanging, carrier, copies, bank.arena.shape[1])
-        each_s = setting.expert_bytes / setting.bytes_per_s + setting.latency_s
-        foretold[name] = copies * each_s
-    times = in_turn(world, calls, rounds, root)
-    return None if times is None else Foretold(times, foretold)
+        size = copies * setting.expert_bytes
+        foretold[name] = size / setting.bytes_per_s + setting.latency_s
+    seconds = dict[str, list[float]]()
+    for what in ("experts", "links"):  # Links that are left alone for long start slowly.
+        own = {n: Alone(world, call) for n, call in calls.items() if n.startswith(what)}
+        in_turn(world, own, rounds, root)
+        seconds |= {name: one.seconds for name, one in own.items()}
+    return Foretold(foretold, seconds) if world.leads else None
 
 
 def _computing(bank: Bank, rows: int) -> None:

@@ -32,6 +32,8 @@ class Setting(NamedTuple):
     """Of a message."""
     beside_s: float = 0.0
     """What a rank computes forward between two expert layers; backward is twice the work."""
+    matrices_s: float = 0.0
+    """What a rank's experts take forward beside rows; backward is twice the work."""
     hides: bool = True
     """Whether copies travel while ranks compute; else these wait for them."""
     relays: bool = False

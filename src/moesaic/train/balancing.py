@@ -7,22 +7,26 @@ the same by itself.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from moesaic.dist import device as devices
 from moesaic.dist.clock import Clock
 from moesaic.dist.collectives import gather
+from moesaic.dist.exchange import Carrier
 from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.balance import Balance, Ints
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.lm import LanguageModel
+from moesaic.nn.bank import Bank
 from moesaic.nn.context import NARROW
 from moesaic.nn.moe import MoE
 from moesaic.nn.routes import Routes
@@ -30,9 +34,12 @@ from moesaic.policy import balance as policies
 from moesaic.train import machines
 from moesaic.train.spread import Spread
 
-_SLOTS, _ROWS, _TIMES = 4, 256, 5
+_SLOTS, _ROWS, _TIMES = 4, (32, 96, 384), 5
 """Experts that are tried, their rows each, and how often."""
-_EXCHANGE_BYTES = 4 << 20
+_EXCHANGED_BYTES = (1 << 10, 1 << 20, 4 << 20, 16 << 20)
+"""By a rank, to others."""
+_CACHED_BYTES = 64 << 20
+"""More than caches hold."""
 
 
 class Balancer:
@@ -109,56 +116,83 @@ def _in_turn(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:
 
 def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:
     """Prices of the slowest rank, by an expert layer of each; some may have none."""
-    own = torch.zeros(4, dtype=torch.float64)
+    own = torch.zeros(5, dtype=torch.float64)
     if moe is not None:
-        times = _of_layer(moe, narrow or moe.bank.arena.dtype, world.device)
-        straight = moe.dispatcher.ranks.straight
-        own = torch.tensor([*times, straight is not None and straight.name == MEMORY]).double()
+        kind, straight = narrow or moe.bank.arena.dtype, moe.dispatcher.ranks.straight
+        assert straight is not None
+        computing = _computing(moe.bank, kind, world.device)
+        travelling = _travelling(straight, moe.bank.hidden, kind, world.device)
+        own = torch.tensor([*computing, *travelling, straight.name == MEMORY]).double()
     all_of_them = gather(own.to(world.device), world.everyone)
-    row_s, byte_s, latency_s, by_hand = all_of_them.amax(0).tolist()
+    row_s, matrices_s, byte_s, latency_s, by_hand = all_of_them.amax(0).tolist()
     return Prices(
-        rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s, hides=not by_hand
-    )
+        rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s, matrices_s=matrices_s,
+        hides=not by_hand,
+    )  # fmt: skip
 
 
-def _of_layer(moe: MoE, kind: torch.dtype, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of a row, of a byte, and of the least exchange."""
-    bank, carrier = moe.bank, moe.dispatcher.ranks.straight
-    assert carrier is not None
-    counts = torch.zeros(len(bank.arena), dtype=torch.int64)
-    counts[:_SLOTS] = _ROWS
-    num_rows, ranks = int(counts.sum()), carrier.group.size()
-    tokens = torch.ones((num_rows, bank.hidden), dtype=kind, device=device)
-    routes, inputs = Routes(counts, torch.arange(num_rows, device=device)), [tokens]
-    if bank.arena.requires_grad:
-        inputs.append(bank.arena)
+def _computing(bank: Bank, kind: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Seconds of a row, and of all experts beside rows, forward; backward is taken for twice
+    that."""
+    slots, times = min(_SLOTS, len(bank.arena)), dict[int, float]()
+    for each in _ROWS:
+        counts = torch.zeros(len(bank.arena), dtype=torch.int64)
+        counts[:slots] = each
+        rows = slots * each
+        tokens = torch.ones((rows, bank.hidden), dtype=kind, device=device, requires_grad=True)
+        routes = Routes(counts, torch.arange(rows, device=device))
+        inputs = [tokens, bank.arena] if bank.arena.requires_grad else [tokens]
+        times[rows] = _usual_s(partial(_there_and_back, bank, tokens, routes, inputs), device)
+    slope, beside = _line(times)
+    return slope / 3, beside / 3 * len(bank.arena) / slots
 
-    def compute() -> None:
-        with torch.enable_grad(), bank.at_work() as through:
-            out = through(tokens.requires_grad_(), routes, None)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+def _there_and_back(bank: Bank, tokens: Tensor, routes: Routes, inputs: list[Tensor]) -> None:
+    with torch.enable_grad(), bank.at_work() as through:
+        out = through(tokens, routes, None)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+def _travelling(
+    carrier: Carrier, width: int, kind: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a byte, and of an exchange beside bytes."""
+    others, me = carrier.group.size() - 1, carrier.group.rank()
+    row_bytes, times = width * kind.itemsize, dict[int, float]()
 
     def exchange(rows: int) -> None:
-        leaving = tokens.new_zeros((ranks * rows, bank.hidden))
-        _, work = carrier.start(leaving, [rows] * ranks, [rows] * ranks)
+        leaving = torch.zeros((others * rows, width), dtype=kind, device=device)
+        each = [rows * (rank != me) for rank in range(others + 1)]
+        _, work = carrier.start(leaving, each, each)
         work.wait()
 
-    row_bytes = bank.hidden * kind.itemsize
-    many = max(_EXCHANGE_BYTES // (row_bytes * ranks), 2)
-    computing_s, least_s, whole_s = (
-        _least_s(call, device) for call in (compute, partial(exchange, 1), partial(exchange, many))
-    )
-    sent = (ranks - 1) * (many - 1) * row_bytes
-    row_s = computing_s / (3 * num_rows)  # Backward is taken for twice forward.
-    return row_s, max(whole_s - least_s, 1e-3 * whole_s) / sent, least_s
+    for num_bytes in _EXCHANGED_BYTES:
+        rows = max(num_bytes // (row_bytes * others), 1)
+        times[others * rows * row_bytes] = _usual_s(partial(exchange, rows), device)
+    return _line(times)
 
 
-def _least_s(call: Callable[[], object], device: torch.device) -> float:
-    """Of several times, after one that warms up."""
+def _line(times: dict[int, float]) -> tuple[float, float]:
+    """Slope and beginning of the line whose values are, in parts of them, nearest to `times`; it
+    rises, and begins at 0 or above."""
+    sizes, seconds = (torch.tensor([*column]).double() for column in (times, times.values()))
+    parts = torch.stack((sizes, torch.ones_like(sizes)), 1) / seconds[:, None]
+    slope, begins = torch.linalg.lstsq(parts, torch.ones_like(seconds)[:, None]).solution.flatten()
+    if begins < 0 or slope <= 0:
+        through_0 = (sizes / seconds).sum() / ((sizes / seconds) ** 2).sum()
+        return float(through_0), 0.0
+    return float(slope), float(begins)
+
+
+def _usual_s(call: Callable[[], object], device: torch.device) -> float:
+    """The middle one of several times, after one that warms up; as in a step, nothing that it takes
+    is in a cache."""
+    other = torch.zeros(_CACHED_BYTES, dtype=torch.uint8, device=device)
     call()
     times = list[float]()
     for _ in range(_TIMES):
+        other.add_(1)
         began = devices.now(device)
         call()
         times.append(devices.now(device) - began)
-    return min(times)
+    return statistics.median(times)

@@ -111,7 +111,8 @@ class Spread:
             most_before=int(home.computed.max()), most_after=int(now.computed.max()),
             std_before=float(home.computed.std()), std_after=float(now.computed.std()),
             bytes_moved=round(len(balance.copies) * each),
-            modelled_experts_s=3 * int(now.computed[rank]) / setting.rows_per_s,
+            modelled_experts_s=3
+            * (int(now.computed[rank]) / setting.rows_per_s + setting.matrices_s),
             modelled_travel_s=modelled.out + modelled.back,
             modelled_exposed_s=modelled.whole - 4 * modelled.exchange - 3 * modelled.experts,
             modelled_s=modelled.whole, modelled_home_s=without.whole,

@@ -64,7 +64,7 @@ def optimum_s(counts: Ints, setting: Setting) -> float:
     most = np.maximum(gives.max(axis=1), gets.max(axis=1))
     hidden = (experts + setting.beside_s) * setting.hides
     out, back = (
-        most * (size / setting.bytes_per_s + setting.latency_s)
+        most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
     whole = 4 * exchange + 3 * experts + np.maximum(0, out - hidden)

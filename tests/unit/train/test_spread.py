@@ -84,7 +84,7 @@ def test_what_copies_cost_in_the_model() -> None:
     counts[1:, 0] = 40, 60, 10
     balance = Balance(np.array([[0, 1], [0, 2]]), np.array([[0, 1, 1, 40], [0, 2, 2, 60]]))
     told = Spread.of(counts, SETTING._replace(hides=False), balance, 2, 0.0)
-    travel = 2 * (9_000 / 1e9 + 2e-6)
+    travel = 2 * 9_000 / 1e9 + 2e-6
     assert told.modelled_travel_s == pytest.approx(travel)
     assert told.modelled_exposed_s == pytest.approx(travel)
     assert told.modelled_s == pytest.approx(3 * 60 / 1e4 + travel + 4 * (10 * 64 / 1e9 + 1e-6))

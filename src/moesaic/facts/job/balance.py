@@ -29,6 +29,9 @@ class Prices(Section):
     """Bytes that a rank sends to others in a second, while it gets as many."""
     latency_s: float = Field(ge=0)
     """Seconds that an exchange takes, however little travels."""
+    matrices_s: float = Field(default=0.0, ge=0)
+    """Seconds that a rank's experts take forward beside that, however few rows there are: reading
+    their matrices."""
     hides: bool = True
     """Whether copies travel while ranks compute, as over a network or between GPUs; ranks that
     share a host's memory move bytes themselves, and do nothing else then."""

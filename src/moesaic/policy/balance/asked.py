@@ -162,6 +162,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, laye
         gradient_bytes=numbers * _STORED[precision] * learns,
         latency_s=prices.latency_s,
         beside_s=_beside_rows(job, plan) / prices.rows_per_s if config.goes_by_the_past else 0.0,
+        matrices_s=prices.matrices_s,
         hides=prices.hides,
         room=room,
         sends=config.copies_sent,

@@ -45,6 +45,10 @@ class State(NamedTuple):
     """What each rank would take of a gift, while that is looked for."""
     saves: Any
     """What it would save."""
+    by_home: Ints
+    """Experts, rank by rank of their homes."""
+    starts: Ints
+    """Where those of each rank begin, and where the last ones end."""
 
     @classmethod
     def of(cls, counts: Ints, setting: Setting, start: Rows) -> State:
@@ -57,7 +61,8 @@ class State(NamedTuple):
             np.zeros(experts, np.bool_), np.ascontiguousarray(setting.homes, np.int64),
             counts.sum(axis=0), *start, *moved(unchanged(), setting), start.computed.copy(),
             np.full(setting.ranks, room, np.int64), np.empty(setting.ranks, np.int64),
-            np.empty(setting.ranks),
+            np.empty(setting.ranks), np.argsort(setting.homes, kind="stable"),
+            np.searchsorted(np.sort(setting.homes), np.arange(setting.ranks + 1)),
         )  # fmt: skip
 
     def again(self) -> State:
@@ -81,6 +86,7 @@ class Terms(NamedTuple):
     gradient_bytes: float
     latency_s: float
     beside_s: float
+    matrices_s: float
     hides: bool
     relays: bool
     sends: int
@@ -93,7 +99,7 @@ class Terms(NamedTuple):
             -(-int(counts.sum()) // setting.ranks), max(setting.least_rows, 1),
             float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
             float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
-            float(setting.beside_s), setting.hides, setting.relays,
+            float(setting.beside_s), float(setting.matrices_s), setting.hides, setting.relays,
             counts.size if setting.sends is None else setting.sends,
         )  # fmt: skip
 
@@ -103,16 +109,19 @@ def search(state: State, terms: Terms, way: int, least_s: float, most: int) -> A
     """All gifts (expert, rank, rows), `most` of them at most, how many of them are best, and
     seconds then; 0 if none are better than `least_s`."""
     gifts, best = [(0, 0, 0)][:0], 0
+    top, out, come = _most(state.computed), 0, 0
     while len(gifts) < most:
         if way == OWN_ROWS:
-            expert, rank, number = _own_rows(state, terms)
+            expert, rank, number = _own_rows(state, terms, top)
         else:
-            expert, rank, number = _next(state, terms, way)
+            expert, rank, number = _next(state, terms, way, top)
         if expert < 0:
             break
         _give(state, expert, rank, number)
         gifts.append((expert, rank, number))
-        step_s, later_s = _step_s(state, terms)
+        top = _most(state.computed)
+        out, come = max(out, state.out[state.homes_E[expert]]), max(come, state.come[rank])
+        step_s, later_s = _step_s(state, terms, top, (out, come, len(gifts)))
         if step_s < least_s:
             least_s, best = step_s, len(gifts)
         if later_s >= least_s:
@@ -135,7 +144,8 @@ def _taken(gifts: Ints, state: State) -> Any:
     """By source, the rows of each gift: those of its own rank first, then those of others, and of
     the home last."""
     ranks = len(state.computed)
-    found, size = np.empty((8 * len(gifts) + ranks, 4), np.int64), 0
+    # What is not written to costs nothing.
+    found, size = np.empty((256 * len(gifts) + ranks, 4), np.int64), 0
     for at in range(len(gifts)):
         expert, rank, rest = gifts[at]
         home, left = state.homes_E[expert], _left(state, expert)
@@ -154,7 +164,7 @@ def _taken(gifts: Ints, state: State) -> Any:
                 size += 1
             if rest == 0:
                 break
-    return found[:size].copy()
+    return found[:size]
 
 
 @compiled
@@ -168,37 +178,41 @@ def _left(state: State, expert: int) -> Any:
 
 
 @compiled
-def _next(state: State, terms: Terms, way: int) -> tuple[int, int, int]:
-    """What the busiest rank had best give to whom, and how much; (-1, -1, 0): nothing."""
-    busiest = state.computed.argmax()
-    excess = state.computed[busiest] - terms.mean
+def _next(state: State, terms: Terms, way: int, top: int) -> tuple[int, int, int]:
+    """What the busiest rank, which has `top` rows, had best give to whom, and how much; (-1, -1,
+    0): nothing."""
+    busiest, excess = _place_of(top, state.computed), top - terms.mean
     if state.out[busiest] >= terms.sends:
         return -1, -1, 0
-    tried = np.zeros(len(state.homes_E), np.bool_)
+    own = state.by_home[state.starts[busiest] : state.starts[busiest + 1]]
+    tried = np.zeros(len(own), np.bool_)
     while excess >= terms.least_rows:
-        expert = -1
-        for one in range(len(tried)):
-            if state.homes_E[one] != busiest or tried[one]:
+        largest = -1
+        for one in range(len(own)):
+            if tried[one]:
                 continue
-            if expert < 0 or state.at_home_E[one] > state.at_home_E[expert]:
-                expert = one
-        if expert < 0:
+            if largest < 0 or state.at_home_E[own[one]] > state.at_home_E[own[largest]]:
+                largest = one
+        if largest < 0:
             break
-        tried[expert] = True
+        tried[largest] = True
+        expert = own[largest]
         offered = min(excess, state.at_home_E[expert])
-        rank, number = _receiver(state, terms, way, expert, offered)
+        rank, number = _receiver(state, terms, way, expert, offered, top)
         if rank >= 0:
             return expert, rank, number
     return -1, -1, 0
 
 
 @compiled
-def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) -> tuple[int, int]:
+def _receiver(
+    state: State, terms: Terms, way: int, expert: int, number: int, top: int
+) -> tuple[int, int]:
     """Who had best take some of so many rows, and how many; (-1, 0): nobody."""
     counts_D, has_D, saves = state.counts_ED[expert], state.has_ED[expert], state.saves
     each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
     computed, own, room, mean = state.computed, state.own, state.room, terms.mean
-    takes, top = state.takes, _most(computed)
+    takes, most = state.takes, 0.0
     for rank in range(len(takes)):  # Loops without branches: several ranks at a time.
         takes[rank] = mean - computed[rank]
     if way == _HALF:
@@ -214,17 +228,21 @@ def _receiver(state: State, terms: Terms, way: int, expert: int, number: int) ->
         takes[rank] = one
         saved = one * each_row + min(counts_D[rank], one) * each_local
         saves[rank] = saved if fits else 0.0
-    found = saves.argmax()
-    return (found, takes[found]) if saves[found] > 0 else (-1, 0)
+    for saved in saves:
+        most = max(most, saved)
+    if most <= 0:
+        return -1, 0
+    found = _place_of(most, saves)
+    return found, takes[found]
 
 
 @compiled
-def _own_rows(state: State, terms: Terms) -> tuple[int, int, int]:
+def _own_rows(state: State, terms: Terms, top: int) -> tuple[int, int, int]:
     """The copy that saves the most of what travels from or to the rank where that is most, if the
     copy's rank computes its own rows; (-1, -1, 0): none."""
     each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
     source, home = state.sent.argmax(), state.received.argmax()
-    leaves, top = state.sent[source] >= state.received[home], _most(state.computed)
+    leaves = state.sent[source] >= state.received[home]
     found, copy, number, most = -1, -1, 0, 0.0
     for expert in range(len(state.homes_E)):
         at = state.homes_E[expert]
@@ -252,6 +270,15 @@ def _most(numbers: Ints) -> int:
     for one in numbers:
         most = max(most, one)
     return most
+
+
+@compiled
+def _place_of(value: Any, values: Any) -> int:
+    """The first place of what is there."""
+    place = 0
+    while values[place] != value:
+        place += 1
+    return place
 
 
 @compiled
@@ -289,19 +316,24 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
 
 
 @compiled
-def _step_s(state: State, terms: Terms) -> tuple[float, float]:
+def _step_s(
+    state: State, terms: Terms, top: int, copies: tuple[int, int, int]
+) -> tuple[float, float]:
     """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
-    which each is a copy more and leaves less to hide copies under."""
+    which each is a copy more and leaves less to hide copies under. Of `copies` there are so many
+    that one rank sends, that one gets, and in all."""
     busiest = max(_most(state.sent), _most(state.received))
     exchange = busiest * terms.row_bytes / terms.bytes_per_s
     exchange += terms.latency_s * (busiest > 0)
-    experts = _most(state.computed) / terms.rows_per_s
-    most = max(_most(state.come), -(-state.out.sum() // len(state.out)))
+    experts = top / terms.rows_per_s + terms.matrices_s
+    sends, gets, number = copies
+    most = max(gets, -(-number // len(state.out)))
     if not terms.relays:
-        most = max(most, _most(state.out))
-    out_s = most * (terms.expert_bytes / terms.bytes_per_s + terms.latency_s)
-    back_s = most * (terms.gradient_bytes / terms.bytes_per_s + terms.latency_s)
+        most = max(most, sends)
+    out_s = most * terms.expert_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
+    back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides
     out_s, back_s = max(0.0, out_s - hidden), max(0.0, back_s - 2 * hidden)
     whole = 4 * exchange + 3 * experts + out_s + back_s
-    return whole, 3 * (terms.mean / terms.rows_per_s) + out_s + back_s
+    least = terms.mean / terms.rows_per_s + terms.matrices_s
+    return whole, 3 * least + out_s + back_s

@@ -84,12 +84,12 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     busiest = max(int(rows.sent.max()), int(rows.received.max()))
     exchange = busiest * setting.row_bytes / setting.bytes_per_s
     exchange += setting.latency_s * (busiest > 0)
-    experts = int(rows.computed.max()) / setting.rows_per_s
+    experts = int(rows.computed.max()) / setting.rows_per_s + setting.matrices_s
     most = max(int(received.max()), -(-int(sent.sum()) // setting.ranks))
     if not setting.relays:
         most = max(most, int(sent.max()))
-    out, back = (
-        most * (size / setting.bytes_per_s + setting.latency_s)
+    out, back = (  # All that one rank has for another is one message.
+        most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
     hidden = (experts + setting.beside_s) * setting.hides

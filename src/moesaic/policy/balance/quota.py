@@ -96,4 +96,5 @@ def nothing_to_gain(counts: Ints, setting: Setting) -> bool:
 
 def _even_s(counts: Ints, setting: Setting) -> float:
     """What rows take that are spread evenly and need not travel."""
-    return 3 * (int(counts.sum()) / setting.ranks) / setting.rows_per_s
+    each = int(counts.sum()) / setting.ranks
+    return 3 * (each / setting.rows_per_s + setting.matrices_s)
