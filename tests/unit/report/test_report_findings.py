@@ -95,6 +95,18 @@ def test_one_dead_expert_is_named_with_its_remedy() -> None:
     assert "routing.balance_loss (now 0.01)" in said
 
 
+def test_a_loss_that_is_not_there_is_set_and_not_raised() -> None:
+    said = text(experts.dead(loads([[1, 0.04, 1.5, 1]]), {"routing.balance_loss": 0.0}.get))
+    assert "set routing.balance_loss, to a hundredth for a start." in said
+
+
+@pytest.mark.parametrize(("policy", "waits"), [(None, True), ("none", True), ("auto", False)])
+def test_copies_of_hot_experts_are_named(policy: str | None, waits: bool) -> None:
+    said = text(experts.hot(loads([[3, 0.5, 0.25, 0.25]]), {"balance.policy": policy}.get))
+    assert ("works longest while the others wait" in said) == waits
+    assert ("copies on these (balance.policy)" in said) == (not waits)
+
+
 def test_biased_routers_are_balanced_by_their_step() -> None:
     given = {"model.family": "deepseek_v3", "routing.bias_step": 0.001}
     said = text(experts.dead(loads([[1, 0.04, 1.5, 1]]), given.get))

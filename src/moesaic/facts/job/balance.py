@@ -92,7 +92,7 @@ class BalanceConfig(Section):
             if limit is not None and self.policy not in _LIMITED:
                 raise ValueError(
                     f'balance.{name} = {limit} with balance.policy = "{self.policy}", which knows '
-                    "no limit: remove it, or take a policy that does (quota, eplb, lp, llep)"
+                    "no limit: remove it, or take a policy that does (auto, quota, eplb, lp, llep)"
                 )
         return self
 

@@ -37,7 +37,7 @@ def by_layer(spreads: Spreads) -> tuple[list[str], list[list[str]]]:
     """Means over recorded steps as a table: its header, and a row for each layer."""
     header = [
         "layer", "busiest at home", "with copies", "RB", "copies", "moved", "deciding", "waiting",
-        "experts, expected", "measured", "layer at home", "with copies",
+        "experts, expected", "measured", "layer at home, modelled", "with copies",
     ]  # fmt: skip
 
     def told(words: Any, *names: str) -> list[str]:

@@ -78,7 +78,7 @@ def hot(
     holder = _home(top, setting, plan or {})
     text = (
         f"{'It' if len(found) == 1 else worst} took {three(top.utilisation)}x its even share over "
-        f"{_recent(loads)}. The rank that holds it{holder} works longest while the others wait. "
+        f"{_recent(loads)}. {_waiting(setting, holder)}"
     )
     if len(found) > 1:
         text += f"Over {HOT:g}x in all: {_by_layer(found)}. "
@@ -155,8 +155,21 @@ def _balance(setting: Settings) -> str:
     by_bias = setting("model.family") == "deepseek_v3"
     key = "routing.bias_step" if by_bias else "routing.balance_loss"
     value = setting(key)
+    if not value:
+        return f"set {key}, to a hundredth for a start."
     now = f" (now {value:g})" if isinstance(value, (int, float)) else ""
     return f"raise {key}{now} by a factor of 2 to 10."
+
+
+def _waiting(setting: Settings, holder: str) -> str:
+    """What a hot expert makes of ranks."""
+    rank = f"The rank that holds it{holder}"
+    if setting("balance.policy") in (None, "none"):
+        return f"{rank} works longest while the others wait. "
+    return (
+        f"{rank} would work longest while the others wait: copies on these (balance.policy) take "
+        "over what is too much, where that pays. "
+    )
 
 
 def _home(top: Extreme, setting: Settings, plan: Mapping[str, Any]) -> str:
