@@ -38,7 +38,8 @@ def of_balance(rows: Sequence[Row]) -> str | None:
             for other, value in known.items()
             if other.startswith(f"{case}: ") and other.endswith(over)
         }
-        cases.append(Case(case, found, found["auto"] / known[name]))
+        if "auto" in found:
+            cases.append(Case(case, found, found["auto"] / known[name]))
     return _drawn("Times as fast as without a policy", cases) if cases else None
 
 
@@ -69,7 +70,8 @@ def _drawn(title: str, cases: Sequence[Case]) -> str:
         parts.append(_line(x(1), x(case.ceiling), y, y, "#cbd5e1", 6))
         parts.append(_line(x(case.ceiling), x(case.ceiling), y - 9, y + 9, "#111", 2))
         for number in reversed(range(len(names))):
-            parts.append(_dot(x(case.points[names[number]]), y, number))
+            if names[number] in case.points:
+                parts.append(_dot(x(case.points[names[number]]), y, number))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -79,6 +79,28 @@ def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
     assert sum(step["copies"] for step in several.steps) > 0
 
 
+def wired(world: World, job: Job) -> list[list[int]]:
+    """The layers whose experts may leave while those of each one compute."""
+    plan = lay_out(job.layout, job.model, world.size)
+    run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+    found = [[one.router.layer for one in moe.next] for _, moe in run.model.expert_layers()]
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "expected"),
+    [({"ep": 2}, False, [[1], [2], [3], []]), ({"ep": 2}, True, [[]] * 4),
+     ({"ep": 1, "pp": 2}, False, [[], []])],
+)  # fmt: skip
+def test_experts_leave_under_the_layer_before(
+    ranks: Ranks, layout: dict[str, Any], recompute: bool, expected: list[list[int]]
+) -> None:
+    raw = balanced({"model": {"layers": 4}, "layout": layout}, "lp")
+    raw["train"] = {"recompute": recompute, "micro_batches": 2}
+    assert ranks.run(2, wired, tiny_job(**raw)) == [expected] * 2
+
+
 def test_copies_that_are_kept(ranks: Ranks) -> None:
     """For three of the four micro-batches that there are of two steps."""
     tables = {**SWITCH, "train": {"micro_batches": 2}}

@@ -131,21 +131,24 @@ def of_copies(job: Job, plan: Plan) -> dict[str, Any] | None:
     """What is done about uneven experts, and how many rows make up for a copy; None: nothing is."""
     from moesaic.policy.balance import balances, copy_rows, setting_of
 
-    if plan.prices is None or not balances(job, plan):
+    prices = job.balance.prices or plan.prices
+    if prices is None or not balances(job, plan):
         return None
-    setting = setting_of(job, plan, job.balance, plan.prices, job.model.expert_layers[0])
+    setting = setting_of(job, plan, job.balance, prices, job.model.expert_layers[0])
     most = None if setting.room is None else setting.room * _copy_bytes(job, plan)
     return {"policy": job.balance.policy, "copy_rows": copy_rows(setting), "most_bytes": most}
 
 
 def _copy_bytes(job: Job, plan: Plan) -> int:
-    """What a rank holds at most for one copy in each of its layers: parameters until backward is
-    through with a layer, in the type of products, and while that is, the gradient."""
+    """What a rank holds at most for one copy in each of its layers and one micro-batch: parameters
+    until backward is through with a layer, in the type of products, and while that is, the
+    gradient."""
     size = 3 * job.model.hidden * job.model.ffn // plan.etp
     names = {f"layers.{index}" for index in job.model.expert_layers}
     layers = [len(names.intersection(stage)) for stage in stages(plan, job.model)]
     held = max(sum(layers[part :: plan.pp]) for part in range(plan.pp))
-    held = 1 if plan.recompute else held
+    recompute = job.train.recompute if plan.recompute is None else plan.recompute
+    held = 1 if recompute else held
     wide = 8 if job.train.precision == "fp64" else 4
     narrow = {"bf16": 2, "fp16": 2}.get(job.train.precision, wide)
     return size * (held * narrow + wide)
@@ -157,7 +160,10 @@ def copies_in_a_line(found: dict[str, Any] | None) -> dict[str, str]:
         return {}
     costs = f"a copy of an expert costs as much as {found['copy_rows']:,.0f} of a layer's rows"
     most = found["most_bytes"]
-    beside = "" if most is None else f"; up to {screen.size(most)} a rank beside what stands here"
+    beside = ""
+    if most is not None:
+        room = f"up to {screen.size(most)} a rank for each micro-batch under way"
+        beside = f"; {room}, beside what stands here"
     return {"balance": f"{found['policy']}; {costs}{beside}"}
 
 

@@ -106,6 +106,21 @@ def test_planned_prices_are_those_of_products_and_links(layout: dict[str, Any]) 
     assert prices == planned(Costs.of(job, plan, made))
 
 
+def test_ranks_without_experts_have_no_prices() -> None:
+    """A part of a pipeline may have dense layers alone."""
+    job = tiny_job(
+        model={
+            "family": "deepseek_v3", "kv_heads": 4, "layers": 2, "dense_layers": 1, "dense_ffn": 64,
+            "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+        },
+        layout={"ep": 2, "pp": 2},
+        train={"precision": "fp32", "micro_batches": 2, "batch": 16},
+    )  # fmt: skip
+    plan = lay_out(job.layout, job.model, 4)
+    prices = planned(Costs.of(job, plan, cluster(FAST, FAST, FAST, FAST)))
+    assert 0 < prices.rows_per_s < float("inf")
+
+
 def test_what_runs_have_shown_counts() -> None:
     job, plan = laid_out(ep=4)
     bare, slow = (

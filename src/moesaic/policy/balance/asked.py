@@ -60,6 +60,7 @@ class Asked:
         last = self._last
         if last is not None and self._is_due(last):
             copies = self._policy(last, self.setting).copies
+            copies = copies[np.lexsort((copies[:, 1], copies[:, 0]))]  # As all stand in a balance.
             leaving = leave_ahead(copies, self.setting) if self._follows else None
             self._kept = unchanged()._replace(copies=copies, ahead=leaving)
             self._by, self._age = last, 0

@@ -17,11 +17,11 @@ def leave_ahead(copies: Ints, setting: Setting) -> Bools:
     each_s = setting.expert_bytes / setting.bytes_per_s + setting.latency_s
     if not setting.hides or not each_s:
         return found
-    fits = int(setting.beside_s / each_s)
+    fits = min(setting.beside_s / each_s, len(copies))
     sent, received = Counter[int](), Counter[int]()
     for place, (expert, rank) in enumerate(copies.tolist()):
         home = int(setting.homes[expert])
-        found[place] = sent[home] >= fits or received[rank] >= fits
+        found[place] = max(sent[home], received[rank]) + 1 > fits
         sent[home] += not found[place]
         received[rank] += not found[place]
     return found

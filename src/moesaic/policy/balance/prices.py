@@ -1,7 +1,7 @@
 """What copies of experts cost and save, where nobody has measured it: by what a cluster's file says
 of devices and links, or as is usual of such devices.
 
-Both say the same of the same machines, so that two runs of a job decide alike.
+Each says the same each time, so that two runs of a job decide alike.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def planned(costs: Costs) -> Prices:
     for rank in range(plan.ranks):
         model = costs.device(rank).model
         if model not in found:
-            found[model] = _computing_s(costs, rank)
+            computing = _computing_s(costs, rank)
+            if computing is not None:  # Others of that model may have experts.
+                found[model] = computing
     groups = plan.expert_groups()
     paces = costs.traffic.paces("all_to_all", groups)
     learnt = costs.cluster.calibration
@@ -89,9 +91,9 @@ def planned(costs: Costs) -> Prices:
     )  # fmt: skip
 
 
-def _computing_s(costs: Costs, rank: int) -> tuple[float, float]:
+def _computing_s(costs: Costs, rank: int) -> tuple[float, float] | None:
     """Seconds of a row forward, where all experts of `rank` have as many, and of reading matrices,
-    which are half of the whole at most; 0 if it has none."""
+    which are half of the whole at most; None if it has none."""
     for block in costs.work(rank):
         ops = [op for op in block.forward.ops if op.name == EXPERTS]
         rows = sum(one.rows * one.count for op in ops for one in op.products) / _PRODUCTS
@@ -100,4 +102,4 @@ def _computing_s(costs: Costs, rank: int) -> tuple[float, float]:
             read_s = _own_bytes(costs.job, costs.plan) / costs.device(rank).memory_bandwidth
             matrices_s = min(read_s, 0.5 * whole_s)
             return (whole_s - matrices_s) / rows, matrices_s
-    return 0.0, 0.0
+    return None
