@@ -92,14 +92,7 @@ def run_layout(
             moe.balancer = Shaken(homes.places // homes.each, [shaken, layer])
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
-    run.gradients(samples)
-    gradients = [
-        plain(piece)
-        for item in run.holdings
-        for piece in item.pieces("gradient", item.grad, world.rank)
-    ]
-    for item in run.holdings:
-        item.parameter.grad = None
+    gradients = gradients_of(run, samples, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
@@ -173,6 +166,17 @@ class Shaken:
 
 def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
     return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
+
+
+def gradients_of(run: Any, samples: RandomSamples, rank: int) -> list[Any]:
+    """Of a step that is not taken, as this rank has them."""
+    run.gradients(samples)
+    found = [
+        plain(piece) for item in run.holdings for piece in item.pieces("gradient", item.grad, rank)
+    ]
+    for item in run.holdings:
+        item.parameter.grad = None
+    return found
 
 
 def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:

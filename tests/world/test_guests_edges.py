@@ -12,6 +12,7 @@ from layouts import (
     ASKING,
     Shaken,
     assert_same,
+    gradients_of,
     outcome,
     plain,
     put_together,
@@ -122,14 +123,7 @@ def one_expert(world: World, job: Job, shaken: int | None) -> Any:
     """Gradients, and losses of steps."""
     run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = ToOne(job)  # type: ignore[assignment]
-    run.gradients(samples)
-    gradients = [
-        plain(piece)
-        for item in run.holdings
-        for piece in item.pieces("gradient", item.grad, world.rank)
-    ]
-    for item in run.holdings:
-        item.parameter.grad = None
+    gradients = gradients_of(run, samples, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
     state = [plain(piece) for piece in run.state().pieces]
     made = sum(one.copies for step in facts for one in step.spread.values())
