@@ -19,6 +19,7 @@ import torch
 from benchmarks import balance_simulated, break_even, measure
 from benchmarks.layer import PATIENCE_S, in_turn
 from benchmarks.skewed import (
+    ALONE,
     EVEN,
     FFN,
     HIDDEN,
@@ -28,6 +29,7 @@ from benchmarks.skewed import (
     TOKENS,
     Skew,
     Work,
+    alone_of,
     layer_of,
     moe_of,
     natural,
@@ -272,6 +274,17 @@ def _rows(
         f"{title}: {MOVED}, without copies", ratio, "ratio", bar="",
         against=f"experts in turn; {shape}", interval=interval, repeats=rounds,
     )  # fmt: skip
+    ratio, interval = times.ratio(of=PLAIN, to=ALONE)
+    yield measure.row(
+        f"{title}: {ALONE} over none, the ceiling", ratio, "ratio", bar="",
+        against=f"every row at home; the rows that {OURS} has each rank compute, without messages, "
+        f"copies or decisions; {shape}", interval=interval, repeats=rounds,
+    )  # fmt: skip
+    ratio, interval = times.ratio(of=ALONE, to=OURS)
+    yield measure.row(
+        f"{title}: {OURS}, of {ALONE}", ratio, "ratio", bar="",
+        against=f"limit: the ceiling; {shape}", interval=interval, repeats=rounds,
+    )  # fmt: skip
     ratio, interval = times.ratio(of=EVEN, to=OURS)
     yield measure.row(
         f"{title}: {OURS}, of as many rows spread evenly", ratio, "ratio", bar=even_bar,
@@ -311,6 +324,6 @@ def _taken(world: World, work: Work, rounds: int, root: int) -> Found | None:
     results = {name: one() for name, one in layers.items() if name != EVEN}
     for name, result in results.items():
         torch.testing.assert_close(result, results[PLAIN], rtol=1e-4, atol=1e-5, msg=name)
-    times = in_turn(world, dict(layers), rounds, root)
+    times = in_turn(world, {**layers, ALONE: alone_of(world, work)}, rounds, root)
     told = {name: layers[name].words() for name in POLICIES}
     return None if times is None else Found(times, told)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,19 +22,23 @@ from benchmarks.layer import plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
-from moesaic.facts.job import BalanceConfig, Job
+from moesaic.facts.balance import Setting
+from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
-from moesaic.policy.balance import Asked, Moving, Rank, rehomed, setting_of, usual
+from moesaic.nn.routes import Routes
+from moesaic.policy.balance import Asked, Moving, Rank, auto, rehomed, setting_of, usual
 from moesaic.train import balancing
 from moesaic.train.assemble import ranks_of
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"
+ALONE = "computing alone"
+"""Of the rows that `auto` has each rank compute: without messages, copies or decisions."""
 MOVED = "experts moved for good"
 """By all choices of all ranks, as if those of the steps before were those to come."""
 MOVES_EVERY = 10
@@ -143,6 +148,50 @@ class Layer:
         return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
 
 
+class Computing:
+    """What experts of a rank compute in each step, and nothing else."""
+
+    def __init__(self, counts: list[NDArray[np.int64]]) -> None:
+        """Rows of each slot, step by step; a guest's slots are the last ones."""
+        slots, rows = max(map(len, counts)), max(int(one.sum()) for one in counts)
+        self._bank, self._step = Bank(range(slots), HIDDEN, FFN), 0
+        torch.nn.init.normal_(self._bank.arena, std=0.02)
+        self._tokens, self._cotangent = torch.randn(2, rows, HIDDEN)
+        padded = (torch.from_numpy(np.pad(one, (0, slots - len(one)))) for one in counts)
+        self._routes = [Routes(one, torch.randperm(int(one.sum()))) for one in padded]
+
+    def __call__(self) -> None:
+        """The next step's, forward and backward."""
+        routes = self._routes[self._step % len(self._routes)]
+        self._step += 1
+        rows = len(routes.order_R)
+        tokens = self._tokens[:rows].requires_grad_()
+        with self._bank.at_work() as compute:
+            out = compute(tokens, routes, None)
+        torch.autograd.grad(out, (tokens, self._bank.arena), self._cotangent[:rows])
+
+
+def alone(work: Work, rank: int, setting: Setting) -> Computing:
+    """Rank's part of what `auto` makes of each step."""
+    chosen = zip(*(work.choices(one) for one in range(RANKS)), strict=True)
+    return Computing([_computed(both, rank, setting) for both in chosen])
+
+
+def _computed(chosen: Sequence[Tensor], rank: int, setting: Setting) -> NDArray[np.int64]:
+    """Rows of a rank's slots in a step, its own experts first."""
+    experts = len(setting.homes)
+    counts = np.stack([np.bincount(one.flatten().numpy(), minlength=experts) for one in chosen])
+    balance = auto(counts, setting)
+    rows = np.zeros((experts, RANKS), np.int64)
+    rows[np.arange(experts), setting.homes] = counts.sum(axis=0)
+    for expert, _, target, number in balance.diverted:
+        rows[expert, setting.homes[expert]] -= number
+        rows[expert, target] += number
+    own = np.flatnonzero(setting.homes == rank)
+    guests = balance.copies[balance.copies[:, 1] == rank, 0]
+    return rows[np.concatenate((own, guests)), rank]
+
+
 def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     """A contender's layer, without a policy, and the job that it is of."""
     sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
@@ -175,22 +224,33 @@ def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
 
 
 def layer_of(world: World, work: Work, name: str) -> Layer:
+    """A contender's."""
     moe, job, plan = moe_of(world, work, name)
     draw = torch.Generator().manual_seed(world.rank)
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
         config = BalanceConfig.model_validate({"policy": name})
-        carrier = moe.dispatcher.ranks.straight
-        assert carrier is not None
-        if carrier.name == MEMORY:  # As where nobody says otherwise.
-            prices = usual(job, plan, [Rank("here", "cpu", 1)] * RANKS)
-        else:
-            prices = balancing.measured(moe, None, world)
-        policy = Asked(config, setting_of(job, plan, config, prices, 0))
+        policy = Asked(config, setting_of(job, plan, config, _prices(world, moe, job, plan), 0))
         policy.prepare()
         moe.balancer = balancing.Balancer(policy)
     return Layer(moe, tokens, cotangent)
+
+
+def alone_of(world: World, work: Work) -> Computing:
+    """What `auto` has a rank compute."""
+    moe, job, plan = moe_of(world, work, PLAIN)
+    prices = _prices(world, moe, job, plan)
+    return alone(work, world.rank, setting_of(job, plan, BalanceConfig(), prices, 0))
+
+
+def _prices(world: World, moe: MoE, job: Job, plan: Plan) -> Prices:
+    """On one host as where nobody says otherwise, and over a link as they are measured."""
+    carrier = moe.dispatcher.ranks.straight
+    assert carrier is not None
+    if carrier.name == MEMORY:
+        return usual(job, plan, [Rank("here", "cpu", 1)] * RANKS)
+    return balancing.measured(moe, None, world)
 
 
 def natural(experts: int) -> NDArray[np.float64]:

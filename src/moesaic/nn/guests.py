@@ -97,10 +97,7 @@ class Invite(torch.autograd.Function):
         """The arena as it is."""
         ctx.set_materialize_grads(False)
         ctx.flight, ctx.order = flight, order
-        leaving = landing.new_empty((len(order), arena.shape[1]))
-        for row, slot in zip(leaving, order, strict=True):
-            row.copy_(arena[slot])
-        flight.leave(leaving, landing)
+        flight.leave(_gathered(arena, order, landing.dtype), landing)
         return arena.view_as(arena)
 
     @staticmethod
@@ -111,3 +108,14 @@ class Invite(torch.autograd.Function):
             for row, slot in zip(ctx.flight.back(), ctx.order, strict=True):
                 grad[slot].add_(row)  # In this order, whatever the device.
         return grad, None, None, None
+
+
+def _gathered(arena: Tensor, order: list[int], dtype: torch.dtype) -> Tensor:
+    """Those slots in `dtype`, in one piece: where they lie, if they lie so."""
+    first = order[0] if order else 0
+    if arena.dtype == dtype and order == list(range(first, first + len(order))):
+        return arena[first : first + len(order)]
+    gathered = arena.new_empty((len(order), arena.shape[1]), dtype=dtype)
+    for row, slot in zip(gathered, order, strict=True):
+        row.copy_(arena[slot])
+    return gathered

@@ -62,6 +62,8 @@ def optimum_s(counts: Ints, setting: Setting) -> float:
     exchange = traffic * setting.row_bytes / setting.bytes_per_s + setting.latency_s * (traffic > 0)
     experts = computed.max(axis=1) / setting.rows_per_s
     most = np.maximum(gives.max(axis=1), gets.max(axis=1))
+    if not setting.hides:
+        most = (gives + gets).max(axis=1) / 2
     hidden = (experts + setting.beside_s) * setting.hides
     out, back = (
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)

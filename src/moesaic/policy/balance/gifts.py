@@ -111,7 +111,7 @@ def search(state: State, terms: Terms, way: int, least_s: float, most: int) -> A
     """All gifts (expert, rank, rows), `most` of them at most, how many of them are best, and
     seconds then; 0 if none are better than `least_s`."""
     gifts, best = [(0, 0, 0)][:0], 0
-    top, out, come = _most(state.computed), 0, 0
+    top, out, come, both = _most(state.computed), 0, 0, 0
     while len(gifts) < most:
         if way == OWN_ROWS:
             expert, rank, number = _own_rows(state, terms, top)
@@ -122,8 +122,10 @@ def search(state: State, terms: Terms, way: int, least_s: float, most: int) -> A
         _give(state, expert, rank, number)
         gifts.append((expert, rank, number))
         top = _most(state.computed)
-        out, come = max(out, state.out[state.homes_E[expert]]), max(come, state.come[rank])
-        step_s, later_s = _step_s(state, terms, top, (out, come, len(gifts)))
+        home = state.homes_E[expert]
+        out, come = max(out, state.out[home]), max(come, state.come[rank])
+        both = max(both, state.out[home] + state.come[home], state.out[rank] + state.come[rank])
+        step_s, later_s = _step_s(state, terms, top, (out, come, both, len(gifts)))
         if step_s < least_s:
             least_s, best = step_s, len(gifts)
         if later_s >= least_s:
@@ -319,19 +321,21 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
 
 @compiled
 def _step_s(
-    state: State, terms: Terms, top: int, copies: tuple[int, int, int]
+    state: State, terms: Terms, top: int, copies: tuple[int, int, int, int]
 ) -> tuple[float, float]:
     """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
     which each is a copy more and leaves less to hide copies under. Of `copies` there are so many
-    that one rank sends, that one gets, and in all."""
+    that one rank sends, that one gets, that one sends or gets, and in all."""
     busiest = max(_most(state.sent), _most(state.received))
     exchange = busiest * terms.row_bytes / terms.bytes_per_s
     exchange += terms.latency_s * (busiest > 0)
-    sends, gets, number = copies
+    sends, gets, both, number = copies
     experts = top / terms.rows_per_s + terms.matrices_s * (1 + gets / terms.own)
-    most = max(gets, -(-number // len(state.out)))
+    most = float(max(gets, -(-number // len(state.out))))
     if not terms.relays:
         most = max(most, sends)
+    if not terms.hides:
+        most = both / 2
     out_s = most * terms.expert_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides

@@ -90,6 +90,8 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     most = max(int(received.max()), -(-int(sent.sum()) // setting.ranks))
     if not setting.relays:
         most = max(most, int(sent.max()))
+    if not setting.hides:  # Ranks move bytes themselves, in and out: it is their time.
+        most = int((sent + received).max()) / 2
     out, back = (  # All that one rank has for another is one message.
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
@@ -103,7 +105,8 @@ def copy_rows(setting: Setting) -> float:
     """As many rows as a copy costs, if nothing of it is hidden: one that takes fewer off the
     busiest rank does not pay."""
     sizes = setting.expert_bytes, setting.gradient_bytes
-    copy_s = sum(size / setting.bytes_per_s + setting.latency_s for size in sizes)
+    part = 1.0 if setting.hides else 0.5
+    copy_s = sum(part * size / setting.bytes_per_s + setting.latency_s for size in sizes)
     return copy_s * setting.rows_per_s / 3
 
 
