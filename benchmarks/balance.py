@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import balance_simulated, break_even, measure
 from benchmarks.layer import PATIENCE_S, in_turn
+from benchmarks.natural import least_even, trained
 from benchmarks.skewed import (
     ALONE,
     EVEN,
@@ -32,7 +33,6 @@ from benchmarks.skewed import (
     alone_of,
     layer_of,
     moe_of,
-    natural,
 )  # fmt: skip
 from moesaic.dist.exchange import Carrier
 from moesaic.dist.world import World
@@ -68,7 +68,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
 
 def on_one_host(rounds: int) -> Iterator[measure.Row]:
     """Two ranks, and the host's memory between them."""
-    learnt = {experts: natural(experts) for experts in EXPERTS}
+    learnt = {experts: least_even(trained(experts, 2))[-1] for experts in EXPERTS}
     for experts in EXPERTS:
         for skew in SKEWS:
             pool = Ranks()

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks import measure
 from benchmarks.layer import plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.shared import MEMORY
@@ -251,23 +244,3 @@ def _prices(world: World, moe: MoE, job: Job, plan: Plan) -> Prices:
     if carrier.name == MEMORY:
         return usual(job, plan, [Rank("here", "cpu", 1)] * RANKS)
     return balancing.measured(moe, None, world)
-
-
-def natural(experts: int) -> NDArray[np.float64]:
-    """Shares of experts of the least even layer of a small model that was trained without a loss
-    that evens them out."""
-    demo = measure.ROOT / "examples" / "demo"
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, demo / "make_text.py", place], check=True)
-        changed = {
-            "data.path": f"{place}/topics.jsonl", "layout.ep": 1, "routing.balance_loss": 0.0,
-            "model.experts": experts, "model.top_k": 2, "train.steps": 150,
-            "data.cache": f"{place}/cache",
-        }  # fmt: skip
-        sets = [f"--set={key}={json.dumps(value)}" for key, value in changed.items()]
-        command = [sys.executable, "-m", "moesaic", "train", demo / "demo.toml", *sets]
-        subprocess.run([*command, "--out", f"{place}/run"], check=True, capture_output=True)
-        table = pq.read_table(Path(place) / "run" / "loads").to_pylist()
-    last = max(one["step"] for one in table)
-    counts = [np.array(one["counts"], float) for one in table if one["step"] == last]
-    return max((one / one.sum() for one in counts), key=lambda shares: float(shares.max()))
