@@ -11,7 +11,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from moesaic.base.config import parse
+from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
@@ -63,8 +63,7 @@ def replay(
         flags.explain(ReplayConfig, explain, as_json)
         return 0
     directory = flags.need(run, "RUN", "replay")
-    given = list(sets or []) + ([f"policy={policy}"] if policy is not None else [])
-    config = flags.settings(ReplayConfig, given)
+    config = flags.settings(ReplayConfig, _agreed(policy, sets or ()))
     facts = replayed(directory, config)
     if out is not None and not dry_run:
         flags.write("--out", out, screen.dumps(facts) + "\n")
@@ -73,6 +72,18 @@ def replay(
     else:
         _show(facts)
     return 0
+
+
+def _agreed(policy: str | None, sets: Sequence[str]) -> list[str]:
+    """What is set, with the policy that `--policy` names; both may say it if they say the same."""
+    if policy is None:
+        return list(sets)
+    named, key = f"policy={policy}", "policy"
+    said = apply_sets({}, sets)
+    if key in said and said[key] != apply_sets({}, [named])[key]:
+        items = [item for item in sets if item.partition("=")[0].partition(".")[0].strip() == key]
+        raise ConfigError(f"--set {items[-1]} beside --policy {policy}: leave one of them out")
+    return [*sets, named]
 
 
 class Recorded(NamedTuple):

@@ -144,6 +144,20 @@ def test_a_table_says_that_it_is_modelled(
     assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "auto"
 
 
+def test_a_policy_may_be_named_twice_if_it_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
+    twice = ["--policy", "quota", "--set", "policy=llep", "--set", 'policy="quota"']
+    assert replay(capsys, str(tmp_path / "run"), *twice)["policy"] == "quota"
+    assert main(["replay", str(tmp_path / "run"), "--policy", "quota", "--set", "policy=lp"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: --set policy=lp beside --policy quota: leave one of them out\n"
+    assert replay(capsys, str(tmp_path / "run"), "--policy", '"quota"')["policy"] == "quota"
+    odd = ["--policy", "quota", "--set", "policy.of=lp"]
+    assert main(["replay", str(tmp_path / "run"), *odd]) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
