@@ -15,6 +15,7 @@ from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.prices import Priced, priced
 from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import Policy
@@ -30,11 +31,6 @@ Named = Annotated[
     typer.Option("--policy", metavar="POLICY", help="Whom to ask, as --set policy=POLICY."),
 ]
 
-_REMEDY = (
-    "give them with --set prices.rows_per_s=, .bytes_per_s= and .latency_s= (a run with a "
-    "balance.policy says which ones it goes by)"
-)
-
 
 class ReplayConfig(BalanceConfig):
     """Whom to ask, and what it counts on; as a job's [balance]."""
@@ -42,7 +38,8 @@ class ReplayConfig(BalanceConfig):
     policy: Policy = "auto"
     """As in a job."""
     prices: Prices | None = None
-    """What copies cost and save; unset: what the run went by."""
+    """What copies cost and save; unset: what the run went by, or as a job finds them that does not
+    measure."""
 
 
 def replay(
@@ -138,9 +135,7 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
             f"'{run}' had all experts on every rank (layout.ep = 1), where nothing is uneven: "
             "replay a run whose ranks shared them out"
         )
-    prices = config.prices or plan.prices
-    if prices is None:
-        raise ConfigError(f"'{run}' has gone by no prices: {_REMEDY}")
+    prices, source = priced(facts, job, plan, config.prices)
     groups = sorted({tuple(r % plan.span // plan.etp for r in g) for g in plan.expert_groups()})
     asked: dict[tuple[int, tuple[int, ...]], Asked] = {}
     layers: dict[int, _Layer] = {}
@@ -161,8 +156,8 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
     plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
     return {
         "run": str(run), "policy": config.policy, "prices": prices.model_dump(),
-        "simulated": True, "layers": found, "plain_s": plain_s, "step_s": step_s,
-        "gain": plain_s / step_s if step_s else 1.0,
+        "prices_from": source, "simulated": True, "layers": found,
+        "plain_s": plain_s, "step_s": step_s, "gain": plain_s / step_s if step_s else 1.0,
     }  # fmt: skip
 
 
@@ -216,6 +211,7 @@ def _show(facts: dict[str, Any]) -> None:
     for one in facts["layers"]:
         table.add_row(*_cells(one))
     screen.show(table)
+    screen.say(Priced(Prices(**facts["prices"]), facts["prices_from"]).words())
     screen.say(
         f"modelled, not measured: with {facts['policy']} the expert layers would have taken "
         f"{1e3 * facts['step_s']:.4g} ms for {1e3 * facts['plain_s']:.4g} ms of a micro-batch, "
