@@ -95,7 +95,9 @@ def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) ->
     assert set(before) == {1.7}
     assert set(after) == {1.1}
     assert set(figures["expert-copies"]["data"][0]["y"]) == {3.0}
-    assert summary(balanced)["balance"] == pytest.approx({
+    told = summary(balanced)["balance"]
+    assert told.pop("verdict")["kind"] == "copies_unknown"
+    assert told == pytest.approx({
         "copies": 3.0, "busiest_before": 1.7, "busiest_after": 1.1, "planning_s": 1e-3,
     })  # fmt: skip
 
@@ -104,6 +106,19 @@ BY_LAYER = {
     "balance-expected", "balance-home", "balance-copies", "balance-ratio", "balance-made",
     "balance-waiting", "balance-model",
 }  # fmt: skip
+
+
+def test_balance_opens_with_whether_copies_paid(tmp_path: Path) -> None:
+    """In the page itself, whether or not its script runs."""
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
+    text = page.render(run)
+    section = text[text.index("<h2>Balance</h2>") :]
+    (lead,) = re.findall(r'<p class="lead">(.*?)</p>', section[: section.index("<figure")])
+    assert lead.startswith(
+        "<strong>Copies paid: expert layers are modelled to take 0.667 of what they would have at "
+        "home.</strong> 60.0 ms for 90.0 ms a step, modelled; waiting for copies took rank 0 "
+    )
+    assert "copies_paid" not in text
 
 
 def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
