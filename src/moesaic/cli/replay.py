@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,7 +20,7 @@ from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import Plan
-from moesaic.policy.balance import Asked, busiest, rows, setting_of, times
+from moesaic.policy.balance import Asked, busiest, compiling, rows, setting_of, times
 
 Run = Annotated[
     Path | None,
@@ -61,7 +61,7 @@ def replay(
         return 0
     directory = flags.need(run, "RUN", "replay")
     config = flags.settings(ReplayConfig, _agreed(policy, sets or ()))
-    facts = replayed(directory, config)
+    facts = replayed(directory, config, screen.note if as_json else screen.say)
     if out is not None and not dry_run:
         flags.write("--out", out, screen.dumps(facts) + "\n")
     if as_json:
@@ -123,8 +123,10 @@ class _Layer:
         }  # fmt: skip
 
 
-def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
-    """What `config` makes of a run, as plain data."""
+def replayed(
+    run: Path, config: ReplayConfig, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """What `config` makes of a run, as plain data. To `say`: what takes long."""
     from moesaic.report import RunFacts  # Slow to import, as is what follows.
 
     facts = RunFacts.read(run)
@@ -144,6 +146,7 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
             layers[layer] = _Layer()
             setting = setting_of(job, plan, config, prices, layer)
             asked |= {(layer, group): Asked(config, setting) for group in groups}
+            asked[layer, groups[0]].prepare(lambda kept: say and say(compiling(kept)))
         for group in groups:
             policy, own = asked[layer, group], counts[list(group)]
             layers[layer].add(own, policy, policy(own))

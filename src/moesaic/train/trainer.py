@@ -104,7 +104,7 @@ def _train(
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
-    run = assemble(job, plan, world, source, counters)
+    run = assemble(job, plan, world, source, counters, progress.message)
     plan, run.replay = run.plan, replay
     if origin is not None:
         _go_back(Path(origin), out, world, progress)

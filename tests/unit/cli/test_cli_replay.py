@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -17,7 +18,8 @@ from moesaic.cli.replay import _recorded
 from moesaic.facts.balance import Setting, unchanged
 from moesaic.facts.job import Prices
 from moesaic.facts.plan import planned
-from moesaic.policy.balance import quota, rows, times
+from moesaic.policy.balance import gifts, quota, rows, times
+from moesaic.policy.balance.compiled import compiled
 from moesaic.testing.jobs import tiny_job
 
 LOADS = pa.schema(
@@ -249,6 +251,26 @@ def test_a_policy_may_be_named_twice_if_it_is_the_same(
     assert replay(capsys, str(tmp_path / "run"), "--policy", '"quota"')["policy"] == "quota"
     odd = ["--policy", "quota", "--set", "policy.of=lp"]
     assert main(["replay", str(tmp_path / "run"), *odd]) == 2
+
+
+def test_whoever_waits_for_a_compiler_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: what has been compiled before is read from disk."""
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
+    line = [str(tmp_path / "run"), "--policy", "quota"]
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    told = []
+    for _ in range(2):
+        monkeypatch.setattr(gifts, "_taken", compiled(gifts._taken.py_func))
+        assert main(["replay", *line]) == 0
+        told.append(capsys.readouterr().out.count("compiling the balance policy, once for this"))
+    assert told == [1, 0]
+    monkeypatch.setattr(gifts, "_taken", numba.njit(gifts._taken.py_func))  # Kept nowhere.
+    assert main(["replay", *line, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["policy"] == "quota"
+    assert err.startswith("compiling the balance policy (about 10 s), at each start, for there is ")
 
 
 @pytest.mark.parametrize(
