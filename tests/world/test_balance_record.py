@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,8 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
+from moesaic.policy.balance import gifts
+from moesaic.policy.balance.compiled import compiled
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
@@ -144,3 +147,26 @@ def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
     found = [one.detach().clone() for one in run.model.parameters()]
     run.close()
     return found
+
+
+def begun(world: World, job: Job, place: Path) -> list[str]:
+    """What is said while a run is assembled, of a policy that nobody has compiled yet."""
+    numba.config.CACHE_DIR = str(place / str(world.rank))
+    before, said = gifts._taken, list[str]()
+    try:
+        gifts._taken = compiled(before.py_func)
+        plan = lay_out(job.layout, job.model, world.size)
+        source = InitialSource(job.seed, job.model.init_std)
+        assemble(job, plan, world, source, say=said.append).close()
+    finally:
+        gifts._taken, numba.config.CACHE_DIR = before, ""
+    return said
+
+
+def test_whoever_waits_for_a_compiler_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    job = tiny_job(layout={"ep": 2}, balance={"policy": "quota", "prices": FREE})
+    words = "compiling the balance policy, once for this installation (about 10 s)"
+    assert ranks.run(2, begun, job, tmp_path) == [[words]] * 2
+    assert ranks.run(2, begun, job, tmp_path) == [[]] * 2
+    others = tiny_job(layout={"ep": 2}, balance={"policy": "llep", "prices": FREE})
+    assert ranks.run(2, begun, others, tmp_path / "llep") == [[]] * 2

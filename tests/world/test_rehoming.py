@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from layouts import SIGMOID, Outcome, assert_same, outcome, put_together, worst_element
 
+from moesaic.cli.replay import ReplayConfig, replayed
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import DTYPES
 from moesaic.dist.state import ROWS, Piece
@@ -318,3 +320,20 @@ def test_a_checkpoint_without_rows_begins_anew(ranks: Ranks, text: Path, tmp_pat
     assert not any(key.startswith(ROWS) for key in everything(at(out, 4)))
     ranks.run(2, run_job, str(text), str(later), {"ep": 2}, str(at(out, 4)), {})
     assert {one["step"] for one in events(later, "rehomed")} == {6}
+
+
+def test_a_run_without_prices_is_replayed_with_those_that_it_would_have_had(
+    ranks: Ranks, text: Path, tmp_path: Path
+) -> None:
+    """What is usual of the devices that its record names."""
+    said = []
+    for every in (6, 0):
+        out, balance = tmp_path / str(every), {"prices": None, "rehome_every": every}
+        more = {"balance": balance, "log": {"loads_every": 1, "tensorboard": False}}
+        ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, more)
+        said.append(replayed(out, ReplayConfig(policy="quota")))
+    assert said[0]["prices_from"] == "of the run"
+    assert re.fullmatch(
+        r"usual of such devices: cpu, \d+ threads? a rank, one host", said[1]["prices_from"]
+    )
+    assert said[0]["prices"] == said[1]["prices"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -11,15 +11,16 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from moesaic.base.config import parse
+from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
+from moesaic.cli.prices import Priced, priced
 from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import Plan
-from moesaic.policy.balance import Asked, busiest, rows, setting_of, times
+from moesaic.policy.balance import Asked, busiest, compiling, rows, setting_of, times
 
 Run = Annotated[
     Path | None,
@@ -30,11 +31,6 @@ Named = Annotated[
     typer.Option("--policy", metavar="POLICY", help="Whom to ask, as --set policy=POLICY."),
 ]
 
-_REMEDY = (
-    "give them with --set prices.rows_per_s=, .bytes_per_s= and .latency_s= (a run with a "
-    "balance.policy says which ones it goes by)"
-)
-
 
 class ReplayConfig(BalanceConfig):
     """Whom to ask, and what it counts on; as a job's [balance]."""
@@ -42,7 +38,8 @@ class ReplayConfig(BalanceConfig):
     policy: Policy = "auto"
     """As in a job."""
     prices: Prices | None = None
-    """What copies cost and save; unset: what the run went by."""
+    """What copies cost and save; unset: what the run went by, or as a job finds them that does not
+    measure."""
 
 
 def replay(
@@ -63,9 +60,8 @@ def replay(
         flags.explain(ReplayConfig, explain, as_json)
         return 0
     directory = flags.need(run, "RUN", "replay")
-    given = list(sets or []) + ([f"policy={policy}"] if policy is not None else [])
-    config = flags.settings(ReplayConfig, given)
-    facts = replayed(directory, config)
+    config = flags.settings(ReplayConfig, _agreed(policy, sets or ()))
+    facts = replayed(directory, config, screen.note if as_json else screen.say)
     if out is not None and not dry_run:
         flags.write("--out", out, screen.dumps(facts) + "\n")
     if as_json:
@@ -73,6 +69,18 @@ def replay(
     else:
         _show(facts)
     return 0
+
+
+def _agreed(policy: str | None, sets: Sequence[str]) -> list[str]:
+    """What is set, with the policy that `--policy` names; both may say it if they say the same."""
+    if policy is None:
+        return list(sets)
+    named, key = f"policy={policy}", "policy"
+    said = apply_sets({}, sets)
+    if key in said and said[key] != apply_sets({}, [named])[key]:
+        items = [item for item in sets if item.partition("=")[0].partition(".")[0].strip() == key]
+        raise ConfigError(f"--set {items[-1]} beside --policy {policy}: leave one of them out")
+    return [*sets, named]
 
 
 class Recorded(NamedTuple):
@@ -115,8 +123,10 @@ class _Layer:
         }  # fmt: skip
 
 
-def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
-    """What `config` makes of a run, as plain data."""
+def replayed(
+    run: Path, config: ReplayConfig, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """What `config` makes of a run, as plain data. To `say`: what takes long."""
     from moesaic.report import RunFacts  # Slow to import, as is what follows.
 
     facts = RunFacts.read(run)
@@ -127,9 +137,7 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
             f"'{run}' had all experts on every rank (layout.ep = 1), where nothing is uneven: "
             "replay a run whose ranks shared them out"
         )
-    prices = config.prices or plan.prices
-    if prices is None:
-        raise ConfigError(f"'{run}' has gone by no prices: {_REMEDY}")
+    prices, source = priced(facts, job, plan, config.prices)
     groups = sorted({tuple(r % plan.span // plan.etp for r in g) for g in plan.expert_groups()})
     asked: dict[tuple[int, tuple[int, ...]], Asked] = {}
     layers: dict[int, _Layer] = {}
@@ -138,6 +146,7 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
             layers[layer] = _Layer()
             setting = setting_of(job, plan, config, prices, layer)
             asked |= {(layer, group): Asked(config, setting) for group in groups}
+            asked[layer, groups[0]].prepare(lambda kept: say and say(compiling(kept)))
         for group in groups:
             policy, own = asked[layer, group], counts[list(group)]
             layers[layer].add(own, policy, policy(own))
@@ -150,8 +159,8 @@ def replayed(run: Path, config: ReplayConfig) -> dict[str, Any]:
     plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
     return {
         "run": str(run), "policy": config.policy, "prices": prices.model_dump(),
-        "simulated": True, "layers": found, "plain_s": plain_s, "step_s": step_s,
-        "gain": plain_s / step_s if step_s else 1.0,
+        "prices_from": source, "simulated": True, "layers": found,
+        "plain_s": plain_s, "step_s": step_s, "gain": plain_s / step_s if step_s else 1.0,
     }  # fmt: skip
 
 
@@ -205,6 +214,7 @@ def _show(facts: dict[str, Any]) -> None:
     for one in facts["layers"]:
         table.add_row(*_cells(one))
     screen.show(table)
+    screen.say(Priced(Prices(**facts["prices"]), facts["prices_from"]).words())
     screen.say(
         f"modelled, not measured: with {facts['policy']} the expert layers would have taken "
         f"{1e3 * facts['step_s']:.4g} ms for {1e3 * facts['plain_s']:.4g} ms of a micro-batch, "

@@ -80,6 +80,11 @@ def dumps(value: object) -> str:
     return json.dumps(value, indent=2, default=str)
 
 
+def note(text: str) -> None:
+    """A line on stderr, where stdout is for JSON."""
+    _on_stderr(Text(text))
+
+
 def warn(text: str) -> None:
     """A warning on stderr."""
     _on_stderr(Text.assemble(("warning: ", "yellow"), text))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,17 @@ from moesaic.base.events import read_events
 Floats = npt.NDArray[np.float64]
 _PHASE = "phases."
 _MOST_STEPS = 1 << 53
+
+
+class Machine(NamedTuple):
+    """Where a rank ran."""
+
+    host: int
+    """By number."""
+    kind: str
+    """Of its device, as a cluster's file calls it."""
+    threads: int
+    """Of its process."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class Part:
     parameters_active: float
     peak_bytes: float = math.nan
     """The most that a rank held, saves and all; known at its end."""
+    machines: tuple[Machine, ...] = ()
+    """Of each rank; none where the run did not say so."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +272,21 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
             tokens_per_step=number(event.get("tokens_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
+            machines=_machines(event.get("machines")),
         )
     )
+
+
+def _machines(value: object) -> tuple[Machine, ...]:
+    """As a start tells them; none if there is one that is not as it should be."""
+    found = list[Machine]()
+    for one in value if isinstance(value, list) else ():
+        told: dict[str, Any] = one if isinstance(one, dict) else {}
+        host, kind, threads = (told.get(name) for name in ("host", "kind", "threads"))
+        if type(host) is not int or type(kind) is not str or type(threads) is not int:
+            return ()
+        found.append(Machine(host, kind, max(threads, 1)))
+    return tuple(found)
 
 
 def _note_checkpoint(kept: dict[int, Checkpoint], event: Mapping[str, Any], step: int) -> None:

@@ -13,6 +13,7 @@ from moesaic.report.charts import balance, experts, learning, prediction, speed,
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
 from moesaic.report.facts import RunFacts
+from moesaic.report.findings.balance import verdict
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,
@@ -192,8 +193,11 @@ def _balanced(run: RunFacts, group: list[Figure]) -> str:
             f'<div class="card flat span-12">{table(header, rows[:_ROWS])}'
             f'<p class="note">{html.escape(note)}</p></div>'
         )
+    found = verdict(run)
+    lead = "" if found is None else f"<strong>{html.escape(found.title)}.</strong> "
+    lead += "" if found is None else html.escape(found.text)
     return (
-        '<section><div class="bar"><h2>Balance</h2></div>'
+        f'<section><div class="bar"><h2>Balance</h2></div><p class="lead">{lead}</p>'
         f'<div class="grid">{"".join(card(figure) for figure in group)}{body}</div></section>'
     )
 

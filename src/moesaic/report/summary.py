@@ -10,6 +10,7 @@ import numpy as np
 
 from moesaic.report.facts import RunFacts
 from moesaic.report.findings import find
+from moesaic.report.findings.balance import verdict
 from moesaic.report.findings.experts import dead_experts, hot_experts
 from moesaic.report.series import middle
 
@@ -98,12 +99,14 @@ def _prediction(run: RunFacts) -> dict[str, Any] | None:
 
 
 def _balance(run: RunFacts) -> dict[str, Any] | None:
-    """Means over the steps in which a policy was asked."""
+    """Means over the steps in which a policy was asked, and whether copies paid."""
     names = ("copies", "busiest_before", "busiest_after", "planning_s")
     columns = {name: getattr(run.steps, name) for name in names}
     if not np.isfinite(columns["copies"]).any():
         return None
-    return {name: known(float(np.nanmean(values))) for name, values in columns.items()}
+    means = {name: known(float(np.nanmean(values))) for name, values in columns.items()}
+    found = verdict(run)
+    return {**means, "verdict": None if found is None else asdict(found)}
 
 
 def _experts(run: RunFacts) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ same state, go on with the same numbers. Everything that training goes on from i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,8 +45,9 @@ DTYPES = {
 
 
 def assemble(
-    job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None
-) -> Run:
+    job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Run:  # fmt: skip
     """Build the job's model as `plan` says, filled from `source`.
 
     Args:
@@ -55,6 +56,7 @@ def assemble(
         world: the ranks; as many as the plan's.
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
+        say: told what takes long.
     """
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
@@ -97,7 +99,7 @@ def assemble(
     try:
         source.fill(_known(source, run.state().pieces))
         if priced:
-            run.plan = plan.model_copy(update={"prices": balancing.begin(model, job, plan, world)})
+            run.plan = balancing.begin(model, job, plan, world, say)
     except BaseException:
         run.close()  # Hooks of its parameters hold the model.
         raise

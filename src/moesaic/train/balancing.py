@@ -82,9 +82,11 @@ class Balancer:
         return spread if self._clock is None else spread.timed(self._clock.told())
 
 
-def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
-    """What anything costs, and have the policy of `job` asked by every expert layer, if there is to
-    be one; every rank must call this."""
+def begin(
+    model: LanguageModel, job: Job, plan: Plan, world: World, say: Callable[[str], None] | None
+) -> Plan:
+    """`plan` with what anything costs, and have the policy of `job` asked by every expert layer, if
+    there is to be one; every rank must call this. To `say`: what takes long."""
     prices = job.balance.prices or plan.prices
     if prices is None and job.balance.measure:
         moe = next((moe for _, moe in model.expert_layers()), None)
@@ -97,11 +99,11 @@ def begin(model: LanguageModel, job: Job, plan: Plan, world: World) -> Prices:
         for place, moe in enumerate(layers):
             setting = policies.setting_of(job, plan, job.balance, prices, moe.router.layer)
             policy = policies.Asked(job.balance, setting, follows=place > 0)
-            policy.prepare()
+            policy.prepare(lambda kept: say and say(policies.compiling(kept)))
             ranks = moe.dispatcher.ranks
             moe.clock = Clock() if devices.is_prompt(world.device) else None
             moe.balancer = Balancer(policy, ranks.group_ranks.index(ranks.rank), moe.clock)
-    return prices
+    return plan.model_copy(update={"prices": prices})
 
 
 def _in_turn(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,13 @@ def ranks(world: World) -> list[balance.Rank]:
         balance.Rank(place.host, place.kind, number)
         for place, number in zip(places(world), each, strict=True)
     ]
+
+
+def described(world: World) -> list[dict[str, Any]]:
+    """The same for a run's record, hosts by number; every rank of the world must call this."""
+    found = ranks(world)
+    hosts = {host: number for number, host in enumerate(dict.fromkeys(one.host for one in found))}
+    return [{"host": hosts[one.host], "kind": one.kind, "threads": one.threads} for one in found]
 
 
 def settled(plan: Plan, job: Job, world: World) -> Plan:

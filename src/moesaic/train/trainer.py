@@ -32,7 +32,7 @@ from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
 from moesaic.train.expectation import Expectation, most_bytes
 from moesaic.train.jobfile import LoadedJob
-from moesaic.train.machines import check_machines, settled
+from moesaic.train.machines import check_machines, described, settled
 from moesaic.train.record import RunRecord
 from moesaic.train.rehoming import Moved
 from moesaic.train.routes import RouteReplay, recording
@@ -104,7 +104,7 @@ def _train(
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
-    run = assemble(job, plan, world, source, counters)
+    run = assemble(job, plan, world, source, counters, progress.message)
     plan, run.replay = run.plan, replay
     if origin is not None:
         _go_back(Path(origin), out, world, progress)
@@ -347,6 +347,7 @@ class _Session:
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
+            machines=described(self.world),
         )  # fmt: skip
 
     def _step(self) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -17,7 +18,8 @@ from moesaic.cli.replay import _recorded
 from moesaic.facts.balance import Setting, unchanged
 from moesaic.facts.job import Prices
 from moesaic.facts.plan import planned
-from moesaic.policy.balance import quota, rows, times
+from moesaic.policy.balance import gifts, quota, rows, times
+from moesaic.policy.balance.compiled import compiled
 from moesaic.testing.jobs import tiny_job
 
 LOADS = pa.schema(
@@ -31,16 +33,26 @@ SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.item
 MICRO = 2
 
 
-def a_run(place: Path, *, ep: int = 2, ranks: int = 4, prices: Prices | None = None) -> np.ndarray:
+def a_run(
+    place: Path,
+    *,
+    ep: int = 2,
+    ranks: int = 4,
+    prices: Prices | None = None,
+    begun: dict[str, Any] | None = None,
+    **balance: Any,
+) -> np.ndarray:
     """A run of two steps; returns rows by step, layer, rank and expert."""
-    job = tiny_job(layout={"ep": ep}, train={"micro_batches": MICRO})
+    job = tiny_job(
+        layout={"ep": ep}, train={"micro_batches": MICRO}, balance={"policy": "none", **balance}
+    )
     (place / "events").mkdir(parents=True)
     (place / "job.json").write_text(job.to_json())
     plan = planned(job, ranks).model_copy(update={"prices": prices})
     (place / "plan.json").write_text(plan.to_json())
     (place / "versions.json").write_text("{}")
     log = EventLog(place / "events" / "rank-0.jsonl")
-    log.emit("run_start", step=1)
+    log.emit("run_start", step=1, **(begun or {}))
     log.close()
     odds = np.random.default_rng(0).dirichlet(np.full(8, 0.5), size=(2, 2))
     counts = MICRO * np.array(
@@ -100,6 +112,88 @@ def test_prices_that_the_run_measured_are_taken(
     assert given["gain"] == measured["gain"]
 
 
+def machines(*hosts: int, kind: str = "cpu", threads: int = 1) -> dict[str, Any]:
+    each = [{"host": host, "kind": kind, "threads": threads} for host in hosts]
+    return {"device": "whatever", "machines": each}
+
+
+@pytest.mark.parametrize(
+    ("begun", "flops", "bytes_per_s", "source"),
+    [
+        (machines(0, 0, 0, 0, threads=2), 5e10, 3e9, "cpu, 2 threads a rank, one host"),
+        (machines(0, 1, 2, 3), 2.5e10, 1.1e8, "cpu, 1 thread a rank, 4 hosts"),
+        (machines(0, 0, 0, 1), 2.5e10, 1.1e8 / 3, "cpu, 1 thread a rank, 2 hosts"),
+        (machines(0, 0, 0, 0, kind="gpu"), 2e13, 5e10, "gpu, one host"),
+        (
+            {"device": "cpu (8 cores, 3 threads a rank)"}, 7.5e10, 3e9,
+            "cpu, 3 threads a rank, on how many hosts is not on record, taken for one",
+        ),
+        (
+            {"device": "Some GPU"}, 2e13, 5e10,
+            "gpu, on how many hosts is not on record, taken for one",
+        ),
+        (
+            {"device": "Some GPU", "machines": [{"host": 0, "kind": "cpu", "threads": "1"}] * 4},
+            2e13, 5e10, "gpu, on how many hosts is not on record, taken for one",
+        ),
+        ({}, 2.5e10, 3e9, None),
+    ],
+)  # fmt: skip
+def test_a_run_that_went_by_no_prices_has_those_usual_of_its_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], begun: dict[str, Any], flops: float,
+    bytes_per_s: float, source: str | None,
+) -> None:  # fmt: skip
+    a_run(tmp_path / "run", begun=begun)
+    found = replay(capsys, str(tmp_path / "run"))
+    assert found["prices"]["rows_per_s"] == pytest.approx(flops / (6 * 32 * 24))
+    assert found["prices"]["bytes_per_s"] == pytest.approx(bytes_per_s)
+    assert found["prices_from"] == (
+        f"usual of such devices: {source}"
+        if source
+        else "usual of one thread of a processor, all ranks on one host: what the run had is not "
+        "on record"
+    )
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    assert f"prices {found['prices_from']}; experts take " in capsys.readouterr().out
+
+
+def test_hosts_of_a_plan_count_where_the_run_says_nothing_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run")
+    path = tmp_path / "run" / "plan.json"
+    places = [{"host": f"h{rank // 2}", "device": "X", "kind": "gpu"} for rank in range(4)]
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps({**plan, "places": places}))
+    said = replay(capsys, str(tmp_path / "run"))
+    assert said["prices_from"] == "usual of such devices: gpu, 2 hosts"
+    assert said["prices"]["bytes_per_s"] == 5e10  # Between ranks of one host, as these share.
+    path.write_text(json.dumps({**plan, "hosts": 2}))
+    said = replay(capsys, str(tmp_path / "run"))
+    assert said["prices"]["bytes_per_s"] == 1.1e8 / 2
+
+
+def test_where_prices_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a job finds them: those of its own before those of its plan."""
+    own, planned_ = Prices(**PRICES), Prices(**{**PRICES, "rows_per_s": 2e4})
+    small = {"policy": "auto", "prices": PRICES}  # Which does not begin with so few rows.
+    runs: dict[str, tuple[dict[str, Any], float]] = {
+        "of the run": ({"prices": planned_, "policy": "quota", "least_rows": 1}, 2e4),
+        "of the job": ({"prices": planned_}, 1e4),
+        "of the plan": ({"prices": planned_}, 2e4),
+    }
+    for number, (source, (facts, rows_per_s)) in enumerate(runs.items()):
+        place = tmp_path / f"run-{number}"
+        a_run(place, **facts)
+        if source == "of the job":
+            job = tiny_job(layout={"ep": 2}, train={"micro_batches": MICRO}, balance=small)
+            (place / "job.json").write_text(job.to_json())
+        said = replay(capsys, str(place))
+        assert (said["prices_from"], said["prices"]["rows_per_s"]) == (source, rows_per_s)
+    said = replay(capsys, str(tmp_path / "run-0"), *SET)
+    assert (said["prices_from"], said["prices"]) == ("given", own.model_dump())
+
+
 def test_policies_by_rows_of_the_time_before_have_none_at_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +235,42 @@ def test_a_table_says_that_it_is_modelled(
     assert main(["replay", str(tmp_path / "run"), "--out", str(tmp_path / "facts.json")]) == 0
     said = capsys.readouterr().out
     assert "modelled, not measured: with auto" in said
+    assert "prices of the plan; experts take 10,000 rows/s, 1 GB/s travel, an exchange" in said
     assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "auto"
+
+
+def test_a_policy_may_be_named_twice_if_it_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
+    twice = ["--policy", "quota", "--set", "policy=llep", "--set", 'policy="quota"']
+    assert replay(capsys, str(tmp_path / "run"), *twice)["policy"] == "quota"
+    assert main(["replay", str(tmp_path / "run"), "--policy", "quota", "--set", "policy=lp"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: --set policy=lp beside --policy quota: leave one of them out\n"
+    assert replay(capsys, str(tmp_path / "run"), "--policy", '"quota"')["policy"] == "quota"
+    odd = ["--policy", "quota", "--set", "policy.of=lp"]
+    assert main(["replay", str(tmp_path / "run"), *odd]) == 2
+
+
+def test_whoever_waits_for_a_compiler_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: what has been compiled before is read from disk."""
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
+    line = [str(tmp_path / "run"), "--policy", "quota"]
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    told = []
+    for _ in range(2):
+        monkeypatch.setattr(gifts, "_taken", compiled(gifts._taken.py_func))
+        assert main(["replay", *line]) == 0
+        told.append(capsys.readouterr().out.count("compiling the balance policy, once for this"))
+    assert told == [1, 0]
+    monkeypatch.setattr(gifts, "_taken", numba.njit(gifts._taken.py_func))  # Kept nowhere.
+    assert main(["replay", *line, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["policy"] == "quota"
+    assert err.startswith("compiling the balance policy (about 10 s), at each start, for there is ")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +278,6 @@ def test_a_table_says_that_it_is_modelled(
     [
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
-        (["RUN"], "has gone by no prices: give them with --set prices.rows_per_s="),
         (["RUN", "--policy", "best"], 'policy = "best"'),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moesaic.base.config import parse
 from moesaic.base.events import read_events
@@ -106,7 +107,10 @@ def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     run(f"train job.toml --resume {path} --out branched", capfd)
     assert sorted(p.name for p in Path("branched/checkpoints").iterdir()) == ["step-00000004"]
     events = list(read_events(Path("resumed/events/rank-0.jsonl")))
-    assert [event["step"] for event in events if event["event"] == "run_start"] == [1, 3, 3]
+    starts = [event for event in events if event["event"] == "run_start"]
+    assert [event["step"] for event in starts] == [1, 3, 3]
+    (machine,) = starts[-1]["machines"]
+    assert machine == {"host": 0, "kind": "cpu", "threads": torch.get_num_threads()}
 
     before = Path("branched/job.json").read_bytes()
     assert main(f"train job.toml --resume {path} --out branched".split()) == 2

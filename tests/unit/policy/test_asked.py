@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numba
 import numpy as np
 import pytest
 
@@ -10,8 +13,17 @@ from moesaic.facts.balance import Ints, Setting
 from moesaic.facts.job import BalanceConfig
 from moesaic.facts.job.balance import LATE
 from moesaic.facts.plan import planned
-from moesaic.policy.balance import Asked, at_copies, balances, drift, levelled, pro_prophet
+from moesaic.policy.balance import (
+    Asked,
+    at_copies,
+    balances,
+    compiling,
+    drift,
+    levelled,
+    pro_prophet,
+)
 from moesaic.policy.balance.asked import _LATE
+from moesaic.policy.balance.compiled import compiled, heard
 from moesaic.testing.jobs import tiny_job
 
 LONG = {"data": {"sequence": 512}}
@@ -146,3 +158,33 @@ def test_what_attention_has_no_time_for_leaves_sooner(follows: bool) -> None:
     if found.ahead is not None and early.ahead is not None:
         ahead = found.copies[found.ahead]
         assert ahead.tolist() == early.copies[early.ahead].tolist()
+
+
+def test_what_is_compiled_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one function, before it is; not if it is on disk, or in memory; and whether it is kept."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    for expected in ([True], []):
+        begun, function = list[bool](), compiled(double)
+        with heard(begun.append):
+            assert function(4) == 8
+            assert function(5) == 10
+        assert begun == expected
+    without = numba.njit
+
+    def nowhere(cache: object = False) -> object:
+        if isinstance(cache, bool) and cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return without(cache)
+
+    monkeypatch.setattr("moesaic.policy.balance.compiled.njit", nowhere)
+    function = compiled(double)
+    for expected in ([False], []):
+        begun = []
+        with heard(begun.append):
+            assert function(4) == 8
+        assert begun == expected
+    assert "at each start" in compiling(kept=False)

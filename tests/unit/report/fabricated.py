@@ -75,6 +75,12 @@ class Story:
     z_loss: float = 1.1
     balanced: bool = False
     """A policy of balance is asked, and clocks tell."""
+    spread: dict[str, float] = field(default_factory=dict)
+    """What it makes of each layer, where that is to be something else."""
+    busiest: float = 1.9
+    """Rows of the busiest rank over the mean, at home, in the least even layer."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The job's [balance]."""
 
 
 class Fabric:
@@ -152,7 +158,8 @@ class Fabric:
             grad_norm=norm, lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
             tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped, flips=story.flips,
             memory_bytes=memory, phases=all_phases[0],
-            **({"copies": 2 * story.layers, "busiest_before": 1.9, "busiest_after": 1.1,
+            **({"copies": story.spread.get("copies", 2) * story.layers,
+                "busiest_before": story.busiest, "busiest_after": 1.1,
                 "planning_s": 1e-3} if story.balanced else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
@@ -222,6 +229,7 @@ class Fabric:
                 "landing_s": 1e-4 * step, "return_s": 2e-4 * step, "forward_s": 4e-3,
                 "backward_s": 9e-3, "modelled_experts_s": 1e-2, "modelled_travel_s": 6e-3,
                 "modelled_exposed_s": 1e-3, "modelled_s": 2e-2, "modelled_home_s": 3e-2,
+                **self.story.spread,
             }
             for layer in range(self.story.layers)
         ]  # fmt: skip
@@ -244,6 +252,7 @@ class Fabric:
                       "precision": "fp32"},
             "optimizer": {"kind": "adamw", "lr": 3e-3},
             "schedule": {"kind": "cosine", "warmup": max(story.steps // 12, 1)},
+            "balance": story.settings,
             "checkpoint": {"every": story.checkpoint_every},
         }  # fmt: skip
         versions = {

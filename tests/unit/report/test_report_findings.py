@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fabricated import fabricate
 
 from moesaic.facts.plan import Measured, Predictions
 from moesaic.report import RunFacts
-from moesaic.report.findings import experts, find, learning, prediction, speed
+from moesaic.report.findings import balance, experts, find, learning, prediction, speed
 from moesaic.report.findings.finding import Finding
 from moesaic.report.loads import Loads, over_mean
 from moesaic.report.log import Checkpoint, Part, Steps, Validation
@@ -352,3 +353,80 @@ def test_stopped_run_without_checkpoint_says_that_work_is_lost(tmp_path: Path) -
     assert "It was ended by SIGTERM. No checkpoint" in text(learning.stopped(cut))
     assert learning.stopped(replace(run, read_at_s=run.last_event_s)) is None
     assert learning.stopped(replace(run, ended="finished")) is None
+
+
+def judged(place: Path, **story: Any) -> tuple[Finding, list[Finding]]:
+    """Of a run of four steps and three layers, and all findings."""
+    run = RunFacts.read(fabricate(place, steps=4, balanced=True, **story))
+    found = balance.verdict(run)
+    assert found is not None
+    return found, find(run)
+
+
+def test_copies_that_paid(tmp_path: Path) -> None:
+    """Three layers save 33 ms before anybody waits; in four steps 2.25 ms were waited, on average,
+    for copies of all of them."""
+    found, others = judged(tmp_path / "run")
+    assert (found.kind, found.severity) == ("copies_paid", "note")
+    said = text(found)
+    assert (
+        "Copies paid: expert layers are modelled to take 0.667 of what they would have at" in said
+    )
+    assert "60.0 ms for 90.0 ms a step, modelled; waiting for copies took rank 0 2.25 ms, " in said
+    assert "the busiest rank had 1.65 times the mean at home, and 1.10 with copies." in said
+    step_s = RunFacts.read(tmp_path / "run").steps.step_s.mean()
+    (share,) = re.findall(r"2.25 ms, (.*?)% of a step, measured", said)
+    assert float(share) == pytest.approx(100 * 2.25e-3 / step_s, abs=0.06)
+    assert found not in others
+
+
+def test_copies_that_were_waited_for_too_long(tmp_path: Path) -> None:
+    """11 ms a layer are saved, what the model has for waiting not among them."""
+    enough, _ = judged(tmp_path / "enough", spread={"landing_s": 10.9e-3, "return_s": 0.0})
+    assert enough.kind == "copies_paid"
+    waits = {"landing_s": 6.1e-3, "return_s": 5e-3}
+    found, others = judged(tmp_path / "late", spread=waits)
+    assert (found.kind, found.severity) == ("copies_did_not_pay", "warning")
+    assert found in others
+    said = text(found)
+    assert said.startswith(
+        "Copies did not pay: waiting for them took 33.3 ms a step, and they are modelled to save "
+        "33.0 ms without it. 60.0 ms for 90.0 ms"
+    )
+    assert 'Say balance.policy = "none", or have prices measured (balance.measure = true' in said
+    measured, _ = judged(tmp_path / "measured", spread=waits, settings={"measure": True})
+    assert measured.text.endswith('Say balance.policy = "none".')
+
+
+def test_copies_that_cost_more_than_they_save(tmp_path: Path) -> None:
+    found, others = judged(tmp_path / "run", spread={"modelled_s": 3.3e-2})
+    assert found in others
+    assert "did not pay: expert layers are modelled to take 1.10 of what" in text(found)
+    assert 'Say balance.policy = "none", or "auto"' in text(found)
+
+
+def test_copies_of_which_little_is_known(tmp_path: Path) -> None:
+    """On a GPU no clock tells; and steps may be recorded without their layers."""
+    nothing = dict.fromkeys(("landing_s", "return_s"), float("nan"))
+    found, _ = judged(tmp_path / "gpu", spread=nothing)
+    assert found.kind == "copies_paid"
+    assert "what waiting for copies took is not measured on such a device" in text(found)
+    found, _ = judged(tmp_path / "seldom", loads_every=9)
+    assert found.kind == "copies_unknown"
+    assert "6.00 a step; in the least even layer the busiest rank had 1.90 times" in text(found)
+    assert balance.verdict(RunFacts.read(fabricate(tmp_path / "not asked", steps=4))) is None
+
+
+def test_no_copies(tmp_path: Path) -> None:
+    none = {"copies": 0}
+    found, others = judged(tmp_path / "even", spread=none, busiest=1.04)
+    assert found not in others
+    assert text(found) == (
+        "Loads were even enough: no copies were made. In the least even layer the busiest rank had "
+        "1.04 times the mean."
+    )
+    found, _ = judged(tmp_path / "dear", spread=none, busiest=1.9)
+    assert text(found).startswith("No copies were made. In the least even layer")
+    assert text(found).endswith("1.90 times the mean; by the prices at hand none would have paid.")
+    found, _ = judged(tmp_path / "full", spread=none, settings={"copies": 0})
+    assert text(found).endswith("there was no room for any (balance.copies = 0).")

@@ -19,6 +19,8 @@ from fabricated import LOADS, PREDICTED, TIMELINE, TOKENS, fabricate, predict
 
 from moesaic.base.errors import StoreError
 from moesaic.report import RunFacts, page, summary, write_report
+from moesaic.report.charts.balance import busiest_scale
+from moesaic.report.charts.experts import SCALE
 from moesaic.report.document import embed, plotly_source
 
 HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>"
@@ -95,7 +97,9 @@ def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) ->
     assert set(before) == {1.7}
     assert set(after) == {1.1}
     assert set(figures["expert-copies"]["data"][0]["y"]) == {3.0}
-    assert summary(balanced)["balance"] == pytest.approx({
+    told = summary(balanced)["balance"]
+    assert told.pop("verdict")["kind"] == "copies_unknown"
+    assert told == pytest.approx({
         "copies": 3.0, "busiest_before": 1.7, "busiest_after": 1.1, "planning_s": 1e-3,
     })  # fmt: skip
 
@@ -104,6 +108,19 @@ BY_LAYER = {
     "balance-expected", "balance-home", "balance-copies", "balance-ratio", "balance-made",
     "balance-waiting", "balance-model",
 }  # fmt: skip
+
+
+def test_balance_opens_with_whether_copies_paid(tmp_path: Path) -> None:
+    """In the page itself, whether or not its script runs."""
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
+    text = page.render(run)
+    section = text[text.index("<h2>Balance</h2>") :]
+    (lead,) = re.findall(r'<p class="lead">(.*?)</p>', section[: section.index("<figure")])
+    assert lead.startswith(
+        "<strong>Copies paid: expert layers are modelled to take 0.667 of what they would have at "
+        "home.</strong> 60.0 ms for 90.0 ms a step, modelled; waiting for copies took rank 0 "
+    )
+    assert "copies_paid" not in text
 
 
 def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
@@ -117,6 +134,9 @@ def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
     assert heat["balance-home"]["z"][2][4] == pytest.approx(1.5 + 0.2 + 0.1)
     assert {cell for row in heat["balance-copies"]["z"] for cell in row} == {1.1}
     assert [row[0] for row in heat["balance-ratio"]["z"]] == [4, 8, 12]
+    # Of two ranks, so that more than 2 is an odd record.
+    assert heat["balance-home"]["zmax"] == heat["balance-copies"]["zmax"] == pytest.approx(2.1)
+    assert heat["balance-model"]["zmax"] == 4
     assert heat["balance-waiting"]["z"][0][9] == pytest.approx(3.0)
     assert heat["balance-model"]["z"][1][1] == pytest.approx(1.3)
     lines = {trace["name"]: trace["y"][1] for trace in figures["balance-expected"]["data"]}
@@ -132,6 +152,23 @@ def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
     ]  # fmt: skip
     for name in BY_LAYER:
         assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
+
+
+@pytest.mark.parametrize(
+    ("most", "ranks", "end", "middle"),
+    [
+        (1.2, 2, 2, 2**0.5), (2.0, 2, 2, 2**0.5), (2.5, 3, 3, 3**0.5), (1.2, 4, 4, 2),
+        (1.2, 64, 4, 2), (9.0, 64, 9, 2), (1.2, None, 4, 2), (6.0, None, 6, 2), (3.0, 2, 3, 3**0.5),
+    ],
+)  # fmt: skip
+def test_a_busiest_rank_is_coloured_by_what_is_possible(
+    most: float, ranks: int | None, end: float, middle: float
+) -> None:
+    scale = busiest_scale(most, ranks)
+    assert (scale["zmin"], scale["zmax"]) == (0, end)
+    stops = [(at * end, colour) for at, colour in scale["colorscale"]]
+    assert [at for at, _ in stops] == pytest.approx([0, 0.5, 1, middle, end])
+    assert [colour for _, colour in stops] == [colour for _, colour in SCALE]
 
 
 def test_balance_without_a_clock_shows_what_is_known(tmp_path: Path) -> None:

@@ -3,7 +3,14 @@
 Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
 """
 
-from moesaic.policy.balance.asked import Asked, balances, drift, homes_of, setting_of
+from moesaic.policy.balance.asked import (
+    Asked,
+    balances,
+    compiling,
+    drift,
+    homes_of,
+    setting_of,
+)
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.homes import Moving, Rehomed, moving, rehomed, rehomes
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
@@ -17,7 +24,7 @@ from moesaic.policy.balance.split import levelled, lp
 
 __all__ = [
     "Asked", "Moving", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto",
-    "balances", "busiest", "copy_rows", "drift", "eplb", "evenly", "faster_moe", "homes_of",
-    "levelled", "llep", "lp", "moving", "planned", "pro_prophet", "quota", "rehomed", "rehomes",
-    "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
+    "balances", "busiest", "compiling", "copy_rows", "drift", "eplb", "evenly", "faster_moe",
+    "homes_of", "levelled", "llep", "lp", "moving", "planned", "pro_prophet", "quota", "rehomed",
+    "rehomes", "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
 ]  # fmt: skip

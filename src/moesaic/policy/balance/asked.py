@@ -4,6 +4,7 @@ those that go by them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -88,15 +89,34 @@ class Asked:
         self.setting = self.setting._replace(homes=homes)
         self._kept, self._by, self._early = unchanged(), None, None
 
-    def prepare(self) -> None:
-        """Have it compile what it compiles."""
+    def prepare(self, begins: Callable[[bool], None] | None = None) -> None:
+        """Have it compile what it compiles. If there is anything that is not there from before,
+        `begins` is called first, with whether it is kept for the next time."""
+        config = self._config
+        ours = config.policy in ("auto", "quota") or (self.early and self._spread is within)
+        if not ours and config.policy != "lp":
+            return  # The others compile nothing, and numba takes long to import.
+        from moesaic.policy.balance.compiled import heard
+
         counts = np.zeros((self.setting.ranks, len(self.setting.homes)), np.int64)
         counts[:, 0] = 1 << 20
-        self._policy(counts, self.setting)
         copy = np.array([[0, (self.setting.homes[0] + 1) % self.setting.ranks]])
-        within(counts, self.setting, copy)
-        if self._config.policy == "auto":  # Which may not have asked everybody.
-            levelled(counts, self.setting, copy)
+        with nullcontext() if begins is None else heard(begins):
+            if ours:
+                within(counts, self.setting, copy)
+            if config.policy in ("auto", "lp"):  # The first may not have asked everybody.
+                levelled(counts, self.setting, copy)
+            self._policy(counts, self.setting)
+
+
+def compiling(kept: bool) -> str:
+    """What a person is told who has to wait for that."""
+    if kept:
+        return "compiling the balance policy, once for this installation (about 10 s)"
+    return (
+        "compiling the balance policy (about 10 s), at each start, for there is no directory to "
+        "keep it in: let NUMBA_CACHE_DIR name one that can be written"
+    )
 
 
 def _named(config: BalanceConfig) -> Policy:

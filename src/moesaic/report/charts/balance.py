@@ -29,7 +29,7 @@ def figures(run: RunFacts) -> list[Figure]:
         return []
     found = [_busiest(run), _copies(run)]
     if run.spreads is not None:
-        found += [_expected(run.spreads), *_by_layer(run.spreads)]
+        found += [_expected(run.spreads), *_by_layer(run.spreads, run.plan.get("ep"))]
     return found
 
 
@@ -128,15 +128,29 @@ def _expected(spreads: Spreads) -> Figure:
     )
 
 
-def _by_layer(spreads: Spreads) -> list[Figure]:
-    """Heat maps of layers by steps; without those that nothing is known of."""
+def busiest_scale(most: float, ranks: Any = None) -> dict[str, Any]:
+    """Of a busiest rank that has `most` times the mean at the most: up to what is possible of so
+    many `ranks`, or, of many or if that is not known, to 4 or to the most, whichever is more. Up to
+    an even load colours are those of `SCALE`; above they are spread over what is left."""
+    known = isinstance(ranks, int) and ranks > 1
+    end = max(most, min(float(ranks), MAX_UTILISATION) if known else MAX_UTILISATION)
+    above = (1.0, min(2.0, end**0.5), end)
+    colours = [colour for _, colour in SCALE]
+    stops = zip((0.0, 0.5, *above), colours, strict=True)
+    return {"zmin": 0, "zmax": end, "colorscale": [[at / end, colour] for at, colour in stops]}
+
+
+def _by_layer(spreads: Spreads, ranks: Any) -> list[Figure]:
+    """Heat maps of layers by steps, of so many `ranks`; without those that nothing is known of."""
     home, copied = spreads.over("busiest_before"), spreads.over("busiest_after")
+    both = np.concatenate((home, copied))
+    busiest = busiest_scale(float(both[np.isfinite(both)].max(initial=0.0)), ranks)
     waited_ms = 1e3 * spreads.over(*WAITED)
     found = [
         _heat(spreads, "balance-home", "Busiest rank, at home", "rows over the mean; 1 is even",
-              home, "x the mean", AROUND_ONE),
+              home, "x the mean", busiest),
         _heat(spreads, "balance-copies", "Busiest rank, with copies", "on the same scale",
-              copied, "x the mean", AROUND_ONE),
+              copied, "x the mean", busiest),
         _heat(spreads, "balance-ratio", "RB", "deviation at home over with copies; blank: even",
               spreads.ratio(("std_before",), ("std_after",)), " times as even", RATIOS),
         _heat(spreads, "balance-made", "Copies by layer", "made in each step",

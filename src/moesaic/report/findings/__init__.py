@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.report.facts import RunFacts
-from moesaic.report.findings import experts, learning, prediction, speed
+from moesaic.report.findings import balance, experts, learning, prediction, speed
 from moesaic.report.findings.finding import Finding, Severity
 
 __all__ = ["Finding", "Severity", "find"]
@@ -25,6 +25,7 @@ def find(run: RunFacts) -> list[Finding]:
         learning.skipped(run.steps),
         learning.overfitting(run.validations),
         speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
+        balance.did_not_pay(run),
         prediction.off(run.prediction),
         speed.slowest_phase(run.steps, run.parts[-1].device if run.parts else "", run.setting),
     ]
