@@ -87,11 +87,11 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     # A copy's matrices are read as well, by the rank that has it.
     matrices_s = setting.matrices_s * (1 + int(received.max()) / setting.own)
     experts = int(rows.computed.max()) / setting.rows_per_s + matrices_s
-    most = max(int(received.max()), -(-int(sent.sum()) // setting.ranks))
+    most = float(max(int(received.max()), -(-int(sent.sum()) // setting.ranks)))
     if not setting.relays:
         most = max(most, int(sent.max()))
     if not setting.hides:  # Ranks move bytes themselves, in and out: it is their time.
-        most = int((sent + received).max()) / 2
+        most = float((sent + received).max()) / 2
     out, back = (  # All that one rank has for another is one message.
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
