@@ -31,6 +31,7 @@ from moesaic.policy.balance import (
     within,
 )
 from moesaic.policy.balance.model import at_copies
+from moesaic.policy.balance.quota import even_s
 
 Policy = Callable[[Ints, Setting], Balance]
 POLICIES: dict[str, Policy] = {
@@ -192,7 +193,8 @@ def test_compiled_search_is_the_plain_one_of_many_ranks(relays: bool) -> None:
 @given(case=cases())
 @settings(max_examples=300, deadline=None)
 def test_best_of_all_is_modelled_no_worse_than_any_of_them(case: tuple[Ints, Setting]) -> None:
-    """Seconds as they are drawn are long enough for all to be asked, if there is anything to do."""
+    """But for what is too little for others to be asked; seconds as they are drawn are long
+    enough."""
     counts, setting = case
     best = times(counts, setting, auto(counts, setting)).whole
     found = [policy(counts, setting) for policy in (quota, llep, pro_prophet, faster_moe)]
@@ -204,7 +206,7 @@ def test_best_of_all_is_modelled_no_worse_than_any_of_them(case: tuple[Ints, Set
         of = (setting.homes[one.copies[:, 0]], one.copies[:, 1])
         most = [np.bincount(ranks, minlength=1).max() for ranks in of]
         if all(limit is None or n <= limit for limit, n in zip(limits, most, strict=True)):
-            assert best <= times(counts, setting, one).whole
+            assert best <= max(times(counts, setting, one).whole, 1.03 * even_s(counts, setting))
 
 
 def test_replicas_are_of_the_fullest_and_on_ranks_with_the_least() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moesaic.facts.balance import Ints
 from moesaic.facts.cluster import Calibration, Cluster
 from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, lay_out
 from moesaic.facts.workload import Product
 from moesaic.policy.balance import Rank, copy_rows, planned, setting_of, usual
+from moesaic.policy.balance.model import Rows, times_of
 from moesaic.policy.cost.compute import product_s
 from moesaic.policy.cost.step import Costs
 from moesaic.testing.jobs import tiny_job
@@ -149,6 +152,18 @@ def test_rows_that_make_up_for_a_copy() -> None:
     """By what the model makes of one that takes as many rows as that off the busiest rank."""
     job, plan = laid_out(ep=2)
     prices = usual(job, plan, [at("a")] * 4)
-    setting = setting_of(job, plan, job.balance, prices, 0)
-    copy_s = 2 * (3 * 256 * 512 * 4 / prices.bytes_per_s + prices.latency_s)
-    assert copy_rows(setting) == pytest.approx(copy_s * prices.rows_per_s / 3)
+    setting = setting_of(job, plan, job.balance, prices, 0)._replace(rows_per_s=1e9)
+    none, one = np.zeros(setting.ranks, np.int64), np.eye(setting.ranks, dtype=np.int64)
+
+    def whole_s(more: int, sent: Ints, received: Ints) -> float:
+        """Of a layer whose busiest rank computes so many rows more than a billion."""
+        rows = Rows(one[0] * (10**9 + more), none, none)
+        return times_of(rows, sent, received, setting).whole
+
+    number, there_s = copy_rows(setting), whole_s(0, none, none)
+    assert number > 1e5
+    assert whole_s(-round(1.01 * number), one[0], one[1]) < there_s
+    assert whole_s(-round(0.99 * number), one[0], one[1]) > there_s
+    # Of a link that goes both ways at a time, a rank that sends has all of it to send.
+    more = copy_rows(setting._replace(hides=True)) - number
+    assert more == pytest.approx(setting.expert_bytes / setting.bytes_per_s / 3 * 1e9)

@@ -9,7 +9,7 @@ import numpy as np
 from moesaic.facts.balance import Balance, Ints, Setting
 from moesaic.policy.balance.model import times
 from moesaic.policy.balance.prophet import pro_prophet
-from moesaic.policy.balance.quota import nothing_to_gain, quota
+from moesaic.policy.balance.quota import even_s, quota
 from moesaic.policy.balance.replicas import eplb
 from moesaic.policy.balance.shadow import faster_moe
 from moesaic.policy.balance.spill import llep
@@ -22,16 +22,21 @@ _ASKING_S, _ASKING_EACH_S = 5e-4, 1.5e-6
 """About what it takes to ask all others, and for each rank and expert."""
 _GAIN = 0.01
 """Of a layer's time: what asking takes must be less."""
+_NEAR = 1.03
+"""As much longer than evenly spread rows that need not travel a layer may take for nobody else to
+be asked: the model is not exact enough to choose by less."""
 
 
 def auto(counts: Ints, setting: Setting) -> Balance:
     """Ours, or what another policy makes of it if that is modelled faster, our copies with another
-    split among them; others are asked where a layer takes so long that asking does not count."""
+    split among them; others are asked where ours leaves something to gain, and a layer takes so
+    long that asking does not count."""
     best = quota(counts, setting)
-    if nothing_to_gain(counts, setting):
+    best_s = times(counts, setting, best).whole
+    if best_s <= _NEAR * even_s(counts, setting):
         return best
     asking_s = _ASKING_S + _ASKING_EACH_S * counts.size
-    if asking_s > _GAIN * times(counts, setting, best).whole:
+    if asking_s > _GAIN * best_s:
         return best
     others: list[Policy] = [llep, pro_prophet, faster_moe]
     if setting.room != 0:

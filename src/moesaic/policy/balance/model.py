@@ -107,7 +107,7 @@ def copy_rows(setting: Setting) -> float:
     sizes = setting.expert_bytes, setting.gradient_bytes
     part = 1.0 if setting.hides else 0.5
     copy_s = sum(part * size / setting.bytes_per_s + setting.latency_s for size in sizes)
-    return copy_s * setting.rows_per_s / 3
+    return (copy_s / 3 + setting.matrices_s / setting.own) * setting.rows_per_s
 
 
 def at_copies(counts: Ints, copies: Ints) -> Balance:

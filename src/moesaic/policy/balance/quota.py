@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance.model import moved, rows, times, times_of
+from moesaic.policy.balance.model import moved, rows, times_of
 
 if TYPE_CHECKING:
     from moesaic.policy.balance.gifts import State, Terms
@@ -37,7 +37,7 @@ def quota(counts: Ints, setting: Setting) -> Balance:
     """The best state on the ways from everything at home to equal loads."""
     at_home = rows(counts, setting.homes, unchanged())
     plain_s = times_of(at_home, *moved(unchanged(), setting), setting).whole
-    if plain_s <= _even_s(counts, setting) * _WORTH:
+    if plain_s <= even_s(counts, setting) * _WORTH:
         return unchanged()
     from moesaic.policy.balance import gifts
 
@@ -89,12 +89,7 @@ def own_gifts(counts: Ints, least_s: float) -> int:
     return int(_LOOKING * least_s / (_LOOKING_EACH_S * sum(counts.shape)))
 
 
-def nothing_to_gain(counts: Ints, setting: Setting) -> bool:
-    """Whether no balance could save enough."""
-    return times(counts, setting, unchanged()).whole <= _even_s(counts, setting) * _WORTH
-
-
-def _even_s(counts: Ints, setting: Setting) -> float:
+def even_s(counts: Ints, setting: Setting) -> float:
     """What rows take that are spread evenly and need not travel."""
     each = int(counts.sum()) / setting.ranks
     return 3 * (each / setting.rows_per_s + setting.matrices_s)
