@@ -4,11 +4,14 @@
 world, calls `function(world, *arguments)` on each, and returns the results by rank. Function and
 arguments are pickled: use functions of a module. A rank that raises, dies or overstays fails the
 call with its traceback; where one died or overstays, the pool starts afresh for the next call.
+Whatever they are at, they end with the process that has them.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -96,7 +99,15 @@ class Ranks:
             pipe.close()
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _serve(pipe: Connection, port: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
