@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import balance_simulated, break_even, measure
+from benchmarks import balance_policies, balance_simulated, break_even, measure
 from benchmarks.layer import PATIENCE_S, in_turn
 from benchmarks.natural import least_even, trained
 from benchmarks.skewed import (
@@ -63,7 +63,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     """Every figure, as it comes."""
     for part in PARTS.values():
         yield from part(rounds)
-    yield from simulated_rows()
+    yield from balance_simulated.rows()
 
 
 def on_one_host(rounds: int) -> Iterator[measure.Row]:
@@ -251,9 +251,14 @@ PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
     "model": model,
     "break-even": break_even.rows,
     "planning": planning,
+    "policies": lambda rounds: balance_policies.rows(),
 }
-simulated_rows = balance_simulated.rows
-"""Those of the model, which may be taken alone."""
+
+
+def simulated_rows() -> Iterator[measure.Row]:
+    """Those of the model, which may be taken alone."""
+    yield from balance_policies.rows()
+    yield from balance_simulated.rows()
 
 
 def _rows(

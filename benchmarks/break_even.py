@@ -51,30 +51,54 @@ def rows(rounds: int) -> Iterator[measure.Row]:
         finally:
             pool.close()
     assert found is not None
-    hot, gains = found
+    yield compared(name, *found)
+
+
+def compared(name: str, foretold: int | None, hot: Ints, gains: np.ndarray) -> measure.Row:
+    """Rows that are foretold over those measured, by gains [rows, rounds]; no figure where one of
+    the two is not among the rows tried, and no interval where its ends are not."""
+    rounds = gains.shape[1]
     crossing = _crossing(hot, np.median(gains, axis=1))
-    draw = np.random.default_rng(0)
-    drawn = [
-        _crossing(hot, np.median(gains[:, draw.integers(rounds, size=rounds)], axis=1))
-        for _ in range(_RESAMPLES)
-    ]
-    foretold = hot[FACTORS.index(1.0)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    yield measure.row(
-        name, foretold / crossing, "ratio", bar="",
-        against=f"{foretold:.0f} rows of one expert on each rank foretold, {crossing:.0f} measured",
-        interval=(foretold / high, foretold / low), repeats=rounds,
-    )  # fmt: skip
+    known = foretold is not None and hot[0] <= crossing <= hot[-1]
+    said = f"more than {skewed.TOKENS}" if foretold is None else str(foretold)
+    against = f"{said} rows of one expert on each rank foretold, {_words(hot, crossing)} measured"
+    value, interval = None, None
+    if foretold is not None and known:
+        draw = np.random.default_rng(0)
+        drawn = [
+            _crossing(hot, np.median(gains[:, draw.integers(rounds, size=rounds)], axis=1))
+            for _ in range(_RESAMPLES)
+        ]
+        low, high = np.percentile(drawn, (2.5, 97.5), method="nearest").tolist()
+        value = foretold / crossing
+        if low >= hot[0] and high <= hot[-1]:
+            interval = (foretold / high, foretold / low)
+        else:
+            against += f"; by its interval {_words(hot, low)} to {_words(hot, high)}"
+    return measure.row(
+        name, value, "ratio", bar="", against=against, interval=interval, repeats=rounds
+    )
+
+
+def _words(hot: Ints, crossing: float) -> str:
+    if crossing < hot[0]:
+        return f"fewer than {hot[0]} (beyond the shares tried)"
+    if crossing > hot[-1]:
+        return f"more than {hot[-1]} (beyond the shares tried)"
+    return f"{crossing:.0f}"
 
 
 def _crossing(hot: Ints, gains: np.ndarray) -> float:
-    """Rows where the gain of a copy goes through 1, the last time that it does; the ends where it
-    is above or below everywhere."""
-    for at in range(len(hot) - 1, 0, -1):
-        if gains[at - 1] < 1 <= gains[at]:
-            share = (1 - gains[at - 1]) / (gains[at] - gains[at - 1])
-            return float(hot[at - 1] + share * (hot[at] - hot[at - 1]))
-    return float(hot[0] if gains[0] >= 1 else hot[-1])
+    """Rows from which on the gain of a copy is 1 or more; 0 where it is with the fewest already,
+    and infinity where it is not with the most."""
+    below = np.flatnonzero(gains < 1)
+    if not len(below):
+        return 0.0
+    last = int(below[-1])
+    if last == len(hot) - 1:
+        return np.inf
+    share = (1 - gains[last]) / (gains[last + 1] - gains[last])
+    return float(hot[last] + share * (hot[last + 1] - hot[last]))
 
 
 @dataclass(frozen=True)
@@ -112,9 +136,9 @@ class Forced:
 
 def _measured(
     world: World, rounds: int, root: int, hosts: tuple[str, str]
-) -> tuple[Ints, np.ndarray] | None:
-    """Rows of the hot expert on each rank, and times without a copy over those with it, [rows,
-    rounds]."""
+) -> tuple[int | None, Ints, np.ndarray] | None:
+    """Rows of the hot expert on each rank that are foretold, those tried, and times without a copy
+    over those with it, [rows, rounds]."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
     with met(world, hosts) as world:
@@ -124,7 +148,8 @@ def _measured(
         setting = setting_of(job, plan, BalanceConfig(), prices, 0)
         least = _foretold(setting)
         most = skewed.TOKENS
-        hot = np.array([min(round(least * factor), most) for factor in FACTORS])
+        tried = {min(round((least or most) * factor), most) for factor in FACTORS}
+        hot = np.array(sorted(tried))
         calls = {}
         for number in hot.tolist():
             one = Hot(work.skew, EXPERTS, None, number)
@@ -136,15 +161,17 @@ def _measured(
         found = in_turn(world, calls, rounds, root)
     if found is None:
         return None
-    return hot, np.stack([found.ratios(f"{n} {skewed.PLAIN}", f"{n} copy") for n in hot.tolist()])
+    gains = [found.ratios(f"{n} {skewed.PLAIN}", f"{n} copy") for n in hot.tolist()]
+    return least, hot, np.stack(gains)
 
 
-def _foretold(setting: Setting) -> int:
-    """The fewest rows of the hot expert on each rank with which the model has a copy pay."""
+def _foretold(setting: Setting) -> int | None:
+    """The fewest rows of the hot expert on each rank with which the model has a copy pay; None: not
+    with all."""
     for hot in range(1, skewed.TOKENS + 1):
         one = Hot(skewed.Skew("hot", 1), EXPERTS, None, hot).choices(0)[0]
         counts = np.tile(np.bincount(one.view(-1).numpy(), minlength=EXPERTS), (2, 1))
         copied = within(counts, setting, _COPY)
         if times(counts, setting, copied).whole <= times(counts, setting, unchanged()).whole:
             return hot
-    return skewed.TOKENS
+    return None

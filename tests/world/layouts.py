@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
@@ -18,6 +19,8 @@ from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
+from moesaic.nn.context import Context
+from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
@@ -42,6 +45,12 @@ FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
 """Prices at which any row that moves from a busy rank to an idle one pays."""
 ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "least_rows": 1}
 """Of a balance that makes copies in a tiny job."""
+IN_PARTS: dict[str, Any] = {
+    **ASKING, "early": True, "copies": 3,
+    "prices": {"rows_per_s": 700.0, "bytes_per_s": 1e6, "latency_s": 0.0},
+}  # fmt: skip
+"""Of one whose copies pay, and are more than travel between two layers of a tiny job, so that
+others leave under experts of the layer before."""
 SIGMOID: dict[str, Any] = {
     "model": {
         "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
@@ -90,6 +99,7 @@ def run_layout(
         for layer, moe in run.model.expert_layers():
             homes = moe.dispatcher.homes
             moe.balancer = Shaken(homes.places // homes.each, [shaken, layer])
+    ahead = [Ahead(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
     gradients = gradients_of(run, samples, world.rank)
@@ -108,6 +118,8 @@ def run_layout(
                     "moved": [(one.layer, one.to.moves, one.num_bytes) for one in step.moved],
                     "copies": sum(one.copies for one in step.spread.values())
                     + sum(getattr(m.balancer, "made", 0) for _, m in run.model.expert_layers()),
+                    "ahead": sum(one.number for one in ahead),
+                    "late": sum(one.late for one in ahead),
                 }
             )  # fmt: skip
         if run.recorder:
@@ -115,6 +127,22 @@ def run_layout(
     state = [plain(piece) for piece in run.state().pieces]
     run.close()
     return facts, gradients, state
+
+
+class Ahead:
+    """Counts copies that have left under experts of the layer before, and those left behind."""
+
+    def __init__(self, moe: MoE) -> None:
+        self._moe, self._begin, self.number, self.late = moe, moe.begin_ahead, 0, 0
+        moe.begin_ahead = self  # type: ignore[assignment]
+
+    def __call__(self, context: Context, dtype: torch.dtype) -> None:
+        """As the layer does."""
+        self._begin(context, dtype)
+        guests = context.guests.get(self._moe.router.layer)
+        if guests is not None and guests.flights:
+            self.number += int((~guests._late).sum())
+            self.late += int(guests._late.sum())
 
 
 class Shaken:
@@ -187,7 +215,8 @@ def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outco
 
 def together(results: list[Run]) -> Outcome:
     """What all ranks did, put together likewise."""
-    said = [[{**step, "copies": 0} for step in facts] for facts, _, _ in results]  # Groups' own.
+    own = {"copies": 0, "ahead": 0, "late": 0}  # A group's.
+    said = [[{**step, **own} for step in facts] for facts, _, _ in results]
     for facts in said[1:]:
         assert facts == said[0], "ranks disagree about what happened"
     return Outcome(

@@ -10,6 +10,8 @@ import pytest
 import torch
 from layouts import (
     ASKING,
+    IN_PARTS,
+    Outcome,
     Shaken,
     assert_same,
     gradients_of,
@@ -68,31 +70,70 @@ EDGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "finetune": {"method": "lora", "targets": ["attention"], "router": "train"},
         },
     ),
-    "gpipe, visits": (
+    "gpipe, visits, again": (
         4, {"ep": 2, "pp": 2, "schedule": "gpipe", "dispatch": "visits", "local": "first"},
-        {"train": {"micro_batches": 4}},
+        {"train": {"micro_batches": 4, "recompute": True}},
     ),
 }  # fmt: skip
+DEEP: dict[str, Any] = {"model": {"layers": 8}, "train": {"micro_batches": 4}}
+LONG_STAGES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "1f1b": (4, {"ep": 2, "pp": 2, "schedule": "1f1b"}, DEEP),
+    "zero bubble": (4, {"ep": 2, "pp": 2, "schedule": "zero-bubble", "chunks": 2}, DEEP),
+    "interleaved": (
+        4, {"ep": 2, "pp": 2, "schedule": "interleaved"}, {**DEEP, "model": {"layers": 16}},
+    ),
+}  # fmt: skip
+"""Of four expert layers each."""
+_references: dict[str, Outcome] = {}
+
+
+def alone(ranks: Ranks, tables: dict[str, Any]) -> Outcome:
+    key = str(tables)
+    if key not in _references:
+        _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
+    return _references[key]
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_copies_at_random_at_the_edges(ranks: Ranks, name: str) -> None:
     size, layout, tables = EDGES[name]
-    alone = outcome(ranks, 1, tiny_job(**tables), STEPS)
     several = outcome(
         ranks, size, tiny_job(**tables, layout=layout, balance=ASKING), STEPS, shaken=11
     )
-    assert_same(several, alone)
+    assert_same(several, alone(ranks, tables))
     assert sum(step["copies"] for step in several.steps) > 0
 
 
-@pytest.mark.parametrize("name", ["interleaved, again", "gpipe, visits"])
+@pytest.mark.parametrize("name", ["interleaved, again", "gpipe, visits, again"])
 def test_early_copies_in_a_pipeline(ranks: Ranks, name: str) -> None:
     size, layout, tables = EDGES[name]
-    alone = outcome(ranks, 1, tiny_job(**tables), STEPS)
     several = outcome(ranks, size, tiny_job(**tables, layout=layout, **EARLY), STEPS)
-    assert_same(several, alone)
+    assert_same(several, alone(ranks, tables))
     assert sum(step["copies"] for step in several.steps) > 0
+
+
+@pytest.mark.parametrize("name", LONG_STAGES)
+def test_copies_at_random_in_long_stages(ranks: Ranks, name: str) -> None:
+    """Of two of three layers they leave early, in two parts where the layer before is in the same
+    stage."""
+    size, layout, tables = LONG_STAGES[name]
+    job = tiny_job(**tables, layout=layout, balance=ASKING)
+    several = outcome(ranks, size, job, STEPS, shaken=11)
+    assert_same(several, alone(ranks, tables))
+    last = several.steps[-1]
+    assert last["copies"] > last["ahead"] > 0
+    assert last["late"] > 0
+
+
+@pytest.mark.parametrize("name", LONG_STAGES)
+def test_copies_in_two_parts_in_long_stages(ranks: Ranks, name: str) -> None:
+    size, layout, tables = LONG_STAGES[name]
+    job = tiny_job(**tables, layout=layout, balance={**IN_PARTS, "policy": "auto"})
+    several = outcome(ranks, size, job, STEPS)
+    assert_same(several, alone(ranks, tables))
+    last = several.steps[-1]
+    assert last["ahead"] > 0
+    assert last["late"] > 0
 
 
 class ToOne:

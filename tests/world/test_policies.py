@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layouts import ASKING, Outcome, assert_same, outcome
+from layouts import ASKING, IN_PARTS, Outcome, assert_same, outcome
 
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import Ranks
@@ -47,11 +47,11 @@ def tables_of(top: int, capacity: float | None) -> dict[str, Any]:
     }
 
 
-def plain(ranks: Ranks, size: int, **tables: Any) -> Outcome:
+def plain(ranks: Ranks, size: int, steps: int = STEPS, **tables: Any) -> Outcome:
     """Without copies."""
-    key = f"{size} {tables}"
+    key = f"{size} {steps} {tables}"
     if key not in _plain:
-        _plain[key] = outcome(ranks, size, tiny_job(**tables), STEPS)
+        _plain[key] = outcome(ranks, size, tiny_job(**tables), steps)
         assert sum(step["copies"] for step in _plain[key].steps) == 0
     return _plain[key]
 
@@ -69,6 +69,28 @@ def test_twenty_steps(
     if (policy, top) != ("llep", 8):  # Eight of sixteen are too even for its threshold.
         assert sum(step["copies"] for step in found.steps) > 0
     assert (capacity is not None) == (sum(step["dropped"] for step in found.steps) > 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "layout", "recompute"),
+    [("auto", "ep 4", False), ("eplb", "ep 2 x 2", False), ("lp", "ep 2, sharded", False),
+     ("pro-prophet", "ep 4", True)],
+)  # fmt: skip
+def test_copies_that_leave_in_two_parts(
+    ranks: Ranks, policy: str, layout: str, recompute: bool
+) -> None:
+    """Where a layer is computed again in backward, all of them leave at once."""
+    tables, place = {"model": {"layers": 4}}, {"layout": LAYOUTS[layout]}
+    train, balance = {"micro_batches": 2, "recompute": recompute}, {**IN_PARTS, "policy": policy}
+    if policy == "pro-prophet":
+        del balance["copies"]
+    found = outcome(ranks, 4, tiny_job(**tables, **place, train=train, balance=balance), 4)
+    last = found.steps[-1]
+    assert sum(step["copies"] for step in found.steps) > 0
+    assert (last["ahead"] > 0, last["late"] > 0) == (not recompute, not recompute)
+    plain_tables = {**tables, "train": {"micro_batches": 2}}
+    assert_same(found, plain(ranks, 4, 4, **plain_tables, **place))
+    assert_same(found, plain(ranks, 1, 4, **plain_tables))
 
 
 @pytest.mark.parametrize("policy", ["auto", "quota", "pro-prophet"])

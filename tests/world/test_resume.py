@@ -40,15 +40,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [json.dumps({"text": f"document {i}: " + "the quick brown fox " * (i % 7)})
-             for i in range(60)]  # fmt: skip
-    path.write_text("\n".join(lines))
-    return path
-
-
 def run_job(
     world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
     changes: dict[str, Any],

@@ -91,7 +91,7 @@ SPREAD: dict[int, list[tuple[dict[str, Any], dict[str, Any], int | None]]] = {
         ({"ep": 4, "shard": 4}, {**AGAIN, **EARLY}, None),
     ],
 }
-"""By number of ranks, layouts, tables, and what copies at random begin with: of every second layer
+"""By number of ranks, layouts, tables, and what copies at random begin with: of two of three layers
 these leave early."""
 
 

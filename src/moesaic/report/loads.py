@@ -6,6 +6,7 @@ than columns a column is a step. A step that was recorded twice counts as in its
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from moesaic.base.records import read_records
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 COLUMNS = {"step": pa.int64(), "layer": pa.int64(), "counts": pa.list_(pa.int64())}
 MAX_COLUMNS = 400
@@ -73,35 +75,46 @@ def over_mean(counts: Floats) -> Floats:
 
 def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) -> Loads | None:
     """The loads of `directory` up to `last_step`; None if there are none."""
-    keys = [_keys(table) for table in read_records(directory, COLUMNS)]
-    if not keys:
-        return None
-    step, layer = (np.concatenate(column) for column in zip(*keys, strict=True))
-    winners = latest(step, layer) & (step <= last_step)
-    if not winners.any():
-        return None
-    steps, layers = np.unique(step[winners]), np.unique(layer[winners])
+    recorded = Recorded(directory, COLUMNS, last_step)
     draft: Loads | None = None
-    start = 0
-    # A run that is still going on may have added parts since the keys were read: zip leaves them.
-    for (part_step, part_layer), table in zip(keys, read_records(directory, COLUMNS), strict=False):
-        chosen = winners[start : start + len(part_step)]
-        start += len(part_step)
+    for step, layer, chosen, table in recorded.parts():
         if chosen.any():
             counts = _counts(table, directory)[chosen]
-            draft = draft or _empty(steps, layers, counts.shape[1], max_columns)
-            _add(draft, part_step[chosen], part_layer[chosen], counts)
+            num_experts = counts.shape[1]
+            draft = draft or _empty(recorded.steps, recorded.layers, num_experts, max_columns)
+            _add(draft, step[chosen], layer[chosen], counts)
     return draft
 
 
-def _keys(table: Any) -> tuple[Ints, Ints]:
-    step, layer = (table.column(name).to_numpy() for name in ("step", "layer"))
-    return step, layer
+class Recorded:
+    """Records of steps and layers that a directory has, part by part, and which of them count."""
+
+    def __init__(self, directory: Path, columns: Mapping[str, Any], last_step: int) -> None:
+        """Those up to `last_step`, and of each step and layer the last one."""
+        self._directory, self._columns = directory, columns
+        self._keys = [
+            (table.column("step").to_numpy(), table.column("layer").to_numpy())
+            for table in read_records(directory, columns)
+        ]
+        nothing = (np.zeros(0, np.int64),) * 2
+        step, layer = (np.concatenate(column) for column in zip(nothing, *self._keys, strict=True))
+        self._counts = _latest(step, layer) & (step <= last_step)
+        self.steps: Ints = np.unique(step[self._counts])
+        """Of what counts; none if nothing does."""
+        self.layers: Ints = np.unique(layer[self._counts])
+
+    def parts(self) -> Iterator[tuple[Ints, Ints, Bools, Any]]:
+        """Steps and layers of each part, which of its records count, and all of it."""
+        tables, start = read_records(self._directory, self._columns), 0
+        # A run that is still going on may have added parts since: zip leaves them.
+        for (step, layer), table in zip(self._keys, tables, strict=False):
+            yield step, layer, self._counts[start : start + len(step)], table
+            start += len(step)
 
 
-def latest(step: Ints, layer: Ints) -> npt.NDArray[np.bool_]:
+def _latest(step: Ints, layer: Ints) -> Bools:
     """Which records count: of each step and layer the last one."""
-    key = (step * (int(layer.max()) + 1) + layer)[::-1]
+    key = (step * (int(layer.max(initial=0)) + 1) + layer)[::-1]
     _, index = np.unique(key, return_index=True)
     winners = np.zeros(len(step), dtype=np.bool_)
     winners[len(step) - 1 - index] = True

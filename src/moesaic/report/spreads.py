@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from moesaic.base.records import read_records
-from moesaic.report.loads import latest
+from moesaic.report.loads import Recorded
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -81,23 +80,13 @@ def _parts(one: Floats, other: Floats) -> Floats:
 
 def read_spreads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) -> Spreads | None:
     """What `directory` has up to `last_step`; None if that is nothing."""
-    keys = [
-        (table.column("step").to_numpy(), table.column("layer").to_numpy())
-        for table in read_records(directory, COLUMNS)
-    ]
-    if not keys:
+    recorded = Recorded(directory, COLUMNS, last_step)
+    if not len(recorded.steps):
         return None
-    step, layer = (np.concatenate(column) for column in zip(*keys, strict=True))
-    winners = latest(step, layer) & (step <= last_step)
-    if not winners.any():
-        return None
-    found, start = _empty(np.unique(step[winners]), np.unique(layer[winners]), max_columns), 0
-    # A run that is still going on may have added parts since the keys were read: zip leaves them.
-    for (of_step, of_layer), table in zip(keys, read_records(directory, COLUMNS), strict=False):
-        chosen = winners[start : start + len(of_step)]
-        start += len(of_step)
-        column = np.searchsorted(found.first_step, of_step[chosen], side="right") - 1
-        at = (column, np.searchsorted(found.layers, of_layer[chosen]))
+    found = _empty(recorded.steps, recorded.layers, max_columns)
+    for step, layer, chosen, table in recorded.parts():
+        column = np.searchsorted(found.first_step, step[chosen], side="right") - 1
+        at = (column, np.searchsorted(found.layers, layer[chosen]))
         np.add.at(found.number, at, 1)
         for name, sums in found.sums.items():
             np.add.at(sums, at, table.column(name).to_numpy()[chosen])
