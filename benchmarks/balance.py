@@ -33,6 +33,7 @@ from benchmarks.skewed import (
     alone_of,
     layer_of,
     moe_of,
+    prices_of,
 )  # fmt: skip
 from moesaic.dist.exchange import Carrier
 from moesaic.dist.world import World
@@ -325,10 +326,14 @@ def taken(
 
 
 def _taken(world: World, work: Work, rounds: int, root: int) -> Found | None:
-    layers = {name: layer_of(world, work, name) for name in (EVEN, PLAIN, MOVED, *POLICIES)}
-    results = {name: one() for name, one in layers.items() if name != EVEN}
+    prices = prices_of(world, work)
+    layers = {name: layer_of(world, work, name, prices) for name in (EVEN, PLAIN, MOVED, *POLICIES)}
+    results = {name: one() for name, one in layers.items()}
+    del results[EVEN]
     for name, result in results.items():
         torch.testing.assert_close(result, results[PLAIN], rtol=1e-4, atol=1e-5, msg=name)
-    times = in_turn(world, {**layers, ALONE: alone_of(world, work)}, rounds, root)
+    computing = alone_of(world, work, prices)
+    computing()  # All have taken one of the draws, and go on with the same.
+    times = in_turn(world, {**layers, ALONE: computing}, rounds, root)
     told = {name: layers[name].words() for name in POLICIES}
     return None if times is None else Found(times, told)

@@ -154,7 +154,7 @@ def _measured(
         for number in hot.tolist():
             one = Hot(work.skew, EXPERTS, None, number)
             for name in (skewed.PLAIN, "copy"):
-                layer = skewed.layer_of(world, one, skewed.PLAIN)
+                layer = skewed.layer_of(world, one, skewed.PLAIN, prices)
                 if name == "copy":
                     layer.moe.balancer = Forced(setting)
                 calls[f"{number} {name}"] = partial(layer)

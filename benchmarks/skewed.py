@@ -216,7 +216,7 @@ def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
     return rehomed(totals, plan.slots(0), RANKS, Moving(1.0, 0.0, 0.0)).slots
 
 
-def layer_of(world: World, work: Work, name: str) -> Layer:
+def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     """A contender's."""
     moe, job, plan = moe_of(world, work, name)
     draw = torch.Generator().manual_seed(world.rank)
@@ -224,21 +224,26 @@ def layer_of(world: World, work: Work, name: str) -> Layer:
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
         config = BalanceConfig.model_validate({"policy": name})
-        policy = Asked(config, setting_of(job, plan, config, _prices(world, moe, job, plan), 0))
+        policy = Asked(config, _setting(job, plan, config, prices))
         policy.prepare()
         moe.balancer = balancing.Balancer(policy)
     return Layer(moe, tokens, cotangent)
 
 
-def alone_of(world: World, work: Work) -> Computing:
+def alone_of(world: World, work: Work, prices: Prices) -> Computing:
     """What `auto` has a rank compute."""
-    moe, job, plan = moe_of(world, work, PLAIN)
-    prices = _prices(world, moe, job, plan)
-    return alone(work, world.rank, setting_of(job, plan, BalanceConfig(), prices, 0))
+    _, job, plan = moe_of(world, work, PLAIN)
+    return alone(work, world.rank, _setting(job, plan, BalanceConfig(), prices))
 
 
-def _prices(world: World, moe: MoE, job: Job, plan: Plan) -> Prices:
+def _setting(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:
+    """There is nothing but this layer."""
+    return setting_of(job, plan, config, prices, 0)._replace(beside_s=0.0)
+
+
+def prices_of(world: World, work: Work) -> Prices:
     """On one host as where nobody says otherwise, and over a link as they are measured."""
+    moe, job, plan = moe_of(world, work, PLAIN)
     carrier = moe.dispatcher.ranks.straight
     assert carrier is not None
     if carrier.name == MEMORY:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.dist.clock import Clock, during
 
 LANDING, RETURN = "landing", "return"
-"""What a clock calls waiting for rows, and for their gradients."""
+"""What a clock calls handing over rows and waiting for them, and the same of their gradients."""
 
 
 class Work(Protocol):
@@ -124,16 +124,17 @@ class Flight:
     def __init__(
         self, carrier: Carrier, send: list[int], receive: list[int], clock: Clock | None = None
     ) -> None:
-        """Of `send[i]` consecutive rows to rank i, and as many from it as `receive` says; waiting
-        goes to `clock`."""
+        """Of `send[i]` consecutive rows to rank i, and as many from it as `receive` says; what that
+        keeps a rank from computing goes to `clock`."""
         self._carrier, self._send, self._receive = carrier, send, receive
-        self._clock = clock
+        self.clock = clock
         self._work: Work | None = None
         self._gradients: Tensor | None = None
 
     def leave(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Where they will be."""
-        landing, self._work = self._carrier.start(rows, self._send, self._receive, into)
+        with during(self.clock, LANDING):  # A rank may have to move bytes itself.
+            landing, self._work = self._carrier.start(rows, self._send, self._receive, into)
         return landing
 
     def wait(self) -> None:
@@ -143,7 +144,7 @@ class Flight:
     def _wait(self, kind: str) -> None:
         work, self._work = self._work, None
         assert work is not None
-        with during(self._clock, kind):
+        with during(self.clock, kind):
             work.wait()
 
     @property
@@ -153,7 +154,8 @@ class Flight:
 
     def turn_back(self, gradients: Tensor) -> None:
         """Let gradients leave for where the rows came from."""
-        self._gradients, self._work = self._carrier.start(gradients, self._receive, self._send)
+        with during(self.clock, RETURN):
+            self._gradients, self._work = self._carrier.start(gradients, self._receive, self._send)
 
     def back(self) -> Tensor:
         """Those gradients, awaited."""

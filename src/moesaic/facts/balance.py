@@ -35,7 +35,8 @@ class Setting(NamedTuple):
     matrices_s: float = 0.0
     """What a rank's own experts take forward beside rows; backward is twice the work."""
     hides: bool = True
-    """Whether copies travel while ranks compute; else these wait for them."""
+    """Whether copies travel while ranks compute; else these move all bytes themselves, both who
+    sends them and who gets them."""
     relays: bool = False
     """Whether ranks that have got a copy hand it on, so that an expert's home sends it once; else
     it sends every copy itself, and adds up what comes back."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.dist.clock import Clock
-from moesaic.dist.exchange import Carrier, Flight
+from moesaic.dist.clock import Clock, during
+from moesaic.dist.exchange import LANDING, RETURN, Carrier, Flight
 from moesaic.facts.balance import Balance, Ints
 
 
@@ -55,7 +55,7 @@ class Guests:
         dtype: torch.dtype, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         """Copies are those of `balance`, between the ranks of a group, of which this is one; what
-        waiting takes goes to `clock`."""
+        they keep it from computing goes to `clock`."""
         self._homes, self._rank, self._carrier, self._clock = homes, rank, carrier, clock
         order = homes.order(balance)
         self._copies = balance.copies[order]
@@ -97,7 +97,8 @@ class Invite(torch.autograd.Function):
         """The arena as it is."""
         ctx.set_materialize_grads(False)
         ctx.flight, ctx.order = flight, order
-        flight.leave(_gathered(arena, order, landing.dtype), landing)
+        with during(flight.clock, LANDING):
+            flight.leave(_gathered(arena, order, landing.dtype), landing)
         return arena.view_as(arena)
 
     @staticmethod
@@ -105,8 +106,9 @@ class Invite(torch.autograd.Function):
         """Wait for gradients, which experts have launched, and add them to that of the arena."""
         grad = grads[0]
         if grad is not None:  # It was made for this, and nobody else has it.
-            for row, slot in zip(ctx.flight.back(), ctx.order, strict=True):
-                grad[slot].add_(row)  # In this order, whatever the device.
+            with during(ctx.flight.clock, RETURN):
+                for row, slot in zip(ctx.flight.back(), ctx.order, strict=True):
+                    grad[slot].add_(row)  # In this order, whatever the device.
         return grad, None, None, None
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -22,7 +23,7 @@ from moesaic.dist.collectives import gather
 from moesaic.dist.exchange import Carrier
 from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints
+from moesaic.facts.balance import Balance, Ints, Setting
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.lm import LanguageModel
@@ -47,38 +48,46 @@ class Balancer:
 
     def __init__(self, policy: policies.Asked, rank: int = 0, clock: Clock | None = None) -> None:
         """`clock` has what the layer takes; None: nothing tells."""
-        self._policy, self._spread, self.early = policy, Spread(), policy.early
+        self._policy, self.early = policy, policy.early
         self._rank, self._clock = rank, clock
+        self._passes = list[tuple[Ints, Setting, Balance]]()
+        self._planning_s = 0.0
 
     def ahead(self) -> Balance:
         """Copies for rows that nobody knows yet."""
-        began = time.perf_counter()
-        early = self._policy.ahead()
-        self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
-        return early
+        with self._planning():
+            return self._policy.ahead()
 
     def think(self) -> None:
         """Decide on those of the next time, as far as that can be done now."""
-        began = time.perf_counter()
-        self._policy.think()
-        self._spread = self._spread.and_then(Spread(planning_s=time.perf_counter() - began))
+        with self._planning():
+            self._policy.think()
 
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
-        began = time.perf_counter()
-        balance = self._policy(counts)
-        planning_s = time.perf_counter() - began
-        now = Spread.of(counts, self._policy.setting, balance, self._rank, planning_s)
-        self._spread = self._spread.and_then(now)
+        with self._planning():
+            balance = self._policy(counts)
+        self._passes.append((counts, self._policy.setting, balance))
         return balance
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._planning_s += time.perf_counter() - began
 
     def rehome(self, homes: Ints) -> None:
         """These are the ranks of all experts from now on."""
         self._policy.rehome(homes)
 
     def told(self) -> Spread:
-        """What came of it since this was asked last."""
-        spread, self._spread = self._spread, Spread()
+        """What came of it since this was asked last: worked out now, for in a pass tokens wait."""
+        spread = Spread(planning_s=self._planning_s)
+        for counts, setting, balance in self._passes:
+            spread = spread.and_then(Spread.of(counts, setting, balance, self._rank))
+        self._planning_s, self._passes = 0.0, []
         return spread if self._clock is None else spread.timed(self._clock.told())
 
 

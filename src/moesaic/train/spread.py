@@ -87,17 +87,15 @@ class Spread:
     modelled_home_s: float = 0.0
     """The same, if everything were computed at home."""
     landing_s: float = math.nan
-    """That this rank waited for copies; NaN where no clock tells."""
+    """That copies kept this rank in forward, handing over and waiting; NaN where no clock tells."""
     return_s: float = math.nan
-    """That it waited for their gradients."""
+    """The same of their gradients in backward."""
     forward_s: float = math.nan
     """That its experts computed."""
     backward_s: float = math.nan
 
     @classmethod
-    def of(
-        cls, counts: Ints, setting: Setting, balance: Balance, rank: int, planning_s: float
-    ) -> Spread:
+    def of(cls, counts: Ints, setting: Setting, balance: Balance, rank: int) -> Spread:
         """What rank `rank` tells of rows [ranks, experts] that are computed as `balance` says."""
         home, now = (rows(counts, setting.homes, one) for one in (unchanged(), balance))
         nothing = np.zeros(setting.ranks, np.int64)
@@ -107,7 +105,7 @@ class Spread:
         guests = int((balance.copies[:, 1] == rank).sum())
         matrices_s = setting.matrices_s * (1 + guests / setting.own)
         return cls(
-            copies=len(balance.copies), planning_s=planning_s,
+            copies=len(balance.copies),
             before=busiest(home.computed), after=busiest(now.computed),
             rows_before=home.computed, rows_after=now.computed,
             most_before=int(home.computed.max()), most_after=int(now.computed.max()),
@@ -121,7 +119,7 @@ class Spread:
 
     @property
     def exposed_s(self) -> float:
-        """That this rank waited because of copies."""
+        """That copies kept this rank from computing."""
         return self.landing_s + self.return_s
 
     def and_then(self, other: Spread) -> Spread:

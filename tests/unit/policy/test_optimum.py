@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def instances(number: int) -> Iterator[tuple[Ints, Setting]]:
         yield counts, Setting(
             homes, ranks, 1.0, row_bytes=float(draw.choice((0.02, 0.2, 2.0))), bytes_per_s=1.0,
             expert_bytes=(each := float(draw.choice((0.5, 3.0, 12.0)))), gradient_bytes=each,
-            latency_s=0.05, beside_s=4.0, hides=bool(draw.integers(2)), least_rows=1,
+            latency_s=0.05, beside_s=4.0, matrices_s=float(draw.choice((0.0, 0.5))),
+            hides=bool(draw.integers(2)), least_rows=1,
         )  # fmt: skip
 
 
@@ -58,12 +60,11 @@ def optimum_s(counts: Ints, setting: Setting) -> float:
     for one in parts:
         sums = (sums[:, None] + one[None]).reshape(-1, 5 * ranks)
     computed, sent, received, gives, gets = np.split(sums, 5, axis=1)
-    traffic = np.maximum(sent.max(axis=1), received.max(axis=1))
+    traffic = most_handled(sent, received, setting)
     exchange = traffic * setting.row_bytes / setting.bytes_per_s + setting.latency_s * (traffic > 0)
-    experts = computed.max(axis=1) / setting.rows_per_s
-    most = np.maximum(gives.max(axis=1), gets.max(axis=1))
-    if not setting.hides:
-        most = (gives + gets).max(axis=1) / 2
+    matrices_s = setting.matrices_s * (1 + gets * ranks / len(setting.homes))
+    experts = (computed / setting.rows_per_s + matrices_s).max(axis=1)
+    most = most_handled(gives, gets, setting)
     hidden = (experts + setting.beside_s) * setting.hides
     out, back = (
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
@@ -71,6 +72,13 @@ def optimum_s(counts: Ints, setting: Setting) -> float:
     )
     whole = 4 * exchange + 3 * experts + np.maximum(0, out - hidden)
     return float((whole + np.maximum(0, back - 2 * hidden)).min())
+
+
+def most_handled(sent: Ints, received: Ints, setting: Setting) -> Any:
+    """By the rank that has the most to do with what travels."""
+    if setting.hides:
+        return np.maximum(sent.max(axis=1), received.max(axis=1))
+    return (sent + received).max(axis=1) / 2
 
 
 def _parts(own: Ints, home: int) -> Ints:

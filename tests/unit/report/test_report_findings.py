@@ -372,7 +372,7 @@ def test_copies_that_paid(tmp_path: Path) -> None:
     assert (
         "Copies paid: expert layers are modelled to take 0.667 of what they would have at" in said
     )
-    assert "60.0 ms for 90.0 ms a step, modelled; waiting for copies took rank 0 2.25 ms, " in said
+    assert "60.0 ms for 90.0 ms a step, modelled; handing over and waiting for copies took" in said
     assert "the busiest rank had 1.65 times the mean at home, and 1.10 with copies." in said
     step_s = RunFacts.read(tmp_path / "run").steps.step_s.mean()
     (share,) = re.findall(r"2.25 ms, (.*?)% of a step, measured", said)
@@ -390,8 +390,8 @@ def test_copies_that_were_waited_for_too_long(tmp_path: Path) -> None:
     assert found in others
     said = text(found)
     assert said.startswith(
-        "Copies did not pay: waiting for them took 33.3 ms a step, and they are modelled to save "
-        "33.0 ms without it. 60.0 ms for 90.0 ms"
+        "Copies may not have paid: they kept rank 0 for 33.3 ms a step, and are modelled to save "
+        "33.0 ms without that. 60.0 ms for 90.0 ms"
     )
     assert 'Say balance.policy = "none", or have prices measured (balance.measure = true' in said
     measured, _ = judged(tmp_path / "measured", spread=waits, settings={"measure": True})

@@ -118,7 +118,8 @@ def test_balance_opens_with_whether_copies_paid(tmp_path: Path) -> None:
     (lead,) = re.findall(r'<p class="lead">(.*?)</p>', section[: section.index("<figure")])
     assert lead.startswith(
         "<strong>Copies paid: expert layers are modelled to take 0.667 of what they would have at "
-        "home.</strong> 60.0 ms for 90.0 ms a step, modelled; waiting for copies took rank 0 "
+        "home.</strong> 60.0 ms for 90.0 ms a step, modelled; handing over and waiting for "
+        "copies took rank 0 "
     )
     assert "copies_paid" not in text
 

@@ -58,7 +58,7 @@ def test_waiting_is_told_where_a_clock_tells_it(tmp_path: Path, clock: bool) -> 
     """A sink takes no figure that is none; a row says that it is not known."""
     counts, copies = np.array([[3, 1], [2, 0]]), np.array([[0, 1]])
     setting = Setting(np.array([0, 1]), 2, 1.0, 1.0, 1.0, expert_bytes=2.0, gradient_bytes=3.0)
-    spread = Spread.of(counts, setting, Balance(copies, np.array([[0, 1, 1, 2]])), 0, 0.25)
+    spread = Spread.of(counts, setting, Balance(copies, np.array([[0, 1, 1, 2]])), 0)
     spread = spread.timed({"landing": 0.5, "return": 0.25}) if clock else spread
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
     figures = record.step(replace(facts(1), spread={0: spread, 1: spread}), 0.5)

@@ -52,9 +52,9 @@ def test_sums_over_micro_batches() -> None:
     passes = [uneven(seed) for seed in range(3)]
     balances = [quota(passes[0], SETTING), top_k_broadcast(passes[1], SETTING, number=2)]
     balances.append(quota(passes[2], SETTING))
-    whole, befores, afters = Spread(), [], []
+    whole, befores, afters = Spread(planning_s=1.5), [], []
     for counts, balance in zip(passes, balances, strict=True):
-        whole = whole.and_then(Spread.of(counts, SETTING, balance, 1, 0.5))
+        whole = whole.and_then(Spread.of(counts, SETTING, balance, 1))
         before, after = slowly(counts, balance)
         befores.append(before)
         afters.append(after)
@@ -78,17 +78,17 @@ def test_sums_over_micro_batches() -> None:
 
 
 def test_what_copies_cost_in_the_model() -> None:
-    """Two copies from rank 0, one each to ranks 1 and 2, with nothing to hide under; rank 3's rows
+    """Two copies from rank 0, one each to ranks 1 and 2, which move them themselves; rank 3's rows
     still travel."""
     counts = np.zeros((4, 8), np.int64)
     counts[1:, 0] = 40, 60, 10
     balance = Balance(np.array([[0, 1], [0, 2]]), np.array([[0, 1, 1, 40], [0, 2, 2, 60]]))
-    told = Spread.of(counts, SETTING._replace(hides=False), balance, 2, 0.0)
-    travel = 2 * 9_000 / 1e9 + 2e-6
+    told = Spread.of(counts, SETTING._replace(hides=False), balance, 2)
+    travel = 2 * 9_000 / 2 / 1e9 + 2e-6
     assert told.modelled_travel_s == pytest.approx(travel)
     assert told.modelled_exposed_s == pytest.approx(travel)
-    assert told.modelled_s == pytest.approx(3 * 60 / 1e4 + travel + 4 * (10 * 64 / 1e9 + 1e-6))
-    assert told.modelled_home_s == pytest.approx(3 * 110 / 1e4 + 4 * (110 * 64 / 1e9 + 1e-6))
+    assert told.modelled_s == pytest.approx(3 * 60 / 1e4 + travel + 4 * (10 * 32 / 1e9 + 1e-6))
+    assert told.modelled_home_s == pytest.approx(3 * 110 / 1e4 + 4 * (110 * 32 / 1e9 + 1e-6))
     assert told.modelled_experts_s == pytest.approx(3 * 60 / 1e4)
 
 
@@ -98,18 +98,18 @@ def test_rb_is_that_of_pro_prophet() -> None:
     setting = SETTING._replace(homes=np.arange(4))
     everyone_but_one = np.array([[0, 1], [0, 2], [0, 3]])
     diverted = np.array([[0, 1, 1, 5], [0, 2, 2, 4], [0, 3, 3, 2]])
-    row = Spread.of(counts, setting, Balance(everyone_but_one, diverted), 0, 0.0).record(1, 0)
+    row = Spread.of(counts, setting, Balance(everyone_but_one, diverted), 0).record(1, 0)
     assert (row["rows_before"], row["rows_after"]) == ([17, 6, 5, 4], [6, 11, 9, 6])
     assert row["std_before"] / row["std_after"] == pytest.approx(2.4721, abs=5e-5)
 
 
 def test_no_rows_are_even() -> None:
-    row = Spread.of(np.zeros((4, 8), np.int64), SETTING, quota(uneven(0) * 0, SETTING), 0, 0.0)
+    row = Spread.of(np.zeros((4, 8), np.int64), SETTING, quota(uneven(0) * 0, SETTING), 0)
     assert (row.record(1, 0)["busiest_before"], row.before) == (1.0, 1.0)
 
 
 def test_seconds_are_unknown_without_a_clock() -> None:
-    one = Spread.of(uneven(0), SETTING, quota(uneven(0), SETTING), 0, 0.0)
+    one = Spread.of(uneven(0), SETTING, quota(uneven(0), SETTING), 0)
     assert all(math.isnan(one.record(1, 0)[f"{name}_s"]) for name in (
         "landing", "return", "forward", "backward",
     ))  # fmt: skip

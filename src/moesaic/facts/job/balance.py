@@ -33,8 +33,9 @@ class Prices(Section):
     """Seconds that a rank's experts take forward beside that, however few rows there are: reading
     their matrices."""
     hides: bool = True
-    """Whether copies travel while ranks compute, as over a network or between GPUs; ranks that
-    share a host's memory move bytes themselves, and do nothing else then."""
+    """Whether copies travel while ranks compute, as over a network or between GPUs; false: ranks
+    move bytes themselves, as within a host's memory, and do nothing else then, so that what travels
+    takes half of its time from who sends it and half from who gets it."""
 
 
 class BalanceConfig(Section):
@@ -49,8 +50,8 @@ class BalanceConfig(Section):
     none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
     `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
     rows of the time before. lp: likewise, with the rows at hand split so that the busiest rank has
-    the least. auto: whichever of these is modelled best by the rows at hand, and none
-    where a rank has few rows."""
+    the least. auto: whichever of these is modelled best by the rows at hand, quota's where the
+    model could not tell them apart, and none where a rank has few rows."""
     copies: int | None = Field(default=None, ge=0)
     """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
     of its own, for eplb and lp one, and any number else. pro-prophet, faster-moe and

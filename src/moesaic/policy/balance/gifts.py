@@ -111,7 +111,7 @@ def search(state: State, terms: Terms, way: int, least_s: float, most: int) -> A
     """All gifts (expert, rank, rows), `most` of them at most, how many of them are best, and
     seconds then; 0 if none are better than `least_s`."""
     gifts, best = [(0, 0, 0)][:0], 0
-    top, out, come, both = _most(state.computed), 0, 0, 0
+    top = _most(state.computed)
     while len(gifts) < most:
         if way == OWN_ROWS:
             expert, rank, number = _own_rows(state, terms, top)
@@ -122,10 +122,7 @@ def search(state: State, terms: Terms, way: int, least_s: float, most: int) -> A
         _give(state, expert, rank, number)
         gifts.append((expert, rank, number))
         top = _most(state.computed)
-        home = state.homes_E[expert]
-        out, come = max(out, state.out[home]), max(come, state.come[rank])
-        both = max(both, state.out[home] + state.come[home], state.out[rank] + state.come[rank])
-        step_s, later_s = _step_s(state, terms, top, (out, come, both, len(gifts)))
+        step_s, later_s = _step_s(state, terms, len(gifts))
         if step_s < least_s:
             least_s, best = step_s, len(gifts)
         if later_s >= least_s:
@@ -320,22 +317,20 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
 
 
 @compiled
-def _step_s(
-    state: State, terms: Terms, top: int, copies: tuple[int, int, int, int]
-) -> tuple[float, float]:
+def _step_s(state: State, terms: Terms, number: int) -> tuple[float, float]:
     """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
-    which each is a copy more and leaves less to hide copies under. Of `copies` there are so many
-    that one rank sends, that one gets, that one sends or gets, and in all."""
-    busiest = max(_most(state.sent), _most(state.received))
+    which each is a copy more and leaves less to hide copies under. There are so many now."""
+    busiest = _handled(state.sent, state.received, terms)
     exchange = busiest * terms.row_bytes / terms.bytes_per_s
     exchange += terms.latency_s * (busiest > 0)
-    sends, gets, both, number = copies
-    experts = top / terms.rows_per_s + terms.matrices_s * (1 + gets / terms.own)
-    most = float(max(gets, -(-number // len(state.out))))
-    if not terms.relays:
-        most = max(most, sends)
-    if not terms.hides:
-        most = both / 2
+    experts = 0.0
+    for rank in range(len(state.computed)):
+        matrices_s = terms.matrices_s * (1 + state.come[rank] / terms.own)
+        experts = max(experts, state.computed[rank] / terms.rows_per_s + matrices_s)
+    most = _handled(state.out, state.come, terms)
+    if terms.hides:
+        most = float(_most(state.come)) if terms.relays else most
+        most = max(most, float(-(-number // len(state.out))))
     out_s = most * terms.expert_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides
@@ -343,3 +338,14 @@ def _step_s(
     whole = 4 * exchange + 3 * experts + out_s + back_s
     least = terms.mean / terms.rows_per_s + terms.matrices_s
     return whole, 3 * least + out_s + back_s
+
+
+@compiled
+def _handled(sent: Ints, received: Ints, terms: Terms) -> float:
+    """As the model has it."""
+    if terms.hides:
+        return float(max(_most(sent), _most(received)))
+    both = 0
+    for rank in range(len(sent)):
+        both = max(both, sent[rank] + received[rank])
+    return both / 2

@@ -81,17 +81,16 @@ def times(counts: Ints, setting: Setting, balance: Balance) -> Times:
 
 def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     """The same, given rows and copies."""
-    busiest = max(int(rows.sent.max()), int(rows.received.max()))
+    busiest = _handled(rows.sent, rows.received, setting)
     exchange = busiest * setting.row_bytes / setting.bytes_per_s
     exchange += setting.latency_s * (busiest > 0)
     # A copy's matrices are read as well, by the rank that has it.
-    matrices_s = setting.matrices_s * (1 + int(received.max()) / setting.own)
-    experts = int(rows.computed.max()) / setting.rows_per_s + matrices_s
-    most = float(max(int(received.max()), -(-int(sent.sum()) // setting.ranks)))
-    if not setting.relays:
-        most = max(most, int(sent.max()))
-    if not setting.hides:  # Ranks move bytes themselves, in and out: it is their time.
-        most = float((sent + received).max()) / 2
+    matrices_s = setting.matrices_s * (1 + received / setting.own)
+    experts = float((rows.computed / setting.rows_per_s + matrices_s).max())
+    most = _handled(sent, received, setting)
+    if setting.hides:
+        all_in_turn = -(-int(sent.sum()) // setting.ranks)
+        most = max(int(received.max()) if setting.relays else most, all_in_turn)
     out, back = (  # All that one rank has for another is one message.
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
@@ -101,13 +100,21 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     return Times(exchange, experts, out, back, whole)
 
 
+def _handled(sent: Ints, received: Ints, setting: Setting) -> float:
+    """The most that a rank sends or receives, for links go both ways at a time; where it moves
+    bytes itself, in and out, half of both."""
+    if setting.hides:
+        return max(int(sent.max()), int(received.max()))
+    return int((sent + received).max()) / 2
+
+
 def copy_rows(setting: Setting) -> float:
     """As many rows as a copy costs, if nothing of it is hidden: one that takes fewer off the
     busiest rank does not pay."""
     sizes = setting.expert_bytes, setting.gradient_bytes
     part = 1.0 if setting.hides else 0.5
     copy_s = sum(part * size / setting.bytes_per_s + setting.latency_s for size in sizes)
-    return (copy_s / 3 + setting.matrices_s / setting.own) * setting.rows_per_s
+    return copy_s * setting.rows_per_s / 3
 
 
 def at_copies(counts: Ints, copies: Ints) -> Balance:

@@ -45,7 +45,8 @@ def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
     """Of devices of such kinds; the slowest counts."""
     on_cpu = any(rank.kind == "cpu" for rank in ranks)
     kind = "cpu" if on_cpu else "other"
-    apart = any(len({ranks[rank].host for rank in group}) > 1 for group in plan.expert_groups())
+    hosts = [len({ranks[rank].host for rank in group}) for group in plan.expert_groups()]
+    apart = max(hosts) > 1
     flops = _FLOPS[kind][job.train.precision]
     if on_cpu:
         flops *= min(rank.threads for rank in ranks)
@@ -55,7 +56,8 @@ def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
     return Prices(
         rows_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
         bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][apart],
-        matrices_s=_own_bytes(job, plan) / _READ_BYTES_PER_S[kind], hides=apart or not on_cpu,
+        matrices_s=_own_bytes(job, plan) / _READ_BYTES_PER_S[kind],
+        hides=min(hosts) > 1 or not on_cpu,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ class Search(NamedTuple):
     left_out: int = 0
     """Ranks that get no copy of an expert that is chosen."""
     hides: bool = True
-    """Whether copies travel under experts and what is between layers."""
+    """Whether copies travel under experts and what is between layers, where they can."""
 
 
 _PAPERS = Search()
@@ -89,5 +89,5 @@ class _State(NamedTuple):
         experts = int(self.computed.max()) / setting.rows_per_s
         each = chosen * (setting.ranks - search.left_out) / setting.ranks / setting.bytes_per_s
         out, back = each * setting.expert_bytes, each * setting.gradient_bytes
-        hidden = (experts + setting.beside_s) * search.hides
+        hidden = (experts + setting.beside_s) * (search.hides and setting.hides)
         return 4 * exchange + 3 * experts + max(0.0, out - hidden) + max(0.0, back - 2 * hidden)

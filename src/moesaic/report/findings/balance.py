@@ -93,7 +93,7 @@ def _judged(run: RunFacts, told: _Told) -> Finding:
     modelled = f"{timing(told.with_s)} for {timing(told.home_s)} a step, modelled"
     known = np.isfinite(told.waited_s)
     waiting = (
-        f"waiting for copies took rank 0 {timing(told.waited_s)}, "
+        f"handing over and waiting for copies took rank 0 {timing(told.waited_s)}, "
         f"{percent(told.waited_s / told.step_s)} of a step, measured"
         if known
         else "what waiting for copies took is not measured on such a device"
@@ -105,17 +105,31 @@ def _judged(run: RunFacts, told: _Told) -> Finding:
     text = f"{modelled}; {waiting}; {busiest}."
     if told.with_s >= told.home_s:
         title = f"Copies did not pay: expert layers are modelled to take {part}"
-        remedy = f'{_NONE}, or "auto", which makes none that are modelled not to pay'
+        remedy = _NONE + _remedy(run)
     elif known and told.waited_s > told.saved_s:
         title = (
-            f"Copies did not pay: waiting for them took {timing(told.waited_s)} a step, and they "
-            f"are modelled to save {timing(told.saved_s)} without it"
+            f"Copies may not have paid: they kept rank 0 for {timing(told.waited_s)} a step, and "
+            f"are modelled to save {timing(told.saved_s)} without that"
         )
         remedy = _NONE + ("" if run.setting("balance.measure") else _MEASURE)
     else:
         title = f"Copies paid: expert layers are modelled to take {part}"
         return Finding("copies_paid", "note", title, _opened(text))
     return Finding("copies_did_not_pay", "warning", title, f"{_opened(text)} {_opened(remedy)}.")
+
+
+def _remedy(run: RunFacts) -> str:
+    """What else there is to say to whom copies do not pay, as modelled."""
+    if run.setting("balance.early"):
+        return ", or balance.early = false, by the rows at hand"
+    if _is_ours(run):
+        return ""
+    return ', or "auto", which makes none that are modelled not to pay'
+
+
+def _is_ours(run: RunFacts) -> bool:
+    """Whether the policy makes all copies that are modelled to pay, and no others."""
+    return run.setting("balance.policy") in (None, "auto", "quota")
 
 
 def _no_copies(run: RunFacts) -> Finding:
@@ -129,6 +143,8 @@ def _no_copies(run: RunFacts) -> Finding:
         "there was no room for any (balance.copies = 0)"
         if run.setting("balance.copies") == 0
         else "by the prices at hand none would have paid"
+        if _is_ours(run)
+        else f"{run.setting('balance.policy')} asked for none"
     )
     return Finding("no_copies", "note", "No copies were made", f"{text}; {why}.")
 
