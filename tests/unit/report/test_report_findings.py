@@ -399,10 +399,16 @@ def test_copies_that_were_waited_for_too_long(tmp_path: Path) -> None:
 
 
 def test_copies_that_cost_more_than_they_save(tmp_path: Path) -> None:
-    found, others = judged(tmp_path / "run", spread={"modelled_s": 3.3e-2})
+    dear = {"modelled_s": 3.3e-2}
+    found, others = judged(tmp_path / "run", spread=dear, settings={"policy": "eplb"})
     assert found in others
     assert "did not pay: expert layers are modelled to take 1.10 of what" in text(found)
     assert 'Say balance.policy = "none", or "auto"' in text(found)
+    early = {"policy": "auto", "early": True}
+    late, _ = judged(tmp_path / "early", spread=dear, settings=early)
+    assert late.text.endswith("or balance.early = false, by the rows at hand.")
+    ours, _ = judged(tmp_path / "ours", spread=dear, settings={"policy": "auto"})
+    assert ours.text.endswith('Say balance.policy = "none".')
 
 
 def test_copies_of_which_little_is_known(tmp_path: Path) -> None:
