@@ -29,7 +29,8 @@ WRITE := --prompt "The with statement" --prompt "A list is" --prompt "If the ope
 # What the demo's plan rests on: a few seconds of the numbers that it trains in.
 LOOK := --set seconds=6 --set 'disks=[]' --set 'dtypes=["fp32"]'
 # One thread a process, as ranks of the tests are processes too; two files of tests at a time.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests start hundreds of processes: what Python compiles is kept, even where it was told not to.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BOTH := -n 2 --dist loadfile --no-loadscope-reorder
 CODE := src tests benchmarks examples docs
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks import balance_policies, balance_simulated, break_even, measure
+from benchmarks import balance_policies, balance_simulated, break_even, early, measure
 from benchmarks.layer import PATIENCE_S, in_turn
 from benchmarks.natural import least_even, trained
 from benchmarks.skewed import (
@@ -197,6 +197,10 @@ def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
         calls[name] = partial(_exchanging, carrier, copies, bank.arena.shape[1])
         size = copies * setting.expert_bytes
         foretold[name] = size / setting.bytes_per_s + setting.latency_s
+        name = f"links with {copies} experts one way"
+        calls[name] = partial(_exchanging, carrier, copies, bank.arena.shape[1], one_way=True)
+        size *= 1.0 if setting.hides else 0.5  # Who sends them has half of the work.
+        foretold[name] = size / setting.bytes_per_s + setting.latency_s
     seconds = dict[str, list[float]]()
     for what in ("experts", "links"):  # Links that are left alone for long start slowly.
         own = {n: Alone(world, call) for n, call in calls.items() if n.startswith(what)}
@@ -218,10 +222,14 @@ def _computing(bank: Bank, rows: int) -> None:
     torch.autograd.grad(out, (tokens, bank.arena), torch.ones_like(out))
 
 
-def _exchanging(carrier: Carrier, rows: int, width: int) -> None:
-    """So many rows from each of two ranks to the other."""
-    to = [0 if rank == carrier.group.rank() else rows for rank in range(RANKS)]
-    _, work = carrier.start(torch.zeros(rows, width), to, to)
+def _exchanging(carrier: Carrier, rows: int, width: int, *, one_way: bool = False) -> None:
+    """So many rows from each of two ranks to the other, or from the first alone."""
+    me = carrier.group.rank()
+    sends, gets = (rows if not one_way or rank == 0 else 0 for rank in (me, 1 - me))
+    send, receive = (
+        [0 if rank == me else number for rank in range(RANKS)] for number in (sends, gets)
+    )
+    _, work = carrier.start(torch.zeros(sends, width), send, receive)
     work.wait()
 
 
@@ -251,6 +259,7 @@ PARTS: dict[str, Callable[[int], Iterator[measure.Row]]] = {
     "hosts": on_two_hosts,
     "model": model,
     "break-even": break_even.rows,
+    "early": early.rows,
     "planning": planning,
     "policies": lambda rounds: balance_policies.rows(),
 }

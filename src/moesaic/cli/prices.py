@@ -31,12 +31,8 @@ class Priced(NamedTuple):
 
     def words(self) -> str:
         """For a person."""
-        prices = self.prices
-        return (
-            f"prices {self.source}; experts take {prices.rows_per_s:,.0f} rows/s, "
-            f"{prices.bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes "
-            f"{prices.latency_s * 1e3:.3g} ms"
-        )
+        how = "travel while ranks compute" if self.prices.hides else "are moved by hand"
+        return f"prices {self.source}; {self.prices.words()}; copies {how}"
 
 
 def priced(run: RunFacts, job: Job, plan: Plan, given: Prices | None) -> Priced:

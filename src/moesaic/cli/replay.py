@@ -20,7 +20,7 @@ from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import Plan
-from moesaic.policy.balance import Asked, busiest, compiling, rows, setting_of, times
+from moesaic.policy.balance import Asked, balances, busiest, compiling, rows, setting_of, times
 
 Run = Annotated[
     Path | None,
@@ -159,9 +159,15 @@ def replayed(
     plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
     return {
         "run": str(run), "policy": config.policy, "prices": prices.model_dump(),
-        "prices_from": source, "simulated": True, "layers": found,
+        "prices_from": source, "begins": _begins(job, plan, config), "simulated": True,
+        "layers": found,
         "plain_s": plain_s, "step_s": step_s, "gain": plain_s / step_s if step_s else 1.0,
     }  # fmt: skip
+
+
+def _begins(job: Job, plan: Plan, config: BalanceConfig) -> bool:
+    """Whether a job with that policy would ask it at all."""
+    return balances(job.model_copy(update={"balance": config}), plan)
 
 
 def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:
@@ -215,6 +221,11 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row(*_cells(one))
     screen.show(table)
     screen.say(Priced(Prices(**facts["prices"]), facts["prices_from"]).words())
+    if not facts["begins"]:
+        screen.say(
+            f"a job with {facts['policy']} would have made no copies: its ranks have too few rows "
+            "of a layer (balance.least_rows), or experts have adapters"
+        )
     screen.say(
         f"modelled, not measured: with {facts['policy']} the expert layers would have taken "
         f"{1e3 * facts['step_s']:.4g} ms for {1e3 * facts['plain_s']:.4g} ms of a micro-batch, "

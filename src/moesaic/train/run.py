@@ -266,11 +266,8 @@ class Run:
         if prices is None or not (asked or self.rehoming):
             return None
         moves = f"; experts may move every {config.rehome_every} steps" if self.rehoming else ""
-        return (
-            f"balance: {config.policy if asked else 'no copies'}{moves}; experts take "
-            f"{prices.rows_per_s:,.0f} rows/s, {prices.bytes_per_s / 1e9:.3g} GB/s travel, an "
-            f"exchange takes {prices.latency_s * 1e3:.3g} ms"
-        )
+        policy = config.policy if asked else "no copies"
+        return f"balance: {policy}{moves}; {prices.words()}"
 
     def _reduce(self) -> None:
         """Sum what is left of gradients over ranks that learn the same, and wait for all sums; then

@@ -16,9 +16,10 @@ from moesaic.base.records import RecordWriter
 from moesaic.cli.main import main
 from moesaic.cli.replay import _recorded
 from moesaic.facts.balance import Setting, unchanged
-from moesaic.facts.job import Prices
+from moesaic.facts.job import BalanceConfig, Prices
+from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import planned
-from moesaic.policy.balance import gifts, quota, rows, times
+from moesaic.policy.balance import Asked, gifts, quota, rows, times
 from moesaic.policy.balance.compiled import compiled
 from moesaic.testing.jobs import tiny_job
 
@@ -31,6 +32,11 @@ LOADS = pa.schema(
 PRICES = {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "hides": False}
 SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.items()]
 MICRO = 2
+SETTING = Setting(
+    np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
+    hides=False, least_rows=64,
+)  # fmt: skip
+"""Of each layer, with those prices."""
 
 
 def a_run(
@@ -80,10 +86,7 @@ def test_what_a_policy_says_of_each_layer(
 ) -> None:
     counts = a_run(tmp_path / "run") // MICRO
     found = replay(capsys, str(tmp_path / "run"), "--policy", "quota", *SET)
-    setting = Setting(
-        np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
-        hides=False, least_rows=64,
-    )  # fmt: skip
+    setting = SETTING
     for layer, told in enumerate(found["layers"]):
         passes = [counts[step, layer, group : group + 2] for step in range(2) for group in (0, 2)]
         balances = [quota(one, setting) for one in passes]
@@ -197,10 +200,18 @@ def test_where_prices_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_policies_by_rows_of_the_time_before_have_none_at_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_run(tmp_path / "run", prices=Prices(**PRICES))
-    for policy in ("eplb", "pro-prophet"):
+    counts = a_run(tmp_path / "run", prices=Prices(**PRICES)) // MICRO
+    policies: tuple[Policy, ...] = ("eplb", "pro-prophet")
+    for policy in policies:
         found = replay(capsys, str(tmp_path / "run"), "--policy", policy)
-        assert all(one["copies"] <= one["passes"] for one in found["layers"])
+        for layer, told in enumerate(found["layers"]):
+            made = 0
+            for group in (0, 2):  # Each of them has two passes, and decides by the first one.
+                asked = Asked(BalanceConfig(policy=policy), SETTING)
+                first, second = (counts[step, layer, group : group + 2] for step in range(2))
+                assert not len(asked(first).copies)
+                made += len(asked(second).copies)
+            assert told["copies"] == made / told["passes"]
     assert replay(capsys, str(tmp_path / "run"), "--policy", "none")["gain"] == 1.0
 
 

@@ -37,6 +37,13 @@ class Prices(Section):
     move bytes themselves, as within a host's memory, and do nothing else then, so that what travels
     takes half of its time from who sends it and half from who gets it."""
 
+    def words(self) -> str:
+        """For a person."""
+        return (
+            f"experts take {self.rows_per_s:,.0f} rows/s, {self.bytes_per_s / 1e9:.3g} GB/s "
+            f"travel, an exchange takes {1e3 * self.latency_s:.3g} ms"
+        )
+
 
 class BalanceConfig(Section):
     """What is done about experts that get more tokens than others, where ranks share them out.
