@@ -221,7 +221,7 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row(*_cells(one))
     screen.show(table)
     screen.say(Priced(Prices(**facts["prices"]), facts["prices_from"]).words())
-    if not facts["begins"]:
+    if not facts["begins"] and facts["policy"] != "none":
         screen.say(
             f"a job with {facts['policy']} would have made no copies: its ranks have too few rows "
             "of a layer (balance.least_rows), or experts have adapters"
