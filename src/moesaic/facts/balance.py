@@ -37,6 +37,8 @@ class Setting(NamedTuple):
     hides: bool = True
     """Whether copies travel while ranks compute; else these move all bytes themselves, both who
     sends them and who gets them."""
+    handling_s: float = 0.0
+    """Of a rank's computing that a byte of a copy takes which travels meanwhile, at both ends."""
     relays: bool = False
     """Whether ranks that have got a copy hand it on, so that an expert's home sends it once; else
     it sends every copy itself, and adds up what comes back."""

@@ -9,6 +9,7 @@ Whatever they are at, they end with the process that has them.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -106,6 +107,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _forget() -> None:
+    """Collect what a run has left: its groups above all, for gloo has a thread for each that wakes
+    a hundred times in a second, and a pool's ranks would gather dozens of them."""
+    gc.collect()
+    gc.freeze()  # What is still there stays: modules, which take long to look through.
+
+
 def _serve(pipe: Connection, port: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -113,19 +121,29 @@ def _serve(pipe: Connection, port: int) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
-            rank, size, generation, timeout_s, function, arguments = pipe.recv()
+            task = pipe.recv()
         except EOFError:
             return
-        deadline = timedelta(seconds=timeout_s)
+        _answer(pipe, store, *task)
+        del task
+        _forget()
+
+
+def _answer(
+    pipe: Connection, store: TCPStore, rank: int, size: int, generation: int, timeout_s: float,
+    function: Callable[..., Any], arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """Send whether that went well, and its result or what was raised."""
+    deadline = timedelta(seconds=timeout_s)
+    try:
+        if size > 1:
+            world = World.join(rank, size, store, generation=generation, deadline=deadline)
+        else:
+            world = World.solo()
         try:
-            if size > 1:
-                world = World.join(rank, size, store, generation=generation, deadline=deadline)
-            else:
-                world = World.solo()
-            try:
-                result = function(world, *arguments)
-            finally:
-                world.leave()
-            pipe.send((True, result))
-        except BaseException:  # noqa: BLE001 - the boundary: any failure becomes the caller's
-            pipe.send((False, traceback.format_exc()))
+            result = function(world, *arguments)
+        finally:
+            world.leave()
+        pipe.send((True, result))
+    except BaseException:  # noqa: BLE001 - the boundary: any failure becomes the caller's
+        pipe.send((False, traceback.format_exc()))

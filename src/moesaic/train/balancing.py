@@ -39,6 +39,8 @@ _SLOTS, _ROWS, _TIMES = 4, (32, 96, 384), 5
 """Experts that are tried, their rows each, and how often."""
 _EXCHANGED_BYTES = (1 << 10, 1 << 20, 4 << 20, 16 << 20)
 """By a rank, to others."""
+_HANDLED_BYTES = 8 << 20
+"""By a rank, out and back."""
 _CACHED_BYTES = 64 << 20
 """More than caches hold."""
 
@@ -127,18 +129,21 @@ def _in_turn(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:
 
 def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:
     """Prices of the slowest rank, by an expert layer of each; some may have none."""
-    own = torch.zeros(5, dtype=torch.float64)
+    own = torch.zeros(6, dtype=torch.float64)
     if moe is not None:
         kind, straight = narrow or moe.bank.arena.dtype, moe.dispatcher.ranks.straight
         assert straight is not None
         computing = _computing(moe.bank, kind, world.device)
         travelling = _travelling(straight, moe.bank.hidden, kind, world.device)
-        own = torch.tensor([*computing, *travelling, straight.name == MEMORY]).double()
+        by_hand, handling_s = straight.name == MEMORY, 0.0
+        if world.device.type == "cpu" and not by_hand:
+            handling_s = _handling(straight, moe.bank.arena.dtype, kind)
+        own = torch.tensor([*computing, *travelling, handling_s, by_hand]).double()
     all_of_them = gather(own.to(world.device), world.everyone)
-    row_s, matrices_s, byte_s, latency_s, by_hand = all_of_them.amax(0).tolist()
+    row_s, matrices_s, byte_s, latency_s, handling_s, by_hand = all_of_them.amax(0).tolist()
     return Prices(
         rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s, matrices_s=matrices_s,
-        hides=not by_hand,
+        hides=not by_hand, handling_s=handling_s * (not by_hand),
     )  # fmt: skip
 
 
@@ -183,6 +188,31 @@ def _travelling(
     return _line(times)
 
 
+def _handling(carrier: Carrier, kept: torch.dtype, kind: torch.dtype) -> float:
+    """Seconds of its processor that a rank has to give for a byte of a copy or a gradient that it
+    sends or gets: parameters are brought together, go through sockets, and gradients are added."""
+    others, me = carrier.group.size() - 1, carrier.group.rank()
+    before, after = (me - 1) % (others + 1), (me + 1) % (others + 1)
+    numbers = _HANDLED_BYTES // (2 * kept.itemsize)
+    parameters = torch.ones((1, numbers), dtype=kept)
+    gradients = torch.zeros_like(parameters)
+
+    def moved(row: Tensor, target: int, source: int) -> Tensor:
+        send, receive = (
+            [int(rank == one) for rank in range(others + 1)] for one in (target, source)
+        )
+        come, work = carrier.start(row, send, receive)
+        work.wait()
+        return come
+
+    def there_and_back() -> None:
+        moved(parameters.to(kind, copy=True), after, before)
+        gradients.add_(moved(gradients, before, after))
+
+    taken_s = _usual_s(there_and_back, torch.device("cpu"), time.process_time)
+    return taken_s / (2 * numbers * (kind.itemsize + kept.itemsize))
+
+
 def _line(times: dict[int, float]) -> tuple[float, float]:
     """Slope and beginning of the line whose values are, in parts of them, nearest to `times`; it
     rises, and begins at 0 or above."""
@@ -195,15 +225,18 @@ def _line(times: dict[int, float]) -> tuple[float, float]:
     return float(slope), float(begins)
 
 
-def _usual_s(call: Callable[[], object], device: torch.device) -> float:
+def _usual_s(
+    call: Callable[[], object], device: torch.device, now: Callable[[], float] | None = None
+) -> float:
     """The middle one of several times, after one that warms up; as in a step, nothing that it takes
-    is in a cache."""
+    is in a cache. By the wall's clock, if no other is given."""
+    now = now or partial(devices.now, device)
     other = torch.zeros(_CACHED_BYTES, dtype=torch.uint8, device=device)
     call()
     times = list[float]()
     for _ in range(_TIMES):
         other.add_(1)
-        began = devices.now(device)
+        began = now()
         call()
-        times.append(devices.now(device) - began)
+        times.append(now() - began)
     return statistics.median(times)

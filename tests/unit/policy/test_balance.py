@@ -87,6 +87,24 @@ def test_the_papers_search(
     assert np.std([17, 6, 5, 4]) / np.std(computed) == pytest.approx(evened, abs=5e-5)
 
 
+def test_what_handling_copies_takes_by_hand() -> None:
+    """Two ranks with an expert each; the second gets a copy of the first one's, and sends none."""
+    counts = np.array([[60, 0], [0, 20]])
+    setting = Setting(np.arange(2), 2, 1.0, 0.0, 1.0, 10.0, 20.0)
+    copy = Balance(np.array([[0, 1]]), np.array([[0, 0, 1, 20]]))
+    assert times(counts, setting, copy).whole == 3 * 40  # All of it is hidden.
+    handled = setting._replace(handling_s=0.5)
+    assert times(counts, handled, copy).whole == 3 * 40 + 0.5 * 10 + 0.5 * 20
+    both_ways = Balance(np.array([[0, 1], [1, 0]]), copy.diverted)
+    assert times(counts, handled, both_ways).whole == 3 * 40 + 0.5 * 2 * 10 + 0.5 * 2 * 20
+    # What is not hidden is handled while it travels.
+    slow = handled._replace(bytes_per_s=0.2)
+    assert times(counts, slow, copy).whole == 3 * 40 + max(5, 50 - 40) + max(10, 100 - 80)
+    # Such a copy pays only where it saves more than that.
+    assert len(quota(counts, handled).copies) == 1
+    assert not len(quota(counts, setting._replace(handling_s=2.1)).copies)
+
+
 def test_the_papers_shadow() -> None:
     assert faster_moe(PAPER, PAPERS).copies.tolist() == [[0, 1], [0, 2], [0, 3]]
 
@@ -103,7 +121,8 @@ def cases(draw: st.DrawFn) -> tuple[Ints, Setting]:
         homes, ranks, draw(st.floats(0.1, 10.0)), draw(cost), draw(st.floats(0.1, 10.0)),
         draw(cost), draw(cost), draw(st.floats(0.0, 1.0)), draw(cost),
         matrices_s=draw(st.sampled_from((0.0, 0.3, 10.0))),
-        hides=draw(st.booleans()), relays=draw(st.booleans()),
+        hides=draw(st.booleans()), handling_s=draw(st.sampled_from((0.0, 0.05, 1.0))),
+        relays=draw(st.booleans()),
         room=draw(st.none() | st.integers(0, 3)), sends=draw(st.none() | st.integers(1, 4)),
         least_rows=draw(st.integers(0, 5)),
     )  # fmt: skip

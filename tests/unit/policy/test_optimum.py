@@ -46,7 +46,8 @@ def instances(number: int) -> Iterator[tuple[Ints, Setting]]:
             homes, ranks, 1.0, row_bytes=float(draw.choice((0.02, 0.2, 2.0))), bytes_per_s=1.0,
             expert_bytes=(each := float(draw.choice((0.5, 3.0, 12.0)))), gradient_bytes=each,
             latency_s=0.05, beside_s=4.0, matrices_s=float(draw.choice((0.0, 0.5))),
-            hides=bool(draw.integers(2)), least_rows=1,
+            hides=bool(draw.integers(2)), handling_s=float(draw.choice((0.0, 0.1, 0.4))),
+            least_rows=1,
         )  # fmt: skip
 
 
@@ -70,8 +71,10 @@ def optimum_s(counts: Ints, setting: Setting) -> float:
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
-    whole = 4 * exchange + 3 * experts + np.maximum(0, out - hidden)
-    return float((whole + np.maximum(0, back - 2 * hidden)).min())
+    handled = setting.handling_s * (gives + gets).max(axis=1)
+    out = np.maximum(handled * setting.expert_bytes, out - hidden)
+    back = np.maximum(handled * setting.gradient_bytes, back - 2 * hidden)
+    return float((4 * exchange + 3 * experts + out + back).min())
 
 
 def most_handled(sent: Ints, received: Ints, setting: Setting) -> Any:

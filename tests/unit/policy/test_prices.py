@@ -42,15 +42,16 @@ def test_usual_prices_by_hand() -> None:
     flops = 6 * 256 * 512
     one = usual(job, plan, [at("a")] * 4)
     assert one.rows_per_s == pytest.approx(5e10 / flops)
-    assert (one.bytes_per_s, one.hides) == (3e9, False)
+    assert (one.bytes_per_s, one.hides, one.handling_s) == (3e9, False, 0)
     assert one.matrices_s == pytest.approx(job.model.experts / 2 * 3 * 256 * 512 * 4 / 5e9)
     threads = usual(job, plan, [at("a", threads=8), *[at("a", threads=4)] * 3])
     assert threads.rows_per_s == pytest.approx(4 * one.rows_per_s)  # The slowest counts.
     apart = usual(job, plan, [at("a"), at("b"), at("a"), at("b")])
     assert (apart.bytes_per_s, apart.hides) == (pytest.approx(1.1e8 / 2), True)
+    assert apart.handling_s > 0  # Whoever computes works the sockets.
     assert apart.latency_s > one.latency_s
     gpus = usual(job, plan, [at("a", "gpu")] * 4)
-    assert gpus.hides
+    assert (gpus.hides, gpus.handling_s) == (True, 0)
     assert gpus.rows_per_s > 100 * one.rows_per_s
     mixed = usual(job, plan, [at("a", "gpu"), *[at("a")] * 3])
     assert mixed == one
@@ -105,7 +106,10 @@ def test_planned_prices_are_those_of_products_and_links(layout: dict[str, Any]) 
     groups = plan.ranks // plan.ep
     assert prices.latency_s == pytest.approx((plan.ep - 1) * 5e-5, rel=1e-3)
     assert prices.bytes_per_s == pytest.approx(1e9, rel=1e-2), groups
-    assert prices.hides
+    assert (prices.hides, prices.handling_s) == (True, 0)
+    processors = planned(Costs.of(job, plan, cluster(FAST, FAST, SLOW, FAST, kind="cpu")))
+    assert processors.hides
+    assert processors.handling_s > 0
     assert prices == planned(Costs.of(job, plan, made))
 
 

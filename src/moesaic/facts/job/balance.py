@@ -36,12 +36,17 @@ class Prices(Section):
     """Whether copies travel while ranks compute, as over a network or between GPUs; false: ranks
     move bytes themselves, as within a host's memory, and do nothing else then, so that what travels
     takes half of its time from who sends it and half from who gets it."""
+    handling_s: float = Field(default=0.0, ge=0)
+    """Seconds of computing that a byte of a copy costs who sends it and who gets it, if it travels
+    while they compute: cores that compute work the sockets, too."""
 
     def words(self) -> str:
         """For a person."""
+        handled = f", handling a byte of a copy {1e9 * self.handling_s:.2g} ns"
         return (
             f"experts take {self.rows_per_s:,.0f} rows/s, {self.bytes_per_s / 1e9:.3g} GB/s "
             f"travel, an exchange takes {1e3 * self.latency_s:.3g} ms"
+            f"{handled if self.handling_s else ''}"
         )
 
 

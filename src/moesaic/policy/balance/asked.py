@@ -185,6 +185,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, laye
         beside_s=_beside_rows(job, plan) / prices.rows_per_s if config.goes_by_the_past else 0.0,
         matrices_s=prices.matrices_s,
         hides=prices.hides,
+        handling_s=prices.handling_s,
         room=room,
         sends=config.copies_sent,
         least_rows=config.least_rows,

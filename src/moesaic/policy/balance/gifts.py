@@ -89,6 +89,7 @@ class Terms(NamedTuple):
     matrices_s: float
     own: float
     hides: bool
+    handling_s: float
     relays: bool
     sends: int
     """Copies that a rank sends at most."""
@@ -101,7 +102,7 @@ class Terms(NamedTuple):
             float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
             float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
             float(setting.beside_s), float(setting.matrices_s), setting.own, setting.hides,
-            setting.relays,
+            float(setting.handling_s), setting.relays,
             counts.size if setting.sends is None else setting.sends,
         )  # fmt: skip
 
@@ -334,7 +335,9 @@ def _step_s(state: State, terms: Terms, number: int) -> tuple[float, float]:
     out_s = most * terms.expert_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides
-    out_s, back_s = max(0.0, out_s - hidden), max(0.0, back_s - 2 * hidden)
+    handled = _in_and_out(state.out, state.come) * terms.handling_s
+    out_s = max(handled * terms.expert_bytes, out_s - hidden)
+    back_s = max(handled * terms.gradient_bytes, back_s - 2 * hidden)
     whole = 4 * exchange + 3 * experts + out_s + back_s
     least = terms.mean / terms.rows_per_s + terms.matrices_s
     return whole, 3 * least + out_s + back_s
@@ -345,7 +348,13 @@ def _handled(sent: Ints, received: Ints, terms: Terms) -> float:
     """As the model has it."""
     if terms.hides:
         return float(max(_most(sent), _most(received)))
+    return float(_in_and_out(sent, received)) / 2
+
+
+@compiled
+def _in_and_out(sent: Ints, received: Ints) -> int:
+    """The most that a rank sends and receives."""
     both = 0
     for rank in range(len(sent)):
         both = max(both, sent[rank] + received[rank])
-    return both / 2
+    return both

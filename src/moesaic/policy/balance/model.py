@@ -3,7 +3,8 @@
 Every policy is held against this model. Its parts are those of Pro-Prophet's performance model:
 rows travel four times (to experts and back, forward and backward), experts compute forward and
 twice as long backward, and what copies cost is hidden under experts and what is between layers.
-What a rank sends counts as well as what it receives, and so do latencies, and who sends copies.
+What a rank sends counts as well as what it receives, and so do latencies, who sends copies, and
+what computing has to wait while a processor handles them.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
     hidden = (experts + setting.beside_s) * setting.hides
-    whole = 4 * exchange + 3 * experts + max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
+    handled = int((sent + received).max()) * setting.handling_s
+    out_s = max(handled * setting.expert_bytes, out - hidden)
+    back_s = max(handled * setting.gradient_bytes, back - 2 * hidden)
+    whole = 4 * exchange + 3 * experts + out_s + back_s
     return Times(exchange, experts, out, back, whole)
 
 

@@ -26,6 +26,8 @@ _BYTES_PER_S = {"cpu": (3e9, 1.1e8), "other": (5e10, 1e10)}
 _READ_BYTES_PER_S = {"cpu": 5e9, "other": 1e12}
 """Of matrices that products take."""
 _LATENCY_S = {"cpu": (1e-4, 5e-4), "other": (3e-5, 5e-5)}
+_HANDLING_S = {"cpu": 5e-10, "other": 0.0}
+"""Of a processor, that a byte takes which goes through sockets while it computes."""
 _MANY_BYTES = 4 << 20
 _PRODUCTS = 2
 """That a row takes part in forward."""
@@ -53,11 +55,12 @@ def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
     bytes_per_s = _BYTES_PER_S[kind][apart]
     if apart:  # All of a host send at once.
         bytes_per_s /= max(Counter(rank.host for rank in ranks).values())
+    hides = min(hosts) > 1 or not on_cpu
     return Prices(
         rows_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
         bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][apart],
         matrices_s=_own_bytes(job, plan) / _READ_BYTES_PER_S[kind],
-        hides=min(hosts) > 1 or not on_cpu,
+        hides=hides, handling_s=_HANDLING_S[kind] * hides,
     )  # fmt: skip
 
 
@@ -85,11 +88,13 @@ def planned(costs: Costs) -> Prices:
     whole_s = slower * max(pace.seconds(_MANY_BYTES) for pace in paces)
     sent = _MANY_BYTES * (plan.ep - 1) / plan.ep
     hosts = (len({costs.places[rank].host for rank in group}) for group in groups)
+    hides = costs.hand_ahead or all(number > 1 for number in hosts)
     return Prices(
         rows_per_s=1 / max(row_s for row_s, _ in found.values()),
         matrices_s=max(matrices_s for _, matrices_s in found.values()),
         bytes_per_s=sent / max(whole_s - latency_s, 1e-3 * whole_s),
-        latency_s=latency_s, hides=costs.hand_ahead or all(number > 1 for number in hosts),
+        latency_s=latency_s, hides=hides,
+        handling_s=_HANDLING_S["other" if costs.hand_ahead else "cpu"] * hides,
     )  # fmt: skip
 
 
