@@ -118,8 +118,8 @@ def go(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any:
     sent = list[int]()
     exchange = rehoming._exchange
 
-    def counted(carrier: Any, size: int, device: Any, leaving: Any, coming: Any) -> Any:
-        arrived = exchange(carrier, size, device, leaving, coming)
+    def counted(carrier: Any, share: Any, leaving: Any, device: Any) -> Any:
+        arrived = exchange(carrier, share, leaving, device)
         sent.append(arrived.nbytes)
         return arrived
 

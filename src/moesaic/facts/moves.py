@@ -1,8 +1,17 @@
-"""Moves: which box of which tensor goes from which rank to which; `dist.transfer` obeys them."""
+"""Moves: which piece of what goes from which rank to which.
+
+Boxes of tensors, from any layout to any other, are moved by `dist.transfer`. Whole experts, all of
+one size, which leave for a step or for good, travel as rows by `dist.exchange`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.facts.balance import Ints
 
 
 @dataclass(frozen=True)
@@ -26,3 +35,36 @@ class Move:
 
     have: Box
     want: Box
+
+
+class Share(NamedTuple):
+    """What one rank of a group has to do with moves."""
+
+    leaves: Ints
+    """Experts that it sends: those to each rank in turn."""
+    comes: Ints
+    """Experts that it gets: those from each rank in turn."""
+    send: list[int]
+    """How many to each."""
+    receive: list[int]
+    """And from each."""
+
+
+class ExpertMoves(NamedTuple):
+    """Experts between ranks of a group, any of them to any; all that one rank has for another is
+    one message."""
+
+    experts: Ints
+    sources: Ints
+    targets: Ints
+
+    def share(self, rank: int, ranks: int) -> Share:
+        """That of one of so many ranks. Between any two experts keep the order they have here."""
+        leaving, coming = (np.flatnonzero(at == rank) for at in (self.sources, self.targets))
+        to, of = self.targets[leaving], self.sources[coming]
+        return Share(
+            self.experts[leaving[np.argsort(to, kind="stable")]],
+            self.experts[coming[np.argsort(of, kind="stable")]],
+            np.bincount(to, minlength=ranks).tolist(),
+            np.bincount(of, minlength=ranks).tolist(),
+        )

@@ -19,6 +19,7 @@ from torch import Tensor
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import LANDING, RETURN, Carrier, Flight
 from moesaic.facts.balance import Balance, Ints
+from moesaic.facts.moves import ExpertMoves
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,12 @@ class Guests:
         if not len(experts):
             return
         homes, rank = self._homes, self._rank
-        slots = homes.places[experts]
-        leaving, coming = slots // homes.each == rank, ranks == rank
-        send = np.bincount(ranks[leaving], minlength=homes.ranks).tolist()
-        receive = np.bincount(slots[coming] // homes.each, minlength=homes.ranks).tolist()
-        flight = Flight(self._carrier, send, receive, self._clock)
+        moves = ExpertMoves(experts, homes.places[experts] // homes.each, ranks)
+        share = moves.share(rank, homes.ranks)
+        flight = Flight(self._carrier, share.send, share.receive, self._clock)
         come = sum(one.coming for one in self.flights)
         landing = self.guests[come : come + flight.coming]
-        order = (slots[leaving] - rank * homes.each).tolist()
+        order = (homes.places[share.leaves] - rank * homes.each).tolist()
         self.arena = Invite.apply(self.arena, landing, order, flight)
         self.flights.append(flight)
 

@@ -20,6 +20,7 @@ from moesaic.dist.exchange import Carrier
 from moesaic.dist.state import PARAMETER, ROWS, Piece
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
+from moesaic.facts.moves import ExpertMoves, Share
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes, expert_name
 from moesaic.models.lm import LanguageModel
@@ -81,7 +82,7 @@ class Rehoming:
             moe, seconds = self._layers.get(layer), None
             if moe is not None:
                 began = devices.now(self._world.device)
-                self._move(layer, moe, to.slots)
+                self._move(layer, moe, to)
                 seconds = devices.now(self._world.device) - began
             slots[layer] = to.slots
             num_bytes = len(to.moves) * self._expert_bytes * plan.span // plan.ep
@@ -96,29 +97,21 @@ class Rehoming:
         return policies.rehomed(rows.numpy(), plan.slots(layer), plan.ep, cost)
 
     @torch.no_grad()
-    def _move(self, layer: int, moe: MoE, slots: Sequence[int]) -> None:
-        """Exchange experts until those of `slots` are there."""
-        ranks, before = moe.dispatcher.ranks, moe.dispatcher.homes
+    def _move(self, layer: int, moe: MoE, to: policies.Rehomed) -> None:
+        """Exchange experts until those of `to` are there."""
+        ranks, homes = moe.dispatcher.ranks, moe.dispatcher.homes
         assert ranks.straight is not None
         me = ranks.group_ranks.index(ranks.rank)
-        own = range(me * before.each, (me + 1) * before.each)
-        # Whoever is in a slot leaves it to who comes there.
-        trades = [(before.slots[at], slots[at]) for at in own if slots[at] != before.slots[at]]
-        there = np.argsort(slots) // before.each
-        leaving = sorted((int(there[expert]), expert) for expert, _ in trades)
-        coming = sorted((int(before.places[expert]) // before.each, expert) for _, expert in trades)
+        share = ExpertMoves(*np.array(to.moves).T).share(me, homes.ranks)
         items = [one for one in self._items if one.bank and one.block == f"layers.{layer}"]
         state = [piece for item in items for piece in self._state(item)]
-        parts = {mine: _of_expert(state, layer, mine) for mine, _ in trades}
-        arrived = _exchange(
-            ranks.straight, before.ranks, moe.bank.arena.device,
-            [(rank, parts[expert]) for rank, expert in leaving], [rank for rank, _ in coming],
-        )  # fmt: skip
-        place = {expert: at for at, (_, expert) in enumerate(coming)}
-        for mine, theirs in trades:
-            _unpack(arrived[place[theirs]], parts[mine])
+        parts = {expert: _of_expert(state, layer, expert) for expert in share.leaves.tolist()}
+        arrived = _exchange(ranks.straight, share, list(parts.values()), moe.bank.arena.device)
+        for row, expert in zip(arrived, share.comes.tolist(), strict=True):
+            # Whoever was in its slot has left.
+            _unpack(row, parts[homes.slots[to.slots.index(expert)]])
         names = [piece.name for item in items for piece in self._parameters(item)]
-        moe.rehome(slots)
+        moe.rehome(to.slots)
         new = [piece.name for item in items for piece in self._parameters(item)]
         self._optimizer.rename(dict(zip(names, new, strict=True)))
 
@@ -138,22 +131,16 @@ def _of_expert(state: Sequence[Piece], layer: int, expert: int) -> list[Tensor]:
 
 
 def _exchange(
-    carrier: Carrier,
-    ranks: int,
-    device: torch.device,
-    leaving: Sequence[tuple[int, list[Tensor]]],
-    coming: Sequence[int],
+    carrier: Carrier, share: Share, leaving: Sequence[list[Tensor]], device: torch.device
 ) -> Tensor:
-    """Experts as rows of bytes: those to each rank, in their order, for those from each. A rank
-    that gives none gets none, and says so."""
-    width = sum(one.nbytes for one in leaving[0][1]) if leaving else 1
+    """Experts as rows of bytes, those that come for those that are `leaving`. A rank that gives
+    none gets none, and says so."""
+    width = sum(one.nbytes for one in leaving[0]) if leaving else 1
     rows = torch.empty((len(leaving), width), dtype=torch.uint8, device=device)
-    for row, (_, parts) in zip(rows, leaving, strict=True):
+    for row, parts in zip(rows, leaving, strict=True):
         for place, one in zip(row.split([one.nbytes for one in parts]), parts, strict=True):
             place.copy_(_bytes(one))
-    send, receive = ([sum(1 for at in to if at == rank) for rank in range(ranks)]
-                     for to in ([rank for rank, _ in leaving], coming))  # fmt: skip
-    arriving, work = carrier.start(rows, send, receive)
+    arriving, work = carrier.start(rows, share.send, share.receive)
     work.wait()
     return arriving
 
