@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 from moesaic.dist.world import World
+
+
+_PRELOADED = ["moesaic.train.assemble", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+"""What takes seconds to load, is loaded once, by a process that does nothing but start ranks."""
 
 
 class RankFailed(AssertionError):
@@ -42,11 +46,12 @@ class Ranks:
     def _start(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[BaseProcess] = []
 
     def _grow(self, size: int) -> None:
         """Have as many processes as are asked for; those that are there stay."""
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         while len(self._processes) < size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
