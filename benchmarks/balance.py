@@ -96,10 +96,10 @@ def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
             with two_hosts(1000) as hosts:
                 pool = Ranks()
                 try:
+                    work = Work(skew, experts, None, apart=True)
                     found = pool.run(
-                        RANKS, taken, Work(skew, experts, None), rounds, os.getpid(), hosts,
-                        timeout_s=PATIENCE_S,
-                    )  # fmt: skip
+                        RANKS, taken, work, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S
+                    )
                 finally:
                     pool.close()
             yield from _rows(title, ">= 0.99", found[0], rounds, "")
@@ -188,6 +188,12 @@ def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
         name = f"experts with {rows} rows"
         calls[name] = partial(_computing, bank, rows)
         foretold[name] = 3 * (rows / setting.rows_per_s + setting.matrices_s)
+    if setting.handling_s:
+        rows, copies = 4096, 2
+        name = f"experts with {rows} rows, under which {copies} copies travel each way"
+        calls[name] = partial(_under_computing, carrier, bank, rows, copies)
+        handled_s = 2 * copies * setting.expert_bytes * setting.handling_s
+        foretold[name] = 3 * (rows / setting.rows_per_s + setting.matrices_s) + handled_s
     for rows in (256, 1024, 4096):
         name = f"links with {rows} rows"
         calls[name] = partial(_exchanging, carrier, rows, HIDDEN)
@@ -198,8 +204,10 @@ def _modelled(world: World, rounds: int, root: int) -> Foretold | None:
         size = copies * setting.expert_bytes
         foretold[name] = size / setting.bytes_per_s + setting.latency_s
         name = f"links with {copies} experts one way"
-        calls[name] = partial(_exchanging, carrier, copies, bank.arena.shape[1], one_way=True)
-        size *= 1.0 if setting.hides else 0.5  # Who sends them has half of the work.
+        # A link has done its part when they have come; by hand who sends them has half of the work.
+        sender = 1 if setting.hides else 0
+        calls[name] = partial(_exchanging, carrier, copies, bank.arena.shape[1], sender=sender)
+        size *= 1.0 if setting.hides else 0.5
         foretold[name] = size / setting.bytes_per_s + setting.latency_s
     seconds = dict[str, list[float]]()
     for what in ("experts", "links"):  # Links that are left alone for long start slowly.
@@ -222,14 +230,22 @@ def _computing(bank: Bank, rows: int) -> None:
     torch.autograd.grad(out, (tokens, bank.arena), torch.ones_like(out))
 
 
-def _exchanging(carrier: Carrier, rows: int, width: int, *, one_way: bool = False) -> None:
-    """So many rows from each of two ranks to the other, or from the first alone."""
+def _exchanging(carrier: Carrier, rows: int, width: int, *, sender: int | None = None) -> None:
+    """So many rows from each of two ranks to the other, or from one alone."""
     me = carrier.group.rank()
-    sends, gets = (rows if not one_way or rank == 0 else 0 for rank in (me, 1 - me))
+    sends, gets = (rows if sender in (None, rank) else 0 for rank in (me, 1 - me))
     send, receive = (
         [0 if rank == me else number for rank in range(RANKS)] for number in (sends, gets)
     )
     _, work = carrier.start(torch.zeros(sends, width), send, receive)
+    work.wait()
+
+
+def _under_computing(carrier: Carrier, bank: Bank, rows: int, copies: int) -> None:
+    """Forward and backward of so many rows, while copies leave and come."""
+    sizes = [copies if rank != carrier.group.rank() else 0 for rank in range(RANKS)]
+    _, work = carrier.start(bank.arena.detach()[:copies], sizes, sizes)
+    _computing(bank, rows)
     work.wait()
 
 

@@ -24,6 +24,7 @@ from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
 from moesaic.nn.routes import Routes
+from moesaic.policy import dispatch
 from moesaic.policy.balance import Asked, Moving, Rank, auto, rehomed, setting_of, usual
 from moesaic.train import balancing
 from moesaic.train.assemble import ranks_of
@@ -56,6 +57,8 @@ class Work:
     experts: int
     learnt: NDArray[np.float64] | None
     """Shares of experts in a real run."""
+    apart: bool = False
+    """Whether ranks are on hosts of their own."""
 
     def choices(self, rank: int) -> list[Tensor]:
         """[tokens, choices] of each step."""
@@ -191,6 +194,8 @@ def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
     model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
     job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
     plan = plan_of(job, world)
+    if work.apart:  # Tokens travel as they do where nobody says how.
+        plan = dispatch.usual(plan, [str(rank) for rank in range(RANKS)], work.skew.top_k)
     ranks = ranks_of(plan, world, copies=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
     if name == MOVED:

@@ -38,7 +38,10 @@ class Setting(NamedTuple):
     """Whether copies travel while ranks compute; else these move all bytes themselves, both who
     sends them and who gets them."""
     handling_s: float = 0.0
-    """Of a rank's computing that a byte of a copy takes which travels meanwhile, at both ends."""
+    """Of a rank's computing that a byte of a copy takes which travels meanwhile, at both ends;
+    without a meaning where ranks move bytes themselves."""
+    forwards: int = 1
+    """Times that a layer is computed forward: twice, if backward computes it again."""
     relays: bool = False
     """Whether ranks that have got a copy hand it on, so that an expert's home sends it once; else
     it sends every copy itself, and adds up what comes back."""
@@ -48,6 +51,16 @@ class Setting(NamedTuple):
     """Copies that a rank sends at most; None: any number."""
     least_rows: int = 0
     """Of a copy: products of fewer are no faster."""
+
+    @property
+    def passes(self) -> int:
+        """As many times as forward all computing takes: backward is twice the work."""
+        return self.forwards + 2
+
+    @property
+    def exchanges(self) -> int:
+        """Of rows, there and back, with their gradients."""
+        return 2 * self.forwards + 2
 
     @property
     def own(self) -> float:

@@ -27,7 +27,6 @@ from torch.distributed import TCPStore
 
 from moesaic.dist.world import World
 
-
 _PRELOADED = ["moesaic.train.assemble", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 """What takes seconds to load, is loaded once, by a process that does nothing but start ranks."""
 

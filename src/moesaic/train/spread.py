@@ -19,7 +19,7 @@ import pyarrow as pa
 from moesaic.dist.exchange import LANDING, RETURN
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.nn.grouped import BACKWARD, FORWARD
-from moesaic.policy.balance.model import busiest, moved, rows, times_of
+from moesaic.policy.balance.model import busiest, handled_s, moved, rows, times_of
 
 BALANCE = pa.schema(
     [
@@ -77,7 +77,7 @@ class Spread:
     bytes_moved: int = 0
     """Parameters to copies and gradients home."""
     modelled_experts_s: float = 0.0
-    """Of this rank's rows, forward and backward."""
+    """Of this rank's rows, forward and backward, slowed by handling copies that travel."""
     modelled_travel_s: float = 0.0
     """Of copies, out and back, hidden or not."""
     modelled_exposed_s: float = 0.0
@@ -100,10 +100,12 @@ class Spread:
         home, now = (rows(counts, setting.homes, one) for one in (unchanged(), balance))
         nothing = np.zeros(setting.ranks, np.int64)
         without = times_of(home, nothing, nothing, setting)
-        modelled = times_of(now, *moved(balance, setting), setting)
-        each = setting.expert_bytes + setting.gradient_bytes
+        copies = moved(balance, setting)
+        modelled = times_of(now, *copies, setting)
+        each = setting.forwards * setting.expert_bytes + setting.gradient_bytes
         guests = int((balance.copies[:, 1] == rank).sum())
         matrices_s = setting.matrices_s * (1 + guests / setting.own)
+        forward_s = int(now.computed[rank]) / setting.rows_per_s + matrices_s
         return cls(
             copies=len(balance.copies),
             before=busiest(home.computed), after=busiest(now.computed),
@@ -111,9 +113,9 @@ class Spread:
             most_before=int(home.computed.max()), most_after=int(now.computed.max()),
             std_before=float(home.computed.std()), std_after=float(now.computed.std()),
             bytes_moved=round(len(balance.copies) * each),
-            modelled_experts_s=3 * (int(now.computed[rank]) / setting.rows_per_s + matrices_s),
-            modelled_travel_s=modelled.out + modelled.back,
-            modelled_exposed_s=modelled.whole - 4 * modelled.exchange - 3 * modelled.experts,
+            modelled_experts_s=setting.passes * forward_s + handled_s(rank, *copies, setting),
+            modelled_travel_s=setting.forwards * modelled.out + modelled.back,
+            modelled_exposed_s=modelled.exposed,
             modelled_s=modelled.whole, modelled_home_s=without.whole,
         )  # fmt: skip
 

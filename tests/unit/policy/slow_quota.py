@@ -84,8 +84,8 @@ class _State:
         else:
             may[setting.homes != received.argmax()] = False
         more = np.maximum(computed + own - computed.max(), 0)
-        saved = own * (4 * setting.row_bytes / setting.bytes_per_s)
-        saved = np.where(may, saved - more * (3 / setting.rows_per_s), 0.0)
+        saved = own * (setting.exchanges * setting.row_bytes / setting.bytes_per_s)
+        saved = np.where(may, saved - more * (setting.passes / setting.rows_per_s), 0.0)
         expert, rank = divmod(int(saved.argmax()), setting.ranks)
         if saved[expert, rank] <= 0:
             return False
@@ -97,9 +97,9 @@ class _State:
         setting, least = self._setting, max(self._setting.least_rows, 1)
         takes = np.minimum(self._most(number), number)
         takes[(self._room <= 0) | self._has[:, expert]] = 0
-        saved = takes * (3 / setting.rows_per_s)
+        saved = takes * (setting.passes / setting.rows_per_s)
         local = np.minimum(self._counts[:, expert], takes)
-        saved += local * (4 * setting.row_bytes / setting.bytes_per_s)
+        saved += local * (setting.exchanges * setting.row_bytes / setting.bytes_per_s)
         saved[takes < least] = 0
         rank = int(saved.argmax())
         return (rank, int(takes[rank])) if saved[rank] > 0 else None

@@ -100,9 +100,26 @@ def test_what_handling_copies_takes_by_hand() -> None:
     # What is not hidden is handled while it travels.
     slow = handled._replace(bytes_per_s=0.2)
     assert times(counts, slow, copy).whole == 3 * 40 + max(5, 50 - 40) + max(10, 100 - 80)
+    told = times(counts, slow, copy)
+    assert (told.handled, told.exposed) == (5 + 10, (50 - 40 - 5) + (100 - 80 - 10))
+    # By hand there is nothing that goes on meanwhile.
+    by_hand = slow._replace(hides=False)
+    assert times(counts, by_hand, copy) == times(counts, by_hand._replace(handling_s=0.0), copy)
     # Such a copy pays only where it saves more than that.
     assert len(quota(counts, handled).copies) == 1
     assert not len(quota(counts, setting._replace(handling_s=2.1)).copies)
+
+
+def test_a_layer_that_backward_computes_again_by_hand() -> None:
+    """Forward is twice: rows travel six times, parameters twice, and gradients once."""
+    counts = np.array([[60, 0], [0, 20]])
+    setting = Setting(np.arange(2), 2, 1.0, 0.5, 1.0, 70.0, 100.0, handling_s=0.1, forwards=2)
+    copy = Balance(np.array([[0, 1]]), np.array([[0, 0, 1, 20]]))
+    told = times(counts, setting, copy)
+    assert (told.exchange, told.experts, told.out, told.back) == (10, 40, 70, 100)
+    assert told.handled == 2 * 7 + 10
+    assert told.exposed == 2 * (70 - 40 - 7) + (100 - 80 - 10)
+    assert told.whole == 6 * 10 + 4 * 40 + told.handled + told.exposed
 
 
 def test_the_papers_shadow() -> None:
@@ -122,7 +139,7 @@ def cases(draw: st.DrawFn) -> tuple[Ints, Setting]:
         draw(cost), draw(cost), draw(st.floats(0.0, 1.0)), draw(cost),
         matrices_s=draw(st.sampled_from((0.0, 0.3, 10.0))),
         hides=draw(st.booleans()), handling_s=draw(st.sampled_from((0.0, 0.05, 1.0))),
-        relays=draw(st.booleans()),
+        relays=draw(st.booleans()), forwards=draw(st.integers(1, 2)),
         room=draw(st.none() | st.integers(0, 3)), sends=draw(st.none() | st.integers(1, 4)),
         least_rows=draw(st.integers(0, 5)),
     )  # fmt: skip

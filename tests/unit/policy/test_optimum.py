@@ -47,7 +47,7 @@ def instances(number: int) -> Iterator[tuple[Ints, Setting]]:
             expert_bytes=(each := float(draw.choice((0.5, 3.0, 12.0)))), gradient_bytes=each,
             latency_s=0.05, beside_s=4.0, matrices_s=float(draw.choice((0.0, 0.5))),
             hides=bool(draw.integers(2)), handling_s=float(draw.choice((0.0, 0.1, 0.4))),
-            least_rows=1,
+            forwards=int(draw.integers(1, 3)), least_rows=1,
         )  # fmt: skip
 
 
@@ -71,10 +71,12 @@ def optimum_s(counts: Ints, setting: Setting) -> float:
         most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
-    handled = setting.handling_s * (gives + gets).max(axis=1)
+    handled = setting.handling_s * setting.hides * (gives + gets).max(axis=1)
     out = np.maximum(handled * setting.expert_bytes, out - hidden)
     back = np.maximum(handled * setting.gradient_bytes, back - 2 * hidden)
-    return float((4 * exchange + 3 * experts + out + back).min())
+    forwards = setting.forwards
+    computing = (2 * forwards + 2) * exchange + (forwards + 2) * experts
+    return float((computing + forwards * out + back).min())
 
 
 def most_handled(sent: Ints, received: Ints, setting: Setting) -> Any:

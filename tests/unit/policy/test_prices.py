@@ -3,6 +3,7 @@ cluster's file; and that both say the same each time."""
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,22 @@ def test_ranks_that_share_memory_hide_nothing() -> None:
     assert not planned(Costs.of(job, plan, resolve({"name": "c", "hosts": [host]}, "c"))).hides
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize(("hosts", "there"), [(1, 2), (2, 4)])
+def test_rows_that_nobody_would_send_but_for_them(top_k: int, hosts: int, there: int) -> None:
+    """Of all choices of a token, those of one of the last experts that have no other of its ranks,
+    or of its host, beside it: four ranks of two experts."""
+    model = {"experts": 8, "top_k": top_k}
+    job = tiny_job(model=model, layout={"ep": 4, "dispatch": "visits", "hosts": hosts})
+    plan = lay_out(job.layout, job.model, 4)
+    prices = usual(job, plan, [at("a")] * 4)
+    visits = setting_of(job, plan, job.balance, prices, 0).row_bytes
+    rows = setting_of(job, plan.model_copy(update={"dispatch": "rows"}), job.balance, prices, 0)
+    choices = [one for one in combinations(range(8), top_k) if 7 in one]
+    lonely = sum(sum(expert >= 8 - there for expert in one) == 1 for one in choices)
+    assert visits == pytest.approx(rows.row_bytes * lonely / len(choices))
+
+
 def test_rows_that_make_up_for_a_copy() -> None:
     """By what the model makes of one that takes as many rows as that off the busiest rank."""
     job, plan = laid_out(ep=2)
@@ -171,3 +188,7 @@ def test_rows_that_make_up_for_a_copy() -> None:
     # Of a link that goes both ways at a time, a rank that sends has all of it to send.
     more = copy_rows(setting._replace(hides=True)) - number
     assert more == pytest.approx(setting.expert_bytes / setting.bytes_per_s / 3 * 1e9)
+    # A link that is faster than the processor that works it counts as fast as that.
+    worked = setting._replace(hides=True, handling_s=10 / setting.bytes_per_s, latency_s=0.0)
+    link = setting._replace(hides=True, latency_s=0.0)
+    assert copy_rows(worked) == pytest.approx(10 * copy_rows(link))

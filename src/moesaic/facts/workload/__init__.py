@@ -12,13 +12,16 @@ from moesaic.facts.workload.messages import RESULTS, TOKENS, Message
 from moesaic.facts.workload.ops import SLOTS, Op, Product
 from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
 from moesaic.facts.workload.share import expert_bytes
+from moesaic.facts.workload.sizes import COMPUTED_BYTES, STORED_BYTES
 from moesaic.facts.workload.sparse import EXPERTS
 
 __all__ = [
+    "COMPUTED_BYTES",
     "EXPERTS",
     "RESULTS",
     "SLOTS",
     "STEP",
+    "STORED_BYTES",
     "TOKENS",
     "Block",
     "Counts",

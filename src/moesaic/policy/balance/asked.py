@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from math import comb
 
 import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.halves import leave_ahead
 from moesaic.policy.balance.model import at_copies
@@ -21,11 +23,6 @@ from moesaic.policy.balance.replicas import eplb, evenly
 from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
 from moesaic.policy.balance.spill import llep
 from moesaic.policy.balance.split import levelled, lp
-
-_PRODUCTS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number that products take."""
-_STORED = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
-"""Of one that a parameter or a gradient has."""
 
 _OF_ITS_OWN = 4
 """A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
@@ -177,19 +174,30 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, laye
         homes=homes_of(plan, layer),
         ranks=plan.ep,
         rows_per_s=prices.rows_per_s,
-        row_bytes=job.model.hidden * _PRODUCTS[precision],
+        row_bytes=job.model.hidden * COMPUTED_BYTES[precision] * _alone(plan, job.model.top_k),
         bytes_per_s=prices.bytes_per_s,
-        expert_bytes=numbers * _PRODUCTS[precision] * (2 if recompute else 1),
-        gradient_bytes=numbers * _STORED[precision] * learns,
+        expert_bytes=numbers * COMPUTED_BYTES[precision],
+        gradient_bytes=numbers * STORED_BYTES[precision] * learns,
         latency_s=prices.latency_s,
         beside_s=_beside_rows(job, plan) / prices.rows_per_s if config.goes_by_the_past else 0.0,
         matrices_s=prices.matrices_s,
         hides=prices.hides,
         handling_s=prices.handling_s,
+        forwards=2 if recompute else 1,
         room=room,
         sends=config.copies_sent,
         least_rows=config.least_rows,
     )
+
+
+def _alone(plan: Plan, top_k: int) -> float:
+    """The part of rows that travel which nobody would send but for them: all, unless a token
+    travels once for all of its experts on a rank, or on a host. Then those of tokens none of whose
+    other experts is there; as many as there are where choices are even."""
+    if plan.dispatch != "visits":
+        return 1.0
+    there = plan.experts // (plan.hosts if plan.hosts > 1 else plan.ep)
+    return comb(plan.experts - there, top_k - 1) / comb(plan.experts - 1, top_k - 1)
 
 
 def _beside_rows(job: Job, plan: Plan) -> float:

@@ -90,6 +90,9 @@ class Terms(NamedTuple):
     own: float
     hides: bool
     handling_s: float
+    forwards: int
+    passes: int
+    exchanges: int
     relays: bool
     sends: int
     """Copies that a rank sends at most."""
@@ -102,7 +105,8 @@ class Terms(NamedTuple):
             float(setting.rows_per_s), float(setting.row_bytes), float(setting.bytes_per_s),
             float(setting.expert_bytes), float(setting.gradient_bytes), float(setting.latency_s),
             float(setting.beside_s), float(setting.matrices_s), setting.own, setting.hides,
-            float(setting.handling_s), setting.relays,
+            float(setting.handling_s) * setting.hides, setting.forwards, setting.passes,
+            setting.exchanges, setting.relays,
             counts.size if setting.sends is None else setting.sends,
         )  # fmt: skip
 
@@ -212,7 +216,8 @@ def _receiver(
 ) -> tuple[int, int]:
     """Who had best take some of so many rows, and how many; (-1, 0): nobody."""
     counts_D, has_D, saves = state.counts_ED[expert], state.has_ED[expert], state.saves
-    each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
+    each_row = terms.passes / terms.rows_per_s
+    each_local = terms.exchanges * terms.row_bytes / terms.bytes_per_s
     computed, own, room, mean = state.computed, state.own, state.room, terms.mean
     takes, most = state.takes, 0.0
     for rank in range(len(takes)):  # Loops without branches: several ranks at a time.
@@ -242,7 +247,8 @@ def _receiver(
 def _own_rows(state: State, terms: Terms, top: int) -> tuple[int, int, int]:
     """The copy that saves the most of what travels from or to the rank where that is most, if the
     copy's rank computes its own rows; (-1, -1, 0): none."""
-    each_row, each_local = 3 / terms.rows_per_s, 4 * terms.row_bytes / terms.bytes_per_s
+    each_row = terms.passes / terms.rows_per_s
+    each_local = terms.exchanges * terms.row_bytes / terms.bytes_per_s
     source, home = state.sent.argmax(), state.received.argmax()
     leaves = state.sent[source] >= state.received[home]
     found, copy, number, most = -1, -1, 0, 0.0
@@ -321,14 +327,14 @@ def _give(state: State, expert: int, rank: int, number: int) -> None:
 def _step_s(state: State, terms: Terms, number: int) -> tuple[float, float]:
     """What the layer takes, as `times_of` has it; and what it takes at least after more gifts, of
     which each is a copy more and leaves less to hide copies under. There are so many now."""
-    busiest = _handled(state.sent, state.received, terms)
+    busiest = _carried(state.sent, state.received, terms)
     exchange = busiest * terms.row_bytes / terms.bytes_per_s
     exchange += terms.latency_s * (busiest > 0)
     experts = 0.0
     for rank in range(len(state.computed)):
         matrices_s = terms.matrices_s * (1 + state.come[rank] / terms.own)
         experts = max(experts, state.computed[rank] / terms.rows_per_s + matrices_s)
-    most = _handled(state.out, state.come, terms)
+    most = _carried(state.out, state.come, terms)
     if terms.hides:
         most = float(_most(state.come)) if terms.relays else most
         most = max(most, float(-(-number // len(state.out))))
@@ -336,15 +342,17 @@ def _step_s(state: State, terms: Terms, number: int) -> tuple[float, float]:
     back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides
     handled = _in_and_out(state.out, state.come) * terms.handling_s
-    out_s = max(handled * terms.expert_bytes, out_s - hidden)
+    if terms.relays:
+        handled = 2 * _most(state.come) * terms.handling_s
+    out_s = terms.forwards * max(handled * terms.expert_bytes, out_s - hidden)
     back_s = max(handled * terms.gradient_bytes, back_s - 2 * hidden)
-    whole = 4 * exchange + 3 * experts + out_s + back_s
+    whole = terms.exchanges * exchange + terms.passes * experts + out_s + back_s
     least = terms.mean / terms.rows_per_s + terms.matrices_s
-    return whole, 3 * least + out_s + back_s
+    return whole, terms.passes * least + out_s + back_s
 
 
 @compiled
-def _handled(sent: Ints, received: Ints, terms: Terms) -> float:
+def _carried(sent: Ints, received: Ints, terms: Terms) -> float:
     """As the model has it."""
     if terms.hides:
         return float(max(_most(sent), _most(received)))

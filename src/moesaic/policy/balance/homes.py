@@ -54,7 +54,8 @@ def moving(setting: Setting, expert_bytes: float, groups: int) -> Moving:
     """Where so many `groups` of ranks share a layer's rows alike, and each of their ranks sends as
     many of them: what it receives then counts, of all but its own."""
     away = (1 - 1 / setting.ranks) * (1.0 if setting.hides else 0.5)
-    row_s = 3 / setting.rows_per_s + 4 * away * setting.row_bytes / setting.bytes_per_s
+    row_s = setting.passes / setting.rows_per_s
+    row_s += setting.exchanges * away * setting.row_bytes / setting.bytes_per_s
     return Moving(row_s / groups, expert_bytes / setting.bytes_per_s, setting.latency_s)
 
 

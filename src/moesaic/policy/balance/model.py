@@ -3,6 +3,7 @@
 Every policy is held against this model. Its parts are those of Pro-Prophet's performance model:
 rows travel four times (to experts and back, forward and backward), experts compute forward and
 twice as long backward, and what copies cost is hidden under experts and what is between layers.
+Where backward computes a layer again, all that is forward happens twice.
 What a rank sends counts as well as what it receives, and so do latencies, who sends copies, and
 what computing has to wait while a processor handles them.
 """
@@ -37,6 +38,10 @@ class Times(NamedTuple):
     """Parameters to copies, hidden or not."""
     back: float
     """Gradients from copies, hidden or not."""
+    handled: float
+    """That computing is slowed by both."""
+    exposed: float
+    """What of both nothing hides."""
     whole: float
 
 
@@ -82,13 +87,13 @@ def times(counts: Ints, setting: Setting, balance: Balance) -> Times:
 
 def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
     """The same, given rows and copies."""
-    busiest = _handled(rows.sent, rows.received, setting)
+    busiest = _carried(rows.sent, rows.received, setting)
     exchange = busiest * setting.row_bytes / setting.bytes_per_s
     exchange += setting.latency_s * (busiest > 0)
     # A copy's matrices are read as well, by the rank that has it.
     matrices_s = setting.matrices_s * (1 + received / setting.own)
     experts = float((rows.computed / setting.rows_per_s + matrices_s).max())
-    most = _handled(sent, received, setting)
+    most = _carried(sent, received, setting)
     if setting.hides:
         all_in_turn = -(-int(sent.sum()) // setting.ranks)
         most = max(int(received.max()) if setting.relays else most, all_in_turn)
@@ -97,14 +102,28 @@ def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:
         for size in (setting.expert_bytes, setting.gradient_bytes)
     )
     hidden = (experts + setting.beside_s) * setting.hides
-    handled = int((sent + received).max()) * setting.handling_s
-    out_s = max(handled * setting.expert_bytes, out - hidden)
-    back_s = max(handled * setting.gradient_bytes, back - 2 * hidden)
-    whole = 4 * exchange + 3 * experts + out_s + back_s
-    return Times(exchange, experts, out, back, whole)
+    each_s = int(_in_and_out(sent, received, setting).max()) * setting.handling_s * setting.hides
+    out_s, back_s = each_s * setting.expert_bytes, each_s * setting.gradient_bytes
+    handled = setting.forwards * out_s + back_s
+    exposed = setting.forwards * max(0.0, out - hidden - out_s)
+    exposed += max(0.0, back - 2 * hidden - back_s)
+    whole = setting.exchanges * exchange + setting.passes * experts + handled + exposed
+    return Times(exchange, experts, out, back, handled, exposed, whole)
 
 
-def _handled(sent: Ints, received: Ints, setting: Setting) -> float:
+def handled_s(rank: int, sent: Ints, received: Ints, setting: Setting) -> float:
+    """As long as handling copies and gradients that travel keeps one rank from computing."""
+    num_bytes = setting.forwards * setting.expert_bytes + setting.gradient_bytes
+    number = int(_in_and_out(sent, received, setting)[rank])
+    return number * num_bytes * setting.handling_s * setting.hides
+
+
+def _in_and_out(sent: Ints, received: Ints, setting: Setting) -> Ints:
+    """Copies that go through each rank; one that is relayed goes on from where it came to."""
+    return 2 * received if setting.relays else sent + received
+
+
+def _carried(sent: Ints, received: Ints, setting: Setting) -> float:
     """The most that a rank sends or receives, for links go both ways at a time; where it moves
     bytes itself, in and out, half of both."""
     if setting.hides:
@@ -114,11 +133,15 @@ def _handled(sent: Ints, received: Ints, setting: Setting) -> float:
 
 def copy_rows(setting: Setting) -> float:
     """As many rows as a copy costs, if nothing of it is hidden: one that takes fewer off the
-    busiest rank does not pay."""
-    sizes = setting.expert_bytes, setting.gradient_bytes
+    busiest rank does not pay, unless it spares messages."""
     part = 1.0 if setting.hides else 0.5
-    copy_s = sum(part * size / setting.bytes_per_s + setting.latency_s for size in sizes)
-    return copy_s * setting.rows_per_s / 3
+
+    def copy_s(size: float) -> float:
+        travelling = part * size / setting.bytes_per_s + setting.latency_s
+        return max(travelling, size * setting.handling_s * setting.hides)
+
+    whole_s = setting.forwards * copy_s(setting.expert_bytes) + copy_s(setting.gradient_bytes)
+    return whole_s * setting.rows_per_s / setting.passes
 
 
 def at_copies(counts: Ints, copies: Ints) -> Balance:

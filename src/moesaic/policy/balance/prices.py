@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import EXPERTS
-from moesaic.policy.cost.compute import ITEM_BYTES
+from moesaic.facts.workload import COMPUTED_BYTES, EXPERTS
 from moesaic.policy.cost.step import Costs
 
 _FLOPS = {
@@ -67,7 +66,7 @@ def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
 def _own_bytes(job: Job, plan: Plan) -> float:
     """Of a rank's own experts, in the type of products."""
     numbers = 3 * job.model.hidden * job.model.ffn / plan.etp
-    return plan.experts / plan.ep * numbers * ITEM_BYTES[job.train.precision]
+    return plan.experts / plan.ep * numbers * COMPUTED_BYTES[job.train.precision]
 
 
 def planned(costs: Costs) -> Prices:

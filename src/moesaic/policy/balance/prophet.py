@@ -90,4 +90,5 @@ class _State(NamedTuple):
         each = chosen * (setting.ranks - search.left_out) / setting.ranks / setting.bytes_per_s
         out, back = each * setting.expert_bytes, each * setting.gradient_bytes
         hidden = (experts + setting.beside_s) * (search.hides and setting.hides)
-        return 4 * exchange + 3 * experts + max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
+        exposed = setting.forwards * max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
+        return setting.exchanges * exchange + setting.passes * experts + exposed

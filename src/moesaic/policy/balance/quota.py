@@ -92,4 +92,4 @@ def own_gifts(counts: Ints, least_s: float) -> int:
 def even_s(counts: Ints, setting: Setting) -> float:
     """What rows take that are spread evenly and need not travel."""
     each = int(counts.sum()) / setting.ranks
-    return 3 * (each / setting.rows_per_s + setting.matrices_s)
+    return setting.passes * (each / setting.rows_per_s + setting.matrices_s)

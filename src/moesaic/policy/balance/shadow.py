@@ -15,8 +15,10 @@ def faster_moe(counts: Ints, setting: Setting) -> Balance:
     """
     computed = np.zeros(setting.ranks, np.int64)
     np.add.at(computed, setting.homes, counts.sum(axis=0))
-    each = 3 / setting.rows_per_s + 4 * setting.row_bytes / setting.bytes_per_s
-    copy_s = (setting.expert_bytes + setting.gradient_bytes) / setting.bytes_per_s
+    each = setting.passes / setting.rows_per_s
+    each += setting.exchanges * setting.row_bytes / setting.bytes_per_s
+    copied = setting.forwards * setting.expert_bytes + setting.gradient_bytes
+    copy_s = copied / setting.bytes_per_s
     least, chosen = int(computed.max()) * each, list[int]()
     for expert in _hottest_first(counts):
         home = setting.homes[expert]
