@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+from pydantic import model_validator
 from rich.table import Table
 
 from moesaic.base.config import apply_sets, parse
@@ -40,6 +41,20 @@ class ReplayConfig(BalanceConfig):
     prices: Prices | None = None
     """What copies cost and save; unset: what the run went by, or as a job finds them that does not
     measure."""
+
+    @model_validator(mode="after")
+    def _is_of_a_record(self) -> ReplayConfig:
+        if self.measure:
+            raise ValueError(
+                "measure = true, but a record has no ranks to be measured: leave it out, or say "
+                "prices"
+            )
+        if self.rehome_every:
+            raise ValueError(
+                f"rehome_every = {self.rehome_every}, but replay has experts where the run began "
+                "with them: leave it out"
+            )
+        return self
 
 
 def replay(

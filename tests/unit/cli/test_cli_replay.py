@@ -290,6 +290,8 @@ def test_whoever_waits_for_a_compiler_is_told(
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
         (["RUN", "--policy", "best"], 'policy = "best"'),
+        (["RUN", "--set", "measure=true"], "a record has no ranks to be measured"),
+        (["RUN", "--set", "rehome_every=5"], "replay has experts where the run began"),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),
         (["EMPTY", *SET], "has no loads by rank"),
     ],

@@ -92,6 +92,20 @@ def test_what_copies_cost_in_the_model() -> None:
     assert told.modelled_experts_s == pytest.approx(3 * 60 / 1e4)
 
 
+def test_what_handling_copies_slows_is_computing_and_not_waiting() -> None:
+    """Rank 0 sends two copies and ranks 1 and 2 get one each; all that travels is hidden."""
+    counts = np.zeros((4, 8), np.int64)
+    counts[1:, 0] = 40, 60, 10
+    balance = Balance(np.array([[0, 1], [0, 2]]), np.array([[0, 1, 1, 40], [0, 2, 2, 60]]))
+    told = [Spread.of(counts, SETTING._replace(handling_s=1e-9), balance, rank) for rank in (0, 2)]
+    each = (3_000 + 6_000) * 1e-9
+    assert told[0].modelled_experts_s == pytest.approx(3 * 10 / 1e4 + 2 * each)
+    assert told[1].modelled_experts_s == pytest.approx(3 * 60 / 1e4 + each)
+    assert told[0].modelled_exposed_s == 0
+    free = Spread.of(counts, SETTING, balance, 0)
+    assert told[0].modelled_s == pytest.approx(free.modelled_s + 2 * each)
+
+
 def test_rb_is_that_of_pro_prophet() -> None:
     """The example of the paper's search: std of rows before over that after."""
     counts = np.array([[6, 1, 1, 0], [5, 2, 0, 1], [4, 1, 3, 0], [2, 2, 1, 3]])
