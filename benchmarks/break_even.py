@@ -152,7 +152,7 @@ def _measured(
         hot = np.array(sorted(tried))
         calls = {}
         for number in hot.tolist():
-            one = Hot(work.skew, EXPERTS, None, number)
+            one = Hot(work.skew, EXPERTS, None, hot=number)
             for name in (skewed.PLAIN, "copy"):
                 layer = skewed.layer_of(world, one, skewed.PLAIN, prices)
                 if name == "copy":
@@ -169,7 +169,7 @@ def _foretold(setting: Setting) -> int | None:
     """The fewest rows of the hot expert on each rank with which the model has a copy pay; None: not
     with all."""
     for hot in range(1, skewed.TOKENS + 1):
-        one = Hot(skewed.Skew("hot", 1), EXPERTS, None, hot).choices(0)[0]
+        one = Hot(skewed.Skew("hot", 1), EXPERTS, None, hot=hot).choices(0)[0]
         counts = np.tile(np.bincount(one.view(-1).numpy(), minlength=EXPERTS), (2, 1))
         copied = within(counts, setting, _COPY)
         if times(counts, setting, copied).whole <= times(counts, setting, unchanged()).whole:

@@ -341,9 +341,10 @@ def _step_s(state: State, terms: Terms, number: int) -> tuple[float, float]:
     out_s = most * terms.expert_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides
-    handled = _in_and_out(state.out, state.come) * terms.handling_s
-    if terms.relays:
-        handled = 2 * _most(state.come) * terms.handling_s
+    handled = 0.0
+    if terms.handling_s > 0:
+        through = 2 * _most(state.come) if terms.relays else _in_and_out(state.out, state.come)
+        handled = through * terms.handling_s
     out_s = terms.forwards * max(handled * terms.expert_bytes, out_s - hidden)
     back_s = max(handled * terms.gradient_bytes, back_s - 2 * hidden)
     whole = terms.exchanges * exchange + terms.passes * experts + out_s + back_s
