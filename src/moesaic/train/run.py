@@ -263,11 +263,16 @@ class Run:
         """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
         prices, config = self.plan.prices, self.job.balance
         asked = any(moe.balancer for _, moe in self.model.expert_layers())
+        why = policies.stands_aside(self.job, self.plan)
+        if config.policy == "none" or self.plan.ep == 1 or not self.job.model.experts:
+            why = None
         if prices is None or not (asked or self.rehoming):
-            return None
+            return None if why is None else f"balance: no copies, {why}"
         moves = f"; experts may move every {config.rehome_every} steps" if self.rehoming else ""
-        policy = config.policy if asked else "no copies"
-        return f"balance: {policy}{moves}; {prices.words()}"
+        policy = config.policy if asked else "no copies" if why is None else f"no copies, {why}"
+        idle = asked and config.early and not prices.hides
+        hidden = "; nothing hides early copies here (balance.early): leave that out" * idle
+        return f"balance: {policy}{moves}; {prices.words()}{hidden}"
 
     def _reduce(self) -> None:
         """Sum what is left of gradients over ranks that learn the same, and wait for all sums; then

@@ -16,6 +16,8 @@ Policy = Literal[
 LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
 """Those that always decide on copies by rows of the time before."""
 
+_OF_COPIES = {"copies", "copies_sent", "hottest", "least_rows", "early"}
+
 _LIMITED = ("none", "auto", "quota", "eplb", "lp", "llep")
 """Those that know of limits to copies."""
 
@@ -42,7 +44,7 @@ class Prices(Section):
 
     def words(self) -> str:
         """For a person."""
-        handled = f", handling a byte of a copy {1e9 * self.handling_s:.2g} ns"
+        handled = f", handling a byte of a copy {1e9 * self.handling_s:.3g} ns"
         return (
             f"experts take {self.rows_per_s:,.0f} rows/s, {self.bytes_per_s / 1e9:.3g} GB/s "
             f"travel, an exchange takes {1e3 * self.latency_s:.3g} ms"
@@ -75,7 +77,8 @@ class BalanceConfig(Section):
     hottest: int = Field(default=1, ge=1)
     """top-k-broadcast: how many."""
     least_rows: int = Field(default=64, ge=1)
-    """quota and llep: rows that a copy gets at least."""
+    """quota and llep: rows that a copy gets at least. auto asks nobody where a rank has fewer than
+    four times as many of a layer."""
     early: bool = False
     """Copies leave before a layer's attention, under which they travel, and their gradients under
     its backward: which ones is decided by the rows of the time before, and how many rows each takes
@@ -119,10 +122,29 @@ class BalanceConfig(Section):
         if self.replan_every > 1 and self.policy != "none" and not self.goes_by_the_past:
             raise ValueError(
                 f"balance.replan_every = {self.replan_every} with balance.policy = "
-                f'"{self.policy}", which decides by the rows at hand: remove it, or say '
-                "balance.early = true"
+                f'"{self.policy}", which decides by the rows at hand: remove it, take a policy that '
+                f"does not ({', '.join(LATE)}), or say balance.early = true"
             )
         return self
+
+    def idle(self) -> list[str]:
+        """A sentence for each setting that was given and has no effect."""
+        given, found = self.model_fields_set, list[str]()
+        if self.policy == "none":
+            found += [
+                f'balance.{key} has no effect: balance.policy = "none"'
+                for key in sorted(given & _OF_COPIES)
+            ]
+        elif self.policy != "top-k-broadcast" and "hottest" in given:
+            found.append(f'balance.hottest has no effect: balance.policy = "{self.policy}"')
+        if self.prices is not None:
+            if self.measure:
+                found.append("balance.measure has no effect: balance.prices says what copies cost")
+            if self.prices.handling_s and not self.prices.hides:
+                found.append(
+                    "balance.prices.handling_s has no effect: balance.prices.hides = false"
+                )
+        return found
 
     @property
     def goes_by_the_past(self) -> bool:

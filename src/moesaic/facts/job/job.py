@@ -243,6 +243,8 @@ class Job(Section):
             ]
             if self.balance.policy not in ("none", "auto"):
                 found.append("balance.policy has no effect: every rank has all experts")
+        else:
+            found += self.balance.idle()
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found

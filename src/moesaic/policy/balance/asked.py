@@ -144,17 +144,23 @@ def drift(before: Ints, now: Ints) -> float:
 
 
 def balances(job: Job, plan: Plan) -> bool:
-    """Whether anything is to be balanced: not where experts have adapters, which have no copies,
-    nor, if the policy may choose, where there is little to do."""
-    policy, model, train = job.balance.policy, job.model, job.train
-    if policy == "none" or plan.ep == 1 or not model.experts:
-        return False
-    finetune = job.finetune
+    """Whether anything is to be balanced."""
+    uneven = job.balance.policy != "none" and plan.ep > 1 and bool(job.model.experts)
+    return uneven and stands_aside(job, plan) is None
+
+
+def stands_aside(job: Job, plan: Plan) -> str | None:
+    """Why nobody is asked though experts are shared out, for a person: experts that have adapters
+    have no copies, and a policy that may choose leaves alone where there is little to do."""
+    finetune, train = job.finetune, job.train
     if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
-        return False
+        return "experts have adapters, which have no copies"
     tokens = train.batch // train.micro_batches * job.data.sequence
-    rows = tokens * model.top_k * plan.etp / plan.span
-    return policy != "auto" or rows >= _WORTH_WHILE * job.balance.least_rows
+    rows = tokens * job.model.top_k * plan.etp // plan.span
+    least = _WORTH_WHILE * job.balance.least_rows
+    if job.balance.policy == "auto" and rows < least:
+        return f"a rank has {rows:,} rows of a layer at a time, and copies may pay from {least:,}"
+    return None
 
 
 def homes_of(plan: Plan, layer: int) -> Ints:
