@@ -160,28 +160,29 @@ def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
 
 
 def test_balance_is_shown_rank_by_rank(tmp_path: Path) -> None:
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=9, ranks=4, balanced=True))
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=9, ranks=3, balanced=True))
     text = page.render(run)
     figures = figures_of(text)
     home, copied = (figures[name]["data"][0] for name in BY_RANK)
     for trace in (home, copied):
         assert trace["x"] == list(range(1, 10))
         assert trace["y"] == [
-            f"layer {layer}, rank {rank}" for layer in range(3) for rank in range(4)
+            f"layer {layer}, rank {rank}" for layer in range(3) for rank in range(3)
         ]
         assert trace["hovertemplate"].startswith("%{y}, step %{x}<br>")
-    # In step 5 rank 2 of layer 2 has 1150 rows, of 1037.5 on average, and half of that are copied.
-    assert [row[4] for row in home["z"][8:]] == pytest.approx(
-        [1000 / 1037.5, 1000 / 1037.5, 1150 / 1037.5, 1000 / 1037.5], rel=1e-4
+    # In step 5 rank 2 of layer 2 has 1150 rows, of 1050 on average, and rank 0 takes half of 150.
+    assert [row[4] for row in home["z"][6:]] == pytest.approx(
+        [1000 / 1050, 1000 / 1050, 1150 / 1050], rel=1e-4
     )
-    assert [row[4] for row in copied["z"][8:]] == pytest.approx(
-        [1000 / 1037.5, 1000 / 1037.5, 1075 / 1037.5, 1075 / 1037.5], rel=1e-4
+    assert [row[4] for row in copied["z"][6:]] == pytest.approx(
+        [1075 / 1050, 1000 / 1050, 1075 / 1050], rel=1e-4
     )
     scales = [
         [figures[name]["data"][0][key] for key in ("zmin", "zmax", "colorscale")]
         for name in (*BY_RANK, "balance-home", "balance-copies")
     ]
     assert scales == [scales[0]] * 4
+    assert scales[0][1] == 3
     assert figures[BY_RANK[0]]["layout"]["yaxis"]["dtick"] == 1
     subtitles = re.findall(r"rows over the mean of the layer; 1 is even([^<]*)<", text)
     assert subtitles == [""]

@@ -196,7 +196,7 @@ def _of_copies(spreads: Spreads) -> list[Figure | None]:
         _heat(spreads, "balance-made", "Copies by layer", "made in each step",
               spreads.over("copies"), " copies"),
         _heat(spreads, "balance-bytes", "Bytes moved",
-              f"{unit} of each step: parameters out, gradients home", num_bytes / unit_bytes,
+              f"{unit} of each step, both ways", num_bytes / unit_bytes,
               f" {unit}"),
         _heat(spreads, "balance-deciding", "Deciding on copies", "ms of each step on rank 0",
               1e3 * spreads.over("planning_s"), " ms"),
