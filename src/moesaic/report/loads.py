@@ -79,7 +79,7 @@ def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) 
     draft: Loads | None = None
     for step, layer, chosen, table in recorded.parts():
         if chosen.any():
-            counts = _counts(table, directory)[chosen]
+            counts = side_by_side(table, "counts", directory, ("loads", "experts"))[chosen]
             num_experts = counts.shape[1]
             draft = draft or _empty(recorded.steps, recorded.layers, num_experts, max_columns)
             _add(draft, step[chosen], layer[chosen], counts)
@@ -121,19 +121,21 @@ def _latest(step: Ints, layer: Ints) -> Bools:
     return winners
 
 
-def _counts(table: Any, directory: Path) -> Floats:
-    flat = table.column("counts").combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    if table.num_rows == 0 or len(flat) % table.num_rows:
+def side_by_side(table: Any, column: str, directory: Path, words: tuple[str, str]) -> Floats:
+    """[rows, entries] of a column of lists; `words`: what they hold, and of whom."""
+    lists, (what, each) = table.column(column).combine_chunks(), words
+    flat = lists.flatten().to_numpy(zero_copy_only=False)
+    if len(set(lists.value_lengths().to_pylist())) != 1:
         raise StoreError(
-            f"'{directory}' holds loads of unequal numbers of experts: remove the directory "
-            "to report without expert loads"
+            f"'{directory}' holds {what} of unequal numbers of {each}: remove the directory "
+            "to report without it"
         )
     if not len(flat):
-        raise StoreError(f"'{directory}' holds loads of no experts: they are damaged, remove it")
+        raise StoreError(f"'{directory}' holds {what} of no {each}: they are damaged, remove it")
     if flat.min() < 0:
-        raise StoreError(f"'{directory}' holds loads below 0: they are damaged, remove it")
-    counts: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
-    return counts
+        raise StoreError(f"'{directory}' holds {what} below 0: they are damaged, remove it")
+    found: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
+    return found
 
 
 def _empty(steps: Ints, layers: Ints, num_experts: int, max_columns: int) -> Loads:

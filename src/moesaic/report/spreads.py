@@ -2,7 +2,8 @@
 not grow with the run.
 
 Figures are summed into a bounded number of columns of neighbouring steps, as loads are, and a step
-that was recorded twice counts as in its later part.
+that was recorded twice counts as in its later part. A run that went on in another layout may have
+more ranks in one part than in another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from moesaic.report.loads import Recorded
+from moesaic.base.errors import StoreError
+from moesaic.report.loads import Recorded, side_by_side
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -24,7 +26,13 @@ FIGURES = (
     "planning_s", "landing_s", "return_s", "forward_s", "backward_s", "modelled_experts_s",
     "modelled_travel_s", "modelled_exposed_s", "modelled_s", "modelled_home_s",
 )  # fmt: skip
-COLUMNS = {"step": pa.int64(), "layer": pa.int64(), **dict.fromkeys(FIGURES, pa.float64())}
+BY_RANK = ("rows_before", "rows_after")
+EVEN = "rows_even"
+"""Rows of a rank if all had the same."""
+COLUMNS = {
+    "step": pa.int64(), "layer": pa.int64(), **dict.fromkeys(FIGURES, pa.float64()),
+    **dict.fromkeys(BY_RANK, pa.list_(pa.int64())),
+}  # fmt: skip
 MAX_COLUMNS = 200
 """Columns of a heat map over steps."""
 MAX_CELLS = 20_000
@@ -46,6 +54,8 @@ class Spreads:
     """[columns, layers]: recorded steps."""
     sums: dict[str, Floats]
     """[columns, layers] of each figure, over them."""
+    rows: dict[str, Floats]
+    """[columns, layers, ranks] of `BY_RANK` and `EVEN`; 0 where there was no such rank."""
 
     def over(self, *names: str) -> Floats:
         """[columns, layers]: the figures' sum, a mean step's; NaN where nothing was recorded."""
@@ -67,6 +77,11 @@ class Spreads:
         others are zero."""
         one, other = self._sum(above), self._sum(below)
         return _parts(one, other) if axis is None else _parts(one.sum(axis), other.sum(axis))
+
+    def by_rank(self, name: str, layer: Ints, rank: Ints) -> Floats:
+        """[columns, places]: rows of ranks, which have these places among layers and ranks, over
+        the mean of their layer; NaN where there was no such rank, or no rows."""
+        return _parts(self.rows[name][:, layer, rank], self.rows[EVEN][:, layer, rank])
 
     def _sum(self, names: tuple[str, ...]) -> Floats:
         total: Floats = np.sum([self.sums[name] for name in names], axis=0)
@@ -90,6 +105,10 @@ def read_spreads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS
         np.add.at(found.number, at, 1)
         for name, sums in found.sums.items():
             np.add.at(sums, at, table.column(name).to_numpy()[chosen])
+        if chosen.any():
+            words = ("rows", "ranks")
+            rows = [side_by_side(table, name, directory, words)[chosen] for name in BY_RANK]
+            _add_rows(found.rows, at, rows, directory)
     return found
 
 
@@ -104,4 +123,23 @@ def _empty(steps: Ints, layers: Ints, max_columns: int) -> Spreads:
         last_step=steps[edges[1:] - 1],
         number=np.zeros(shape),
         sums={name: np.zeros(shape) for name in FIGURES},
+        rows={name: np.zeros((*shape, 0)) for name in (*BY_RANK, EVEN)},
     )
+
+
+def _add_rows(
+    found: dict[str, Floats], at: tuple[Ints, Ints], rows: list[Floats], directory: Path
+) -> None:
+    """Add the lists of `BY_RANK` at these columns and layers; there may be more ranks than ever."""
+    before, after = rows
+    if before.shape != after.shape:
+        raise StoreError(
+            f"'{directory}' holds rows of {before.shape[1]} ranks before copies and of "
+            f"{after.shape[1]} after: they are damaged, remove it"
+        )
+    ranks, even = before.shape[1], before.mean(axis=1, keepdims=True)
+    for name, one in zip((*BY_RANK, EVEN), (before, after, even), strict=True):
+        more = ranks - found[name].shape[2]
+        if more > 0:
+            found[name] = np.pad(found[name], ((0, 0), (0, 0), (0, more)))
+        np.add.at(found[name][..., :ranks], at, one)

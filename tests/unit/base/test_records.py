@@ -53,6 +53,7 @@ def test_a_damaged_part_is_named(columns: dict[str, object], says: str, tmp_path
     ("counts", "says"),
     [
         ([[1, 2], [3]], "unequal numbers"),
+        ([[1, 2, 3], [4]], "unequal numbers"),
         ([[1, 2], [3, -1]], "below 0"),
         ([[], []], "of no experts"),
     ],

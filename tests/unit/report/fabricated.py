@@ -223,7 +223,8 @@ class Fabric:
         """Figures that are functions of step and layer: tests work them out again."""
         return [
             {
-                "step": step, "layer": layer, "busiest_before": 1.5 + 0.1 * layer + 0.02 * step,
+                "step": step, "layer": layer, **self._rows(step, layer),
+                "busiest_before": 1.5 + 0.1 * layer + 0.02 * step,
                 "busiest_after": 1.1, "std_before": 40.0 * (layer + 1), "std_after": 10.0,
                 "copies": 2, "bytes_moved": 3 << 20, "planning_s": 1e-3 / 3,
                 "landing_s": 1e-4 * step, "return_s": 2e-4 * step, "forward_s": 4e-3,
@@ -233,6 +234,15 @@ class Fabric:
             }
             for layer in range(self.story.layers)
         ]  # fmt: skip
+
+    def _rows(self, step: int, layer: int) -> dict[str, list[int]]:
+        """By rank: one has more than a thousand, and gives half of that to the next."""
+        ranks, more = self.story.ranks, 10 * step * (layer + 1)
+        before, after = [1000] * ranks, [1000] * ranks
+        before[layer % ranks] += more
+        for rank in (layer, layer + 1):
+            after[rank % ranks] += more // 2
+        return {"rows_before": before, "rows_after": after}
 
     def _write_facts(self) -> None:
         story = self.story

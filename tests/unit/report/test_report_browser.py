@@ -235,13 +235,23 @@ def test_the_predicted_step_is_drawn(show: Open, tmp_path: Path) -> None:
 def test_balance_is_drawn(show: Open, tmp_path: Path) -> None:
     run = RunFacts.read(fabricate(tmp_path / "run", steps=30, layers=5, balanced=True))
     browser = show(page.render(run))
-    for chart in ("home", "copies", "ratio", "made", "waiting", "model"):
+    by_layer = ("home", "copies", "ratio", "made", "bytes", "deciding", "waiting", "model")
+    heats = dict.fromkeys(by_layer, 5) | {"ranks-home": 10, "ranks-copies": 10}
+    for chart, rows in heats.items():
         [heat] = traces(browser, f"balance-{chart}")
-        assert (heat["type"], heat["rows"], heat["cells"]) == ("heatmap", 5, 5 * 30), chart
+        assert (heat["type"], heat["rows"], heat["cells"]) == ("heatmap", rows, rows * 30), chart
     assert points(browser, "balance-expected") == [30] * 4
     browser.execute_script("Plotly.Fx.hover('balance-waiting', {xval: 10, yval: 3})")
     hover = browser.find_element("css selector", "#balance-waiting .hoverlayer").text
     assert ("layer 3, step 10" in hover, "3.00 ms" in hover) == (True, True)
+    browser.execute_script("Plotly.Fx.hover('balance-ranks-home', {xval: 10, yval: 7})")
+    hover = browser.find_element("css selector", "#balance-ranks-home .hoverlayer").text
+    assert ("layer 3, rank 1, step 10" in hover, "1.17x the mean" in hover) == (True, True)
+    named = browser.execute_script(
+        "return [...document.querySelectorAll('#balance-ranks-home .ytick text')]"
+        ".map((one) => one.textContent)"
+    )
+    assert sorted(named) == [f"layer {at}, rank {rank}" for at in range(5) for rank in range(2)]
     assert_silent(browser)
 
 

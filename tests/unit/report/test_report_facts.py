@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fabricated import LOADS, START_S, fabricate
+from fabricated import BALANCE, LOADS, START_S, fabricate
 
 from moesaic.base.errors import StoreError
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunFacts
 from moesaic.report.loads import read_loads
-from moesaic.report.spreads import read_spreads
+from moesaic.report.spreads import FIGURES, read_spreads
 from moesaic.report.summary import summary
 from moesaic.train.directory import note_end
 
@@ -45,6 +45,19 @@ def write_loads(directory: Path, rows: dict[tuple[int, int], list[int]]) -> None
         for (step, layer), counts in rows.items()
     )
     writer.flush()
+
+
+def write_rows(directory: Path, *parts: dict[tuple[int, int], tuple[list[int], list[int]]]) -> Path:
+    """Rows by rank before and after, of steps and layers, each part by a start of its own."""
+    for part in parts:
+        writer = RecordWriter(directory, BALANCE)
+        writer.add(
+            {"step": step, "layer": layer, "rows_before": before, "rows_after": after,
+             **dict.fromkeys(FIGURES, 1.0)}
+            for (step, layer), (before, after) in part.items()
+        )  # fmt: skip
+        writer.flush()
+    return directory
 
 
 def test_whole_run(tmp_path: Path) -> None:
@@ -277,5 +290,52 @@ def test_spreads_are_read_in_bounded_memory(tmp_path: Path) -> None:
     assert few.by_layer("busiest_before")[1] == pytest.approx(1.6 + 0.02 * np.mean(range(1, 23)))
     assert few.by_step("copies").tolist() == [4] * 5
     assert few.ratio(("std_before",), ("std_after",), 0).tolist() == [4, 8]
+    assert {rows.shape for rows in few.rows.values()} == {(5, 2, 2)}
+    # Steps 9 to 13; rank 0 of layer 0 has more, and rank 1 of layer 1.
+    assert few.rows["rows_before"][2].tolist() == [[5550, 5000], [5000, 6100]]
+    assert few.rows["rows_after"][2].tolist() == [[5275, 5275], [5550, 5550]]
+    places = np.array([0, 1, 1]), np.array([0, 0, 1])
+    assert few.by_rank("rows_before", *places)[2].tolist() == [
+        5550 / 5275, 5000 / 5550, 6100 / 5550,
+    ]  # fmt: skip
     assert read_spreads(directory / "balance", 0) is None
     assert read_spreads(directory / "nowhere", 22) is None
+
+
+def test_rows_by_rank_of_a_run_that_went_on_with_other_ranks(tmp_path: Path) -> None:
+    """What stands in `docs/train.md`: --set layout.ep=4 --resume."""
+    two: dict[tuple[int, int], tuple[list[int], list[int]]] = {
+        (3, 0): ([8, 0], [8, 0]),  # Done again; what counts need not come first.
+        **{(step, 0): ([6, 2], [4, 4]) for step in (1, 2)},
+    }
+    four = {(step, 0): ([8, 0, 4, 4], [5, 3, 4, 4]) for step in (3, 4)}
+    alone = {(5, 0): ([0], [0])}
+    spreads = read_spreads(write_rows(tmp_path, two, four, alone), last_step=5)
+    assert spreads is not None
+    ranks = np.arange(4)
+    assert spreads.by_rank("rows_before", 0 * ranks, ranks) == pytest.approx(
+        np.array([[1.5, 0.5, *[np.nan] * 2]] * 2 + [[2, 0, 1, 1]] * 2 + [[np.nan] * 4]), nan_ok=True
+    )
+    few = read_spreads(tmp_path, last_step=4, max_columns=1)
+    assert few is not None
+    # Of each rank over the steps that it was there.
+    assert few.by_rank("rows_before", 0 * ranks, ranks).tolist() == [[28 / 16, 4 / 16, 1, 1]]
+    assert few.by_rank("rows_after", 0 * ranks, ranks).tolist() == [[18 / 16, 14 / 16, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([([1, 2], [1, 2]), ([3], [3])], "rows of unequal numbers of ranks"),
+        ([([1, 2], [1, 2]), ([1, 2], [3])], "rows of unequal numbers of ranks"),
+        ([([1, 2], [3])], "rows of 2 ranks before copies and of 1 after"),
+        ([([], [])], "rows of no ranks"),
+        ([([1, 2], [4, -1])], "rows below 0"),
+    ],
+)
+def test_rows_by_rank_that_cannot_be_are_refused(
+    rows: list[tuple[list[int], list[int]]], says: str, tmp_path: Path
+) -> None:
+    write_rows(tmp_path, {(step, 0): one for step, one in enumerate(rows, 1)})
+    with pytest.raises(StoreError, match=says):
+        read_spreads(tmp_path, len(rows))

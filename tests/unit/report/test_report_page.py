@@ -84,7 +84,7 @@ def test_utilisation_in_hundredths_is_what_was_recorded(tmp_path: Path) -> None:
 def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) -> None:
     run = RunFacts.read(fabricate(tmp_path / "run", steps=20))
     text = page.render(run)
-    assert not {"busiest-rank", "expert-copies", *BY_LAYER} & set(figures_of(text))
+    assert not {"busiest-rank", "expert-copies", *BY_LAYER, *BY_RANK} & set(figures_of(text))
     assert "<h2>Balance</h2>" not in text
     assert summary(run)["balance"] is None
     asked = replace(
@@ -106,8 +106,9 @@ def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) ->
 
 BY_LAYER = {
     "balance-expected", "balance-home", "balance-copies", "balance-ratio", "balance-made",
-    "balance-waiting", "balance-model",
+    "balance-bytes", "balance-deciding", "balance-waiting", "balance-model",
 }  # fmt: skip
+BY_RANK = ("balance-ranks-home", "balance-ranks-copies")
 
 
 def test_balance_opens_with_whether_copies_paid(tmp_path: Path) -> None:
@@ -138,6 +139,9 @@ def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
     # Of two ranks, so that more than 2 is an odd record.
     assert heat["balance-home"]["zmax"] == heat["balance-copies"]["zmax"] == pytest.approx(2.1)
     assert heat["balance-model"]["zmax"] == 4
+    assert {cell for row in heat["balance-bytes"]["z"] for cell in row} == {3}
+    assert "MiB of each step" in text
+    assert heat["balance-deciding"]["z"][2][3] == pytest.approx(1 / 3, rel=1e-4)
     assert heat["balance-waiting"]["z"][0][9] == pytest.approx(3.0)
     assert heat["balance-model"]["z"][1][1] == pytest.approx(1.3)
     lines = {trace["name"]: trace["y"][1] for trace in figures["balance-expected"]["data"]}
@@ -153,6 +157,85 @@ def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
     ]  # fmt: skip
     for name in BY_LAYER:
         assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
+
+
+def test_balance_is_shown_rank_by_rank(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=9, ranks=3, balanced=True))
+    text = page.render(run)
+    figures = figures_of(text)
+    home, copied = (figures[name]["data"][0] for name in BY_RANK)
+    for trace in (home, copied):
+        assert trace["x"] == list(range(1, 10))
+        assert trace["y"] == [
+            f"layer {layer}, rank {rank}" for layer in range(3) for rank in range(3)
+        ]
+        assert trace["hovertemplate"].startswith("%{y}, step %{x}<br>")
+    # In step 5 rank 2 of layer 2 has 1150 rows, of 1050 on average, and rank 0 takes half of 150.
+    assert [row[4] for row in home["z"][6:]] == pytest.approx(
+        [1000 / 1050, 1000 / 1050, 1150 / 1050], rel=1e-4
+    )
+    assert [row[4] for row in copied["z"][6:]] == pytest.approx(
+        [1075 / 1050, 1000 / 1050, 1075 / 1050], rel=1e-4
+    )
+    scales = [
+        [figures[name]["data"][0][key] for key in ("zmin", "zmax", "colorscale")]
+        for name in (*BY_RANK, "balance-home", "balance-copies")
+    ]
+    assert scales == [scales[0]] * 4
+    assert scales[0][1] == 3
+    assert figures[BY_RANK[0]]["layout"]["yaxis"]["dtick"] == 1
+    subtitles = re.findall(r"rows over the mean of the layer; 1 is even([^<]*)<", text)
+    assert subtitles == [""]
+    for name in BY_RANK:
+        assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
+
+
+@pytest.mark.parametrize(
+    ("story", "shown", "every", "says"),
+    [
+        ({"layers": 32}, [(layer, 0) for layer in range(32)], 4, ""),
+        ({"layers": 40}, [(layer, 0) for layer in range(8, 40)], 4,
+         "; the 32 least even of 40 layers"),
+        ({"layers": 2, "ranks": 40}, [(1, 0)], 3, "; the least even of 2 layers"),
+        ({"layers": 70, "ranks": 66}, [(69, 0)], 4,
+         "; the least even of 70 layers; the 64 busiest of 66 ranks"),
+    ],
+)  # fmt: skip
+def test_no_more_ranks_than_can_be_told_apart(
+    story: dict[str, Any], shown: list[tuple[int, int]], every: int, says: str, tmp_path: Path
+) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=2, balanced=True, **story))
+    text = page.render(run)
+    figures = figures_of(text)
+    for name in BY_RANK:
+        figure = figures[name]
+        names = figure["data"][0]["y"]
+        assert len(names) == len(figure["data"][0]["z"]) <= 64
+        assert [one for one in names if one.endswith(" rank 0")] == [
+            f"layer {layer}, rank {rank}" for layer, rank in shown
+        ]
+        assert figure["layout"]["yaxis"]["dtick"] == every
+    subtitles = re.findall(r"(?:mean of the layer; 1 is even|on the same scale)(; [^<]*)<", text)
+    assert subtitles == [says] * 2 * bool(says)
+
+
+def test_the_busiest_of_many_ranks_are_shown(tmp_path: Path) -> None:
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=2, layers=66, ranks=66, balanced=True))
+    [home, _] = (figures_of(page.render(run))[name]["data"][0] for name in BY_RANK)
+    # Rank 65 of layer 65 has most; of the others, which are alike, the last ones are left out.
+    assert home["y"] == [f"layer 65, rank {rank}" for rank in (*range(63), 65)]
+    assert home["z"][-1][1] == max(max(row) for row in home["z"]) > 1
+
+
+def test_a_layer_that_was_not_there_all_the_time_is_blank(tmp_path: Path) -> None:
+    """As of a run whose rank 0 went on with another part of a pipeline."""
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=9, balanced=True))
+    assert run.spreads is not None
+    run.spreads.number[3, 1] = 0
+    text = page.render(run)
+    cells = figures_of(text)["balance-bytes"]["data"][0]["z"]
+    assert (cells[1][3], cells[1][4], cells[0][3]) == (None, 3, 3)
+    assert "MiB of each step" in text
 
 
 @pytest.mark.parametrize(

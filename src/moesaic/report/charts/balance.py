@@ -1,8 +1,9 @@
-"""What copies of experts made of uneven loads: the busiest rank's rows, how many copies, what they
-took of each layer, and what was expected of them."""
+"""What copies of experts made of uneven loads: rows of the busiest rank and of each one, how many
+copies, what they took of each layer, and what was expected of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from moesaic.report.charts.experts import MAX_UTILISATION, SCALE
 from moesaic.report.charts.figure import SERIES, Figure, Floats, column, curve, layout
 from moesaic.report.facts import RunFacts
 from moesaic.report.series import MAX_POINTS, sample, smooth
-from moesaic.report.spreads import Spreads
-from moesaic.report.wording import plural, size, stretch, three, time_unit, timing
+from moesaic.report.spreads import BY_RANK, Ints, Spreads
+from moesaic.report.wording import byte_unit, plural, size, stretch, three, time_unit, timing
 
 COMPUTED, WAITED = ("forward_s", "backward_s"), ("landing_s", "return_s")
 """Seconds of rank 0: of its experts, and of waiting because of copies."""
@@ -21,6 +22,10 @@ UPWARDS = [[0.0, "var(--load-1)"], [0.5, "var(--load-2)"], [1.0, "var(--load-4)"
 AROUND_ONE = {"zmin": 0, "zmax": MAX_UTILISATION, "colorscale": SCALE}
 RATIOS = {"zmin": 0, "zmax": 12, "colorscale": UPWARDS}
 """Of RB: 11 is the most that is published, and where ranks are all but even it has no end."""
+MAX_ROWS = 64
+"""Ranks of layers in one heat map."""
+_LABELS = 16
+"""Ranks of layers that can be told by name."""
 
 
 def figures(run: RunFacts) -> list[Figure]:
@@ -29,7 +34,7 @@ def figures(run: RunFacts) -> list[Figure]:
         return []
     found = [_busiest(run), _copies(run)]
     if run.spreads is not None:
-        found += [_expected(run.spreads), *_by_layer(run.spreads, run.plan.get("ep"))]
+        found += [_expected(run.spreads), *_over_steps(run.spreads, run.plan.get("ep"))]
     return found
 
 
@@ -106,8 +111,7 @@ def _expected(spreads: Spreads) -> Figure:
         one, other = (float(np.mean(values)) for values in pair)
         words.append(f"{name} {timing(one)} expected and {timing(other)} measured")
         lines += [(f"{name}, expected", pair[0], colour, "dot"), (name, pair[1], colour, "solid")]
-    known = np.concatenate([values[np.isfinite(values)] for _, values, _, _ in lines])
-    scale, unit = time_unit(float(known.max(initial=0.0)))
+    scale, unit = time_unit(max(_most(values) for _, values, _, _ in lines))
     x, data = (spreads.first_step + spreads.last_step) / 2, []
     for name, values, colour, dash in lines:
         if np.isfinite(values).any():
@@ -140,28 +144,106 @@ def busiest_scale(most: float, ranks: Any = None) -> dict[str, Any]:
     return {"zmin": 0, "zmax": end, "colorscale": [[at / end, colour] for at, colour in stops]}
 
 
-def _by_layer(spreads: Spreads, ranks: Any) -> list[Figure]:
-    """Heat maps of layers by steps, of so many `ranks`; without those that nothing is known of."""
-    home, copied = spreads.over("busiest_before"), spreads.over("busiest_after")
-    both = np.concatenate((home, copied))
-    busiest = busiest_scale(float(both[np.isfinite(both)].max(initial=0.0)), ranks)
-    waited_ms = 1e3 * spreads.over(*WAITED)
+@dataclass(frozen=True)
+class _Rows:
+    """What the rows of a heat map are."""
+
+    names: list[Any]
+    told: str
+    """All of them, in words."""
+    hover: str
+    """One of them, in a template."""
+    axis: dict[str, Any]
+
+
+def _over_steps(spreads: Spreads, ranks: Any) -> list[Figure]:
+    """Heat maps of layers and of their ranks, `ranks` in each, by steps; without those that nothing
+    is known of."""
+    layer, rank, left = _least_even(spreads)
+    busiest = [spreads.over(name) for name in ("busiest_before", "busiest_after")]
+    by_rank = [spreads.by_rank(name, layer, rank) for name in BY_RANK]
+    every = np.concatenate((*busiest, *by_rank), axis=1)
+    scale = busiest_scale(_most(every), ranks)
+    rows, even = _ranks(spreads, layer, rank), "rows over the mean of the layer; 1 is even"
     found = [
+        _heat(spreads, "balance-ranks-home", "Load by rank, at home", even + left, by_rank[0],
+              "x the mean", scale, rows),
+        _heat(spreads, "balance-ranks-copies", "Load by rank, with copies",
+              f"on the same scale{left}", by_rank[1], "x the mean", scale, rows),
         _heat(spreads, "balance-home", "Busiest rank, at home", "rows over the mean; 1 is even",
-              home, "x the mean", busiest),
+              busiest[0], "x the mean", scale),
         _heat(spreads, "balance-copies", "Busiest rank, with copies", "on the same scale",
-              copied, "x the mean", busiest),
-        _heat(spreads, "balance-ratio", "RB", "deviation at home over with copies; blank: even",
-              spreads.ratio(("std_before",), ("std_after",)), " times as even", RATIOS),
-        _heat(spreads, "balance-made", "Copies by layer", "made in each step",
-              spreads.over("copies"), " copies"),
+              busiest[1], "x the mean", scale),
+        *_of_copies(spreads),
+    ]  # fmt: skip
+    return [figure for figure in found if figure is not None]
+
+
+def _of_copies(spreads: Spreads) -> list[Figure | None]:
+    """What copies came to and what they took, by layers and steps."""
+    num_bytes = spreads.over("bytes_moved")
+    unit_bytes, unit = byte_unit(_most(num_bytes))
+    timed = [
         _heat(spreads, "balance-waiting", "Waiting for copies", "ms of each step on rank 0",
-              waited_ms, " ms"),
+              1e3 * spreads.over(*WAITED), " ms"),
         _heat(spreads, "balance-model", "Experts, measured over expected",
               "seconds of rank 0; 1 is as expected",
               spreads.ratio(COMPUTED, ("modelled_experts_s",)), "x", AROUND_ONE),
     ]  # fmt: skip
-    return [figure for figure in found if figure is not None]
+    return [
+        _heat(spreads, "balance-ratio", "RB", "deviation at home over with copies; blank: even",
+              spreads.ratio(("std_before",), ("std_after",)), " times as even", RATIOS),
+        _heat(spreads, "balance-made", "Copies by layer", "made in each step",
+              spreads.over("copies"), " copies"),
+        _heat(spreads, "balance-bytes", "Bytes moved",
+              f"{unit} of each step, both ways", num_bytes / unit_bytes,
+              f" {unit}"),
+        _heat(spreads, "balance-deciding", "Deciding on copies", "ms of each step on rank 0",
+              1e3 * spreads.over("planning_s"), " ms"),
+        *(replace(figure, span=6) for figure in timed if figure is not None),
+    ]  # fmt: skip
+
+
+def _least_even(spreads: Spreads) -> tuple[Ints, Ints, str]:
+    """The places among layers and ranks of what `MAX_ROWS` rows can show, the least even layers and
+    of more ranks than that the busiest, and what is to be said of it."""
+    rows = spreads.rows[BY_RANK[0]].sum(axis=0)
+    layers, ranks = rows.shape
+    uneven = np.argsort(-spreads.by_layer("busiest_before"), kind="stable")
+    layer = np.sort(uneven[: max(MAX_ROWS // ranks, 1)])
+    rank, left = np.arange(ranks), ""
+    if len(layer) < layers:
+        number = f"{len(layer)} " if len(layer) > 1 else ""
+        left = f"; the {number}least even of {plural(layers, 'layer')}"
+    if ranks > MAX_ROWS:
+        rank = np.sort(np.argsort(-rows[layer[0]], kind="stable")[:MAX_ROWS])
+        left += f"; the {MAX_ROWS} busiest of {ranks:,} ranks"
+    return np.repeat(layer, len(rank)), np.tile(rank, len(layer)), left
+
+
+def _most(values: Floats) -> float:
+    """Of what is known; 0 where nothing is."""
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def _layers(spreads: Spreads) -> _Rows:
+    number = len(spreads.layers)
+    axis = {"title": {"text": "layer", "standoff": 6}, "tickformat": "d"}
+    ticks = {"dtick": 1} if number <= 12 else {"nticks": 8}
+    return _Rows(spreads.layers.tolist(), plural(number, "layer"), "layer %{y}", axis | ticks)
+
+
+def _ranks(spreads: Spreads, layer: Ints, rank: Ints) -> _Rows:
+    """Ranks that have these places; of many, the first one of a layer is named."""
+    names = [
+        f"layer {one}, rank {other}"
+        for one, other in zip(spreads.layers[layer].tolist(), rank.tolist(), strict=True)
+    ]
+    layers = len(np.unique(layer))
+    block = len(names) // layers if layers > 1 else 1
+    every = 1 if len(names) <= _LABELS else block * -(-len(names) // (block * _LABELS))
+    told = f"{plural(len(names) // layers, 'rank')} of {plural(layers, 'layer')}"
+    return _Rows(names, told, "%{y}", {"type": "category", "tick0": 0, "dtick": every})
 
 
 def _heat(
@@ -172,17 +254,20 @@ def _heat(
     values: Floats,
     unit: str,
     scale: dict[str, Any] | None = None,
+    rows: _Rows | None = None,
 ) -> Figure | None:
-    known = values[np.isfinite(values)]
+    """Of [columns, rows], of layers unless other `rows` are said."""
+    known, wide = values[np.isfinite(values)], rows is not None
     if not len(known):
         return None
+    rows = rows or _layers(spreads)
     upwards = {"zmin": 0, "zmax": float(known.max()) or 1.0, "colorscale": UPWARDS}
     trace = {
         "type": "heatmap", "hoverongaps": False, **(scale or upwards),
         "x": column((spreads.first_step + spreads.last_step) / 2),
-        "y": spreads.layers.tolist(),
+        "y": rows.names,
         "z": [column(row) for row in values.T],
-        "hovertemplate": f"layer %{{y}}, step %{{x}}<br><b>%{{z:.3g}}</b>{unit}<extra></extra>",
+        "hovertemplate": f"{rows.hover}, step %{{x}}<br><b>%{{z:.3g}}</b>{unit}<extra></extra>",
         "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 5, "x": 1.01},
     }  # fmt: skip
     steps = stretch(int(spreads.steps[0]), int(spreads.steps[-1]))
@@ -190,20 +275,16 @@ def _heat(
         name,
         title,
         subtitle,
-        f"Heat map of {plural(len(spreads.layers), 'layer')} over {steps}: {title.lower()}, "
-        f"{three(float(known.mean()))} on average, {three(float(known.max()))} at the most.",
+        f"Heat map of {rows.told} over {steps}: {title.lower()}, "
+        f"{three(float(known.mean()))}{unit} on average, {three(float(known.max()))} at the most.",
         [trace],
         layout(
             hovermode="closest",
             showlegend=False,
             margin={"l": 46, "r": 12, "t": 8, "b": 40},
             xaxis={"showgrid": False},
-            yaxis={
-                "title": {"text": "layer", "standoff": 6}, "tickformat": "d", "showgrid": False,
-                "zeroline": False, "autorange": "reversed",
-                **({"dtick": 1} if len(spreads.layers) <= 12 else {"nticks": 8}),
-            },
+            yaxis={"showgrid": False, "zeroline": False, "autorange": "reversed", **rows.axis},
         ),
-        span=4,
-        height=min(max(12 * len(spreads.layers) + 90, 200), 420),
-    )  # fmt: skip
+        span=6 if wide else 4,
+        height=min(max(12 * len(rows.names) + 90, 200), 420),
+    )
