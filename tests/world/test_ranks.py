@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.dist.world import World
+from moesaic.testing.ranks import Ranks
+
 BUSY = """
 import os, sys
 from pathlib import Path
@@ -42,6 +45,37 @@ def test_busy_ranks_end_with_whoever_has_them(tmp_path: Path) -> None:
     finally:
         for process in filter(runs, busy):
             os.kill(process, 9)
+
+
+class Unreadable:
+    """Whoever unpickles it fails."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return (int, ("not a number",))
+
+
+def unreadable(world: World) -> object:
+    return Unreadable()
+
+
+def own_pid(world: World) -> tuple[int, int]:
+    return world.rank, os.getpid()
+
+
+def test_a_pool_works_again_after_an_answer_that_nobody_can_read_and_a_death_between_runs() -> None:
+    pool = Ranks()
+    try:
+        with pytest.raises(ValueError, match="not a number"):
+            pool.run(2, unreadable)
+        found = pool.run(2, own_pid)
+        assert [rank for rank, _ in found] == [0, 1]
+        os.kill(found[1][1], 9)
+        wait_for(lambda: not runs(found[1][1]))
+        again = pool.run(2, own_pid)
+        assert [rank for rank, _ in again] == [0, 1]
+        assert not {pid for _, pid in found} & {pid for _, pid in again}
+    finally:
+        pool.close()
 
 
 def written(place: Path) -> list[int]:

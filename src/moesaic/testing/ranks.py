@@ -4,7 +4,8 @@
 world, calls `function(world, *arguments)` on each, and returns the results by rank. Function and
 arguments are pickled: use functions of a module. A rank that raises, dies or overstays fails the
 call with its traceback; where one died or overstays, the pool starts afresh for the next call.
-Whatever they are at, they end with the process that has them.
+Whatever they are at, they end with the process that has them. They import the script that starts
+them, which has to be a file whose work stands under `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -63,36 +64,51 @@ class Ranks:
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 100.0
     ) -> list[Any]:
         """The results of `function(world, *arguments)` on ranks 0 to `size - 1`."""
+        if not all(process.is_alive() for process in self._processes):
+            self._start_afresh()
         self._grow(size)
         self._generation += 1
-        for rank, pipe in enumerate(self._pipes[:size]):
-            pipe.send((rank, size, self._generation, timeout_s, function, arguments))
+        try:
+            results, failures, intact = self._asked(size, timeout_s, function, arguments)
+        except BaseException:  # An interrupt, or what cannot be pickled: answers may be under way.
+            self._start_afresh()
+            raise
+        if not intact:
+            self._start_afresh()
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return results
+
+    def _asked(
+        self, size: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> tuple[list[Any], list[str], bool]:
+        """Results, what went wrong, and whether all processes are as they were."""
         results: list[Any] = [None] * size
         failures: list[str] = []
         intact = True
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(size)}
+        for pipe, rank in waiting.items():
+            pipe.send((rank, size, self._generation, timeout_s, function, arguments))
         end = time.monotonic() + timeout_s
         while waiting:
             ready: list[Any] = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 failures.append(f"ranks {sorted(waiting.values())} did not answer in time")
-                intact = False
-                break
+                return results, failures, False
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     ok, results[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     ok, intact, results[rank] = False, False, "the process died"
                 if not ok:
                     failures.append(f"rank {rank}: {results[rank]}")
                     end = min(end, time.monotonic() + 10)
-        if not intact:
-            self.close()
-            self._start()
-        if failures:
-            raise RankFailed("\n".join(failures))
-        return results
+        return results, failures, intact
+
+    def _start_afresh(self) -> None:
+        self.close()
+        self._start()
 
     def close(self) -> None:
         """End the processes."""

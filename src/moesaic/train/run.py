@@ -30,6 +30,7 @@ from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
 from moesaic.nn.context import NARROW, Context, computing_in
+from moesaic.policy.balance import stands_aside
 from moesaic.train import scale
 from moesaic.train.balancing import Balancer
 from moesaic.train.data import Batch, Samples
@@ -263,9 +264,7 @@ class Run:
         """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
         prices, config = self.plan.prices, self.job.balance
         asked = any(moe.balancer for _, moe in self.model.expert_layers())
-        why = policies.stands_aside(self.job, self.plan)
-        if config.policy == "none" or self.plan.ep == 1 or not self.job.model.experts:
-            why = None
+        why = stands_aside(self.job, self.plan)
         if prices is None or not (asked or self.rehoming):
             return None if why is None else f"balance: no copies, {why}"
         moves = f"; experts may move every {config.rehome_every} steps" if self.rehoming else ""

@@ -261,6 +261,28 @@ def test_settings_without_effect_are_told() -> None:
     assert job("train.validate_every=5", "data.validation_share=0.1").idle() == []
 
 
+PRICES = "balance.prices={rows_per_s=1e4, bytes_per_s=1e9, latency_s=0, hides=%s, handling_s=1e-9}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "idle"),
+    [
+        (['balance.policy="none"', "balance.copies=1", "balance.early=true"],
+         ['copies has no effect: balance.policy = "none"',
+          'early has no effect: balance.policy = "none"']),
+        (["balance.hottest=2"], ['hottest has no effect: balance.policy = "auto"']),
+        (['balance.policy="top-k-broadcast"', "balance.hottest=2"], []),
+        ([PRICES % "true", "balance.measure=true"],
+         ["measure has no effect: balance.prices says what copies cost"]),
+        ([PRICES % "false"],
+         ["prices.handling_s has no effect: balance.prices.hides = false"]),
+        (["balance.copies=1", "balance.measure=true"], []),
+    ],
+)  # fmt: skip
+def test_settings_of_balance_without_effect_are_told(sets: list[str], idle: list[str]) -> None:
+    assert job(*sets, "layout.ep=2").idle() == [f"balance.{one}" for one in idle]
+
+
 def test_every_key_is_documented() -> None:
     for key in keys.walk(Job):
         assert len(key.meaning) > 10, key

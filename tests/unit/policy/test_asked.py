@@ -21,6 +21,7 @@ from moesaic.policy.balance import (
     drift,
     levelled,
     pro_prophet,
+    stands_aside,
 )
 from moesaic.policy.balance.asked import _LATE
 from moesaic.policy.balance.compiled import compiled, heard
@@ -129,20 +130,25 @@ def test_mistakes(values: dict[str, object], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "tables", "wanted"),
+    ("policy", "tables", "wanted", "why"),
     [
-        ("auto", LONG, True),
-        ("auto", {"data": {"sequence": 8}}, False),
-        ("quota", {"data": {"sequence": 8}}, True),
-        ("none", LONG, False),
-        ("quota", {"layout": {"ep": 1}}, False),
-        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False),
-        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True),
+        ("auto", LONG, True, None),
+        ("auto", {"data": {"sequence": 8}}, False, "copies may pay from 256"),
+        ("quota", {"data": {"sequence": 8}}, True, None),
+        ("none", LONG, False, None),
+        ("quota", {"layout": {"ep": 1}}, False, None),
+        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
+         "experts have adapters"),
+        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
     ],
-)
-def test_who_is_asked_at_all(policy: str, tables: dict[str, object], wanted: bool) -> None:
+)  # fmt: skip
+def test_who_is_asked_at_all(
+    policy: str, tables: dict[str, object], wanted: bool, why: str | None
+) -> None:
     job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": {"policy": policy}})
     assert balances(job, planned(job, 2)) is wanted
+    said = stands_aside(job, planned(job, 2))
+    assert said is None if why is None else why in str(said)
 
 
 @pytest.mark.parametrize("follows", [True, False])

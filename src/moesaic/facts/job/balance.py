@@ -122,7 +122,7 @@ class BalanceConfig(Section):
         if self.replan_every > 1 and self.policy != "none" and not self.goes_by_the_past:
             raise ValueError(
                 f"balance.replan_every = {self.replan_every} with balance.policy = "
-                f'"{self.policy}", which decides by the rows at hand: remove it, take a policy that '
+                f'"{self.policy}", which decides by the rows at hand: remove it, take one that '
                 f"does not ({', '.join(LATE)}), or say balance.early = true"
             )
         return self

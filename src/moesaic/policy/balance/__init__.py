@@ -10,6 +10,7 @@ from moesaic.policy.balance.asked import (
     drift,
     homes_of,
     setting_of,
+    stands_aside,
 )
 from moesaic.policy.balance.best import Policy, auto
 from moesaic.policy.balance.homes import Moving, Rehomed, moving, rehomed, rehomes
@@ -26,5 +27,5 @@ __all__ = [
     "Asked", "Moving", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto",
     "balances", "busiest", "compiling", "copy_rows", "drift", "eplb", "evenly", "faster_moe",
     "homes_of", "levelled", "llep", "lp", "moving", "planned", "pro_prophet", "quota", "rehomed",
-    "rehomes", "rows", "setting_of", "times", "top_k_broadcast", "usual", "within",
+    "rehomes", "rows", "setting_of", "stands_aside", "times", "top_k_broadcast", "usual", "within",
 ]  # fmt: skip

@@ -145,13 +145,18 @@ def drift(before: Ints, now: Ints) -> float:
 
 def balances(job: Job, plan: Plan) -> bool:
     """Whether anything is to be balanced."""
-    uneven = job.balance.policy != "none" and plan.ep > 1 and bool(job.model.experts)
-    return uneven and stands_aside(job, plan) is None
+    return _may_balance(job, plan) and stands_aside(job, plan) is None
+
+
+def _may_balance(job: Job, plan: Plan) -> bool:
+    return job.balance.policy != "none" and plan.ep > 1 and bool(job.model.experts)
 
 
 def stands_aside(job: Job, plan: Plan) -> str | None:
     """Why nobody is asked though experts are shared out, for a person: experts that have adapters
     have no copies, and a policy that may choose leaves alone where there is little to do."""
+    if not _may_balance(job, plan):
+        return None
     finetune, train = job.finetune, job.train
     if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
         return "experts have adapters, which have no copies"

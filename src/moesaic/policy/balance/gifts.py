@@ -341,15 +341,17 @@ def _step_s(state: State, terms: Terms, number: int) -> tuple[float, float]:
     out_s = most * terms.expert_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     back_s = most * terms.gradient_bytes / terms.bytes_per_s + terms.latency_s * (most > 0)
     hidden = (experts + terms.beside_s) * terms.hides
-    handled = 0.0
+    each_s = 0.0
     if terms.handling_s > 0:
         through = 2 * _most(state.come) if terms.relays else _in_and_out(state.out, state.come)
-        handled = through * terms.handling_s
-    out_s = terms.forwards * max(handled * terms.expert_bytes, out_s - hidden)
-    back_s = max(handled * terms.gradient_bytes, back_s - 2 * hidden)
-    whole = terms.exchanges * exchange + terms.passes * experts + out_s + back_s
+        each_s = through * terms.handling_s
+    busy_out_s, busy_back_s = each_s * terms.expert_bytes, each_s * terms.gradient_bytes
+    handled = terms.forwards * busy_out_s + busy_back_s
+    exposed = terms.forwards * max(0.0, out_s - hidden - busy_out_s)
+    exposed += max(0.0, back_s - 2 * hidden - busy_back_s)
+    whole = terms.exchanges * exchange + terms.passes * experts + handled + exposed
     least = terms.mean / terms.rows_per_s + terms.matrices_s
-    return whole, terms.passes * least + out_s + back_s
+    return whole, terms.passes * least + handled + exposed
 
 
 @compiled
