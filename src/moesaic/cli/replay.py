@@ -75,7 +75,8 @@ def replay(
         flags.explain(ReplayConfig, explain, as_json)
         return 0
     directory = flags.need(run, "RUN", "replay")
-    config = flags.settings(ReplayConfig, _agreed(policy, sets or ()))
+    plain = [item.removeprefix("balance.") for item in sets or ()]  # As a job names them, too.
+    config = flags.settings(ReplayConfig, _agreed(policy, plain))
     facts = replayed(directory, config, screen.note if as_json else screen.say)
     if out is not None and not dry_run:
         flags.write("--out", out, screen.dumps(facts) + "\n")

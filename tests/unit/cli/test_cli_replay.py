@@ -250,6 +250,18 @@ def test_a_table_says_that_it_is_modelled(
     assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "auto"
 
 
+def test_settings_may_be_named_as_in_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
+    one, other = (
+        replay(capsys, str(tmp_path / "run"), "--set", f"{prefix}policy=llep")
+        for prefix in ("", "balance.")
+    )
+    assert one == other
+    assert one["policy"] == "llep"
+
+
 def test_a_policy_may_be_named_twice_if_it_is_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

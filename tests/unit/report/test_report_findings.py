@@ -411,6 +411,25 @@ def test_copies_that_cost_more_than_they_save(tmp_path: Path) -> None:
     assert ours.text.endswith('Say balance.policy = "none".')
 
 
+def test_prices_that_are_far_off(tmp_path: Path) -> None:
+    """Three layers take 13 ms each, and 10 are expected."""
+    near = {"modelled_experts_s": 5.3e-3}
+    assert "prices_off" not in {one.kind for one in judged(tmp_path / "near", spread=near)[1]}
+    for name, seconds, said in (("low", 5.1e-3, "15.3 ms"), ("high", 3.3e-2, "99.0 ms")):
+        spread = {"modelled_experts_s": seconds}
+        _, others = judged(tmp_path / name, spread=spread)
+        (found,) = (one for one in others if one.kind == "prices_off")
+        assert found.severity == "warning"
+        assert found.title.endswith(f"experts took rank 0 39.0 ms a step, and {said} by them")
+        assert "Say balance.prices, or plan with what `moesaic probe` finds here" in found.text
+    given = {"prices": {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 0.0}}
+    _, others = judged(tmp_path / "given", spread=spread, settings=given)
+    (found,) = (one for one in others if one.kind == "prices_off")
+    assert "Leave out balance.prices, or correct what" in found.text
+    dark = {**spread, "forward_s": float("nan")}
+    assert "prices_off" not in {one.kind for one in judged(tmp_path / "dark", spread=dark)[1]}
+
+
 def test_copies_of_which_little_is_known(tmp_path: Path) -> None:
     """On a GPU no clock tells; and steps may be recorded without their layers."""
     nothing = dict.fromkeys(("landing_s", "return_s"), float("nan"))

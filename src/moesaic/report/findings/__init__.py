@@ -26,6 +26,7 @@ def find(run: RunFacts) -> list[Finding]:
         learning.overfitting(run.validations),
         speed.slow_steps(run.steps, run.parts, run.checkpoints, run.validations),
         balance.did_not_pay(run),
+        balance.prices_off(run),
         prediction.off(run.prediction),
         speed.slowest_phase(run.steps, run.parts[-1].device if run.parts else "", run.setting),
     ]

@@ -13,6 +13,8 @@ from moesaic.report.wording import percent, three, timing
 
 EVEN = 1.1
 """Rows of the busiest rank over the mean up to which loads count as even."""
+_FAR_OFF = 2.5
+"""As many times what is expected, or less than that part of it, is no matter of a noisy machine."""
 _NONE = 'say balance.policy = "none"'
 _MEASURE = (
     ", or have prices measured (balance.measure = true, where neither the job nor a plan says any)"
@@ -62,6 +64,33 @@ def did_not_pay(run: RunFacts) -> Finding | None:
     """The same where something should be done about it."""
     found = verdict(run)
     return None if found is None or found.severity == "note" else found
+
+
+def prices_off(run: RunFacts) -> Finding | None:
+    """Experts that took far more or less than policies counted on, where a clock tells."""
+    spreads = run.spreads
+    if spreads is None:
+        return None
+    names = "forward_s", "backward_s", "modelled_experts_s"
+    forward_s, backward_s, expected_s = (
+        float(spreads.sums[name].sum()) / len(spreads.steps) for name in names
+    )
+    took_s = forward_s + backward_s
+    if not (np.isfinite(took_s) and took_s > 0 and expected_s > 0):
+        return None
+    if 1 / _FAR_OFF <= took_s / expected_s <= _FAR_OFF:
+        return None
+    title = (
+        f"Balance counts on prices that are off: experts took rank 0 {timing(took_s)} a step, and "
+        f"{timing(expected_s)} by them"
+    )
+    asked = run.setting("balance.prices") is not None
+    remedy = "Leave out balance.prices, or correct" if asked else "Say balance.prices, or plan with"
+    text = (
+        f"Whether copies pay is decided, and told, by prices. {remedy} what `moesaic probe` finds "
+        "here; a machine that others use at times has no steady ones."
+    )
+    return Finding("prices_off", "warning", title, text)
 
 
 def _told(run: RunFacts) -> _Told | None:
