@@ -94,11 +94,15 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     assert process.returncode == 0, err
     facts = json.loads(out)
     assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
-    first, engines, *others = err.splitlines()
+    first, engines, balance, *others = err.splitlines()
     shared = "experts over 2, tokens once to each expert, dense parameters on every rank"
     assert first == f"plan: 2 ranks, {shared}"
     by = r"(oneDNN \(torch\.mm where [a-z0-9 ]+\)|torch\.mm), one by one"
     assert re.fullmatch(rf"experts: {by}; tokens carried by memory", engines)
+    assert re.fullmatch(
+        r"balance: no copies, a rank has \d+ rows of a layer at a time, and copies may pay from 256",
+        balance,
+    )
     assert all(line.startswith("step ") for line in others)
     assert (place / "run" / "report.html").is_file()
     for rank in (0, 1):
