@@ -35,7 +35,7 @@ from moesaic.policy import balance as policies
 from moesaic.train import machines
 from moesaic.train.spread import Spread
 
-_SLOTS, _ROWS, _TIMES = 4, (32, 96, 384), 5
+_SLOTS, _ROWS, _TIMES = 4, (32, 96, 384), 11
 """Experts that are tried, their rows each, and how often."""
 _EXCHANGED_BYTES = (1 << 10, 1 << 20, 4 << 20, 16 << 20)
 """By a rank, to others."""
