@@ -243,8 +243,6 @@ class Job(Section):
             ]
             if self.balance.policy not in ("none", "auto"):
                 found.append("balance.policy has no effect: every rank has all experts")
-        else:
-            found += self.balance.idle()
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found
@@ -252,6 +250,8 @@ class Job(Section):
     def idle(self) -> list[str]:
         """A sentence for each setting that was given and has no effect in this job."""
         found = self._idle_finetune() + self._idle_layout()
+        if self.layout.ep > 1:
+            found += self.balance.idle()
         if not self.model.experts:
             given = sorted(self.routing.model_fields_set)
             found += [f"routing.{key} has no effect: the model is dense" for key in given]
