@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks import balance_policies, balance_simulated, break_even, early, measure
-from benchmarks.layer import PATIENCE_S, in_turn
+from benchmarks.layer import in_turn
 from benchmarks.natural import least_even, trained
 from benchmarks.skewed import (
     ALONE,
@@ -33,6 +32,7 @@ from benchmarks.skewed import (
     alone_of,
     layer_of,
     moe_of,
+    on_ranks,
     prices_of,
 )  # fmt: skip
 from moesaic.dist.exchange import Carrier
@@ -42,8 +42,7 @@ from moesaic.facts.job.balance import Policy
 from moesaic.nn.bank import Bank
 from moesaic.nn.routes import Routes
 from moesaic.policy.balance import lp, quota, setting_of
-from moesaic.testing.hosts import impossible, met, two_hosts
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.hosts import impossible, met
 from moesaic.train import balancing
 
 OURS = "auto"
@@ -72,14 +71,9 @@ def on_one_host(rounds: int) -> Iterator[measure.Row]:
     learnt = {experts: least_even(trained(experts, 2))[-1] for experts in EXPERTS}
     for experts in EXPERTS:
         for skew in SKEWS:
-            pool = Ranks()
-            try:
-                work = Work(skew, experts, learnt[experts])
-                found = pool.run(RANKS, taken, work, rounds, os.getpid(), timeout_s=PATIENCE_S)
-            finally:
-                pool.close()
+            found = on_ranks(taken, Work(skew, experts, learnt[experts]), rounds)
             title = f"two ranks, {experts} experts, {skew.name}"
-            yield from _rows(title, skew.bar, found[0], rounds, ">= 0.95")
+            yield from _rows(title, skew.bar, found, rounds, ">= 0.95")
 
 
 def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
@@ -93,16 +87,9 @@ def on_two_hosts(rounds: int) -> Iterator[measure.Row]:
                     title, None, "ratio", bar=">= 1.0", against=f"untried: {hindrance}", repeats=0
                 )
                 continue
-            with two_hosts(1000) as hosts:
-                pool = Ranks()
-                try:
-                    work = Work(skew, experts, None, apart=True)
-                    found = pool.run(
-                        RANKS, taken, work, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S
-                    )
-                finally:
-                    pool.close()
-            yield from _rows(title, ">= 0.99", found[0], rounds, "")
+            work = Work(skew, experts, None, apart=True)
+            found = on_ranks(taken, work, rounds, megabits=1000)
+            yield from _rows(title, ">= 0.99", found, rounds, "")
 
 
 def model(rounds: int) -> Iterator[measure.Row]:
@@ -115,15 +102,7 @@ def model(rounds: int) -> Iterator[measure.Row]:
                 against=f"untried: {hindrance}", repeats=0,
             )  # fmt: skip
             continue
-        with two_hosts(megabits) if megabits else nullcontext() as hosts:
-            pool = Ranks()
-            try:
-                found = pool.run(RANKS, modelled, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S)[
-                    0
-                ]
-            finally:
-                pool.close()
-        assert found is not None
+        found = on_ranks(modelled, rounds, megabits=megabits)
         for what, bar in (("experts", "<= 0.05"), ("links", "<= 0.1")):
             errors = {
                 name: abs(foretold_s / found.measured_s(name) - 1)

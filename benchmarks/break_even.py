@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure, skewed
-from benchmarks.layer import PATIENCE_S, in_turn
+from benchmarks.layer import in_turn
 from moesaic.dist.world import World
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.facts.job import BalanceConfig
 from moesaic.policy.balance import setting_of, times, within
-from moesaic.testing.hosts import impossible, met, two_hosts
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.hosts import impossible, met
 from moesaic.train import balancing
 
 EXPERTS, MEGABITS = 16, 200
@@ -42,16 +41,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     if hindrance:
         yield measure.row(name, None, "ratio", bar="", against=f"untried: {hindrance}", repeats=0)
         return
-    with two_hosts(MEGABITS) as hosts:
-        pool = Ranks()
-        try:
-            found = pool.run(
-                skewed.RANKS, _measured, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S
-            )[0]
-        finally:
-            pool.close()
-    assert found is not None
-    yield compared(name, *found)
+    yield compared(name, *skewed.on_ranks(_measured, rounds, megabits=MEGABITS))
 
 
 def compared(name: str, foretold: int | None, hot: Ints, gains: np.ndarray) -> measure.Row:

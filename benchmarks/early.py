@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from benchmarks import measure
-from benchmarks.layer import PATIENCE_S, in_turn
-from benchmarks.skewed import RANKS, TOKENS, Chosen, Skew, Work
+from benchmarks.layer import in_turn
+from benchmarks.skewed import RANKS, TOKENS, Chosen, Skew, Work, on_ranks
 from benchmarks.training import Ours, olmoe
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.testing.hosts import impossible, met, two_hosts
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.hosts import impossible, met
 from moesaic.train import balancing
 
 EXPERTS, MEGABITS, SEQUENCE, LAYERS = 16, 1000, 512, 4
@@ -40,13 +39,7 @@ def rows(rounds: int) -> Iterator[measure.Row]:
     if hindrance:
         yield measure.row(title, None, "ratio", bar="", against=f"untried: {hindrance}", repeats=0)
         return
-    with two_hosts(MEGABITS) as hosts:
-        pool = Ranks()
-        try:
-            found = pool.run(RANKS, _timed, rounds, os.getpid(), hosts, timeout_s=PATIENCE_S)[0]
-        finally:
-            pool.close()
-    times, kept_ms = found
+    times, kept_ms = on_ranks(_timed, rounds, megabits=MEGABITS)
     shape = f"{LAYERS} layers, {EXPERTS} experts, {TOKENS} tokens a rank, a core each"
     for one, other in ((EXACT, NONE), (EARLY, NONE), ("pro-prophet", NONE), (EARLY, EXACT)):
         ratio, interval = times.ratio(of=other, to=one)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.layer import plan_of
+from benchmarks.layer import PATIENCE_S, plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
@@ -26,6 +28,8 @@ from moesaic.nn.router import Router, Routing
 from moesaic.nn.routes import Routes
 from moesaic.policy import dispatch
 from moesaic.policy.balance import Asked, Moving, Rank, auto, rehomed, setting_of, usual
+from moesaic.testing.hosts import two_hosts
+from moesaic.testing.ranks import Ranks
 from moesaic.train import balancing
 from moesaic.train.assemble import ranks_of
 
@@ -38,6 +42,19 @@ MOVED = "experts moved for good"
 MOVES_EVERY = 10
 _STEPS = 40
 """Of choices, which a layer takes in turn."""
+
+
+def on_ranks(function: Callable[..., Any], *arguments: Any, megabits: int = 0) -> Any:
+    """What the first of two ranks returns of `function(world, *arguments, this process, hosts)`; on
+    two hosts that a link of so many Mbit/s joins, or, without one, on this one (None)."""
+    with two_hosts(megabits) if megabits else nullcontext() as hosts:
+        pool = Ranks()
+        try:
+            return pool.run(RANKS, function, *arguments, os.getpid(), hosts, timeout_s=PATIENCE_S)[
+                0
+            ]
+        finally:
+            pool.close()
 
 
 class Skew(NamedTuple):
