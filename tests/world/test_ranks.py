@@ -84,9 +84,11 @@ def written(place: Path) -> list[int]:
 
 
 def runs(process: int) -> bool:
-    """Whether it is there; what has ended and nobody has asked after is not."""
+    """Whether it or a thread of it is there; what has ended and nobody has asked after is not."""
+    place = Path(f"/proc/{process}")
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ended = (place / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended or len(list((place / "task").iterdir())) > 1
     except FileNotFoundError:
         return False
 

@@ -64,7 +64,7 @@ class Ranks:
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 100.0
     ) -> list[Any]:
         """The results of `function(world, *arguments)` on ranks 0 to `size - 1`."""
-        if not all(process.is_alive() for process in self._processes):
+        if any(pipe.poll() for pipe in self._pipes):  # Nothing is asked: one has closed its end.
             self._start_afresh()
         self._grow(size)
         self._generation += 1
