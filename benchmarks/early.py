@@ -28,7 +28,8 @@ EXPERTS, MEGABITS, SEQUENCE, LAYERS = 16, 1000, 512, 4
 NONE, EXACT, EARLY = "none", "quota", "quota, early"
 CONTENDERS: dict[str, dict[str, Any]] = {
     NONE: {"policy": "none"}, EXACT: {"policy": "quota"},
-    EARLY: {"policy": "quota", "early": True}, "pro-prophet": {"policy": "pro-prophet"},
+    EARLY: {"policy": "quota", "early": True},
+    "pro-prophet": {"policy": "pro-prophet", "as_published": True},
 }  # fmt: skip
 
 

@@ -245,7 +245,7 @@ def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
-        config = BalanceConfig.model_validate({"policy": name})
+        config = BalanceConfig.model_validate({"policy": name, "as_published": True})
         policy = Asked(config, _setting(job, plan, config, prices))
         policy.prepare()
         moe.balancer = balancing.Balancer(policy)

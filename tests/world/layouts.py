@@ -41,13 +41,13 @@ def sparing(cases: Sequence[Any], every: int) -> list[Any]:
     ]
 
 
-FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0}
+FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "hides": True}
 """Prices at which any row that moves from a busy rank to an idle one pays."""
 ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "least_rows": 1}
 """Of a balance that makes copies in a tiny job."""
 IN_PARTS: dict[str, Any] = {
     **ASKING, "early": True, "copies": 3,
-    "prices": {"rows_per_s": 700.0, "bytes_per_s": 1e6, "latency_s": 0.0},
+    "prices": {"rows_per_s": 700.0, "bytes_per_s": 1e6, "latency_s": 0.0, "hides": True},
 }  # fmt: skip
 """Of one whose copies pay, and are more than travel between two layers of a tiny job, so that
 others leave under experts of the layer before."""

@@ -257,6 +257,9 @@ def _close(out: Path, as_json: bool) -> None:
             f"  a step took {ratio:.2f} times what the plan predicted, in the median without the "
             "first three"
         )
+    copies = (facts["balance"] or {}).get("verdict")
+    if copies is not None:
+        screen.say(f"  {copies['title'][0].lower()}{copies['title'][1:]}")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.say(f"  {name:<11} {value}")

@@ -277,6 +277,8 @@ PRICES = "balance.prices={rows_per_s=1e4, bytes_per_s=1e9, latency_s=0, hides=%s
         ([PRICES % "false"],
          ["prices.handling_s has no effect: balance.prices.hides = false"]),
         (["balance.copies=1", "balance.measure=true"], []),
+        (["balance.as_published=true"], ['as_published has no effect: balance.policy = "auto"']),
+        (['balance.policy="eplb"', "balance.as_published=true"], []),
     ],
 )  # fmt: skip
 def test_settings_of_balance_without_effect_are_told(sets: list[str], idle: list[str]) -> None:

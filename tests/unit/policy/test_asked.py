@@ -104,6 +104,27 @@ def test_rows_at_hand_are_split_over_copies_that_are_kept() -> None:
     assert prophet(hot(3)).diverted.tolist() == at_copies(hot(3), copies).diverted.tolist()
 
 
+@pytest.mark.parametrize(
+    "policy", ["eplb", "lp", "llep", "faster-moe", "pro-prophet", "top-k-broadcast"]
+)
+def test_copies_that_cost_more_than_they_save_are_made_only_as_published(policy: str) -> None:
+    dear = {
+        "faster-moe": {"hides": False, "latency_s": 1.0},  # Of which it knows nothing.
+        "pro-prophet": {"hides": True, "handling_s": 1.0},  # Nor does it of this.
+    }
+    setting = SETTING._replace(**dear.get(policy, {"expert_bytes": 1e9}))
+    made = list[int]()
+    for how in ({"as_published": True}, {}):
+        asked = Asked(config(policy=policy, **how), setting)
+        asked(hot(2))
+        made.append(len(asked(hot(2)).copies))
+        cheap = Asked(config(policy=policy, **how), SETTING)
+        cheap(hot(2))
+        assert len(cheap(hot(2)).copies) > 0
+    assert made[0] > 0
+    assert made[1] == 0
+
+
 def test_those_that_go_by_the_past_are_known_to_jobs() -> None:
     assert set(LATE) == set(_LATE)
 

@@ -422,7 +422,7 @@ def test_prices_that_are_far_off(tmp_path: Path) -> None:
         assert found.severity == "warning"
         assert found.title.endswith(f"experts took rank 0 39.0 ms a step, and {said} by them")
         assert "Say balance.prices, or plan with what `moesaic probe` finds here" in found.text
-    given = {"prices": {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 0.0}}
+    given = {"prices": {"rows_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 0.0, "hides": True}}
     _, others = judged(tmp_path / "given", spread=spread, settings=given)
     (found,) = (one for one in others if one.kind == "prices_off")
     assert "Leave out balance.prices, or correct what" in found.text

@@ -16,6 +16,9 @@ Policy = Literal[
 LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
 """Those that always decide on copies by rows of the time before."""
 
+CAREFUL: tuple[Policy, ...] = ("none", "auto", "quota")
+"""Those that by themselves make no copies that are modelled to cost more than they save."""
+
 _OF_COPIES = {"copies", "copies_sent", "hottest", "least_rows", "early"}
 
 _LIMITED = ("none", "auto", "quota", "eplb", "lp", "llep")
@@ -34,7 +37,7 @@ class Prices(Section):
     matrices_s: float = Field(default=0.0, ge=0)
     """Seconds that a rank's experts take forward beside that, however few rows there are: reading
     their matrices."""
-    hides: bool = True
+    hides: bool
     """Whether copies travel while ranks compute, as over a network or between GPUs; false: ranks
     move bytes themselves, as within a host's memory, and do nothing else then, so that what travels
     takes half of its time from who sends it and half from who gets it."""
@@ -62,10 +65,13 @@ class BalanceConfig(Section):
     policy: Policy = "auto"
     """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
     none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
-    `hottest` to everyone, whatever it costs. eplb: as many on every rank as `copies` says, by the
-    rows of the time before. lp: likewise, with the rows at hand split so that the busiest rank has
-    the least. auto: whichever of these is modelled best by the rows at hand, quota's where the
-    model could not tell them apart, and none where a rank has few rows."""
+    `hottest` to everyone. eplb: as many on every rank as `copies` says, by the rows of the time
+    before. lp: likewise, with the rows at hand split so that the busiest rank has the least. auto:
+    whichever of these is modelled best by the rows at hand, quota's where the model could not tell
+    them apart, and none where a rank has few rows. None makes copies that are modelled to cost more
+    than they save by the rows that it decides by, unless `as_published` says so."""
+    as_published: bool = False
+    """Others than auto and quota: make their copies whatever they are modelled to cost."""
     copies: int | None = Field(default=None, ge=0)
     """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
     of its own, for eplb and lp one, and any number else. pro-prophet, faster-moe and
@@ -137,6 +143,8 @@ class BalanceConfig(Section):
             ]
         elif self.policy != "top-k-broadcast" and "hottest" in given:
             found.append(f'balance.hottest has no effect: balance.policy = "{self.policy}"')
+        if self.as_published and self.policy in CAREFUL:
+            found.append(f'balance.as_published has no effect: balance.policy = "{self.policy}"')
         if self.prices is not None:
             if self.measure:
                 found.append("balance.measure has no effect: balance.prices says what copies cost")

@@ -12,9 +12,10 @@ import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job.balance import CAREFUL
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
-from moesaic.policy.balance.best import Policy, auto
+from moesaic.policy.balance.best import Policy, auto, careful
 from moesaic.policy.balance.halves import leave_ahead
 from moesaic.policy.balance.model import at_copies
 from moesaic.policy.balance.prophet import pro_prophet
@@ -124,7 +125,8 @@ def _named(config: BalanceConfig) -> Policy:
         "eplb": partial(eplb, each=1 if config.copies is None else config.copies),
         "lp": partial(lp, each=1 if config.copies is None else config.copies),
     }  # fmt: skip
-    return named[config.policy]
+    policy = named[config.policy]
+    return policy if config.as_published or config.policy in CAREFUL else careful(policy)
 
 
 _LATE: dict[str, Spreading] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moesaic.facts.balance import Balance, Ints, Setting
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.policy.balance.model import times
 from moesaic.policy.balance.prophet import pro_prophet
 from moesaic.policy.balance.quota import even_s, quota
@@ -45,6 +45,18 @@ def auto(counts: Ints, setting: Setting) -> Balance:
     found.append(levelled(counts, setting, best.copies))
     fitting = [best, *(balance for balance in found if _fits(balance, setting))]
     return min(fitting, key=lambda balance: times(counts, setting, balance).whole)
+
+
+def careful(policy: Policy) -> Policy:
+    """The same, but no copies where its own are modelled to take longer than none."""
+
+    def decided(counts: Ints, setting: Setting) -> Balance:
+        found, alone = policy(counts, setting), unchanged()
+        if not len(found.copies):
+            return found
+        return min((found, alone), key=lambda balance: times(counts, setting, balance).whole)
+
+    return decided
 
 
 def _fits(balance: Balance, setting: Setting) -> bool:

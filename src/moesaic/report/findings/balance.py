@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moesaic.facts.job.balance import CAREFUL
 from moesaic.report.facts import RunFacts
 from moesaic.report.findings.finding import Finding
 from moesaic.report.wording import percent, three, timing
@@ -158,7 +159,7 @@ def _remedy(run: RunFacts) -> str:
 
 def _is_ours(run: RunFacts) -> bool:
     """Whether the policy makes all copies that are modelled to pay, and no others."""
-    return run.setting("balance.policy") in (None, "auto", "quota")
+    return run.setting("balance.policy") in (None, *CAREFUL)
 
 
 def _no_copies(run: RunFacts) -> Finding:
@@ -174,6 +175,8 @@ def _no_copies(run: RunFacts) -> Finding:
         else "by the prices at hand none would have paid"
         if _is_ours(run)
         else f"{run.setting('balance.policy')} asked for none"
+        if run.setting("balance.as_published")
+        else f"{run.setting('balance.policy')} asked for none that would have paid"
     )
     return Finding("no_copies", "note", "No copies were made", f"{text}; {why}.")
 
