@@ -77,15 +77,18 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
 def _grouped_mm_into(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
 ) -> None:
-    start = 0
+    start, numbers = 0, counts.tolist()
+    if transposed and vectors.serves(rows, weight, numbers):
+        vectors.multiply(rows, weight, numbers, out)
+        return
     if rows.device.type != "cpu":
         weight = weight.to(rows.dtype)
-    for slot, count in enumerate(counts.tolist()):
+    for slot, count in enumerate(numbers):
         if count:
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             outwards = matrix if transposed else matrix.T
-            if transposed and vectors.serves(rows[start:stop], matrix):
-                vectors.multiply(rows[start:stop], matrix, out[start:stop])
+            if transposed and vectors.serves(rows, matrix[None], [count]):
+                vectors.multiply(rows[start:stop], matrix[None], [count], out[start:stop])
             elif _evenly(rows, count, matrix, transposed=transposed):
                 for first in range(start, stop, _MOST):
                     _even_rows(rows, slice(first, min(first + _MOST, stop)), outwards, out)

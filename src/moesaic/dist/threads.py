@@ -59,6 +59,17 @@ class Crew:
         for one in done:
             one.result()
 
+    def with_caller(self, work: Callable[[int], None]) -> None:
+        """`work` on 0 to `size - 1`, the last of them by the calling thread, which has all of
+        torch's threads: for work that asks torch for nothing."""
+        done = [self._pool.submit(work, place) for place in range(self.size - 1)]
+        try:
+            work(self.size - 1)
+        finally:
+            wait(done)
+        for one in done:
+            one.result()
+
 
 def crew() -> Crew | None:
     """The crew of this process; None where a thread would be alone, or cannot be, or where a mode

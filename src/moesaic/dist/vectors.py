@@ -1,4 +1,4 @@
-"""A few rows times a matrix, at the speed at which memory gives the matrix.
+"""A few rows times a matrix each, at the speed at which memory gives the matrices.
 
 One row of a token meets every number of a matrix once, so that reading is all there is to wait for.
 torch's libraries take longer than that here: half of a thread's bandwidth goes unused in fp32, two
@@ -8,7 +8,7 @@ by numba when they are first asked for, which takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,45 +24,59 @@ _MOST_ROWS = {torch.float32: 4, torch.bfloat16: 3}
 """With more rows the libraries' products are quicker, for they use numbers that they have read more
 than once."""
 
-Kernel = Callable[[Any, Any, Any], None]
+Kernel = Callable[..., None]
 
 
-def serves(rows: Tensor, matrix: Tensor) -> bool:
-    """Whether this is the way to take `rows` through `matrix`, [outputs, inputs]."""
-    kinds = {(one.dtype, one.device.type) for one in (rows, matrix)}
+def few(rows: Tensor, most: int, numbers: int) -> bool:
+    """Whether this is the way for tokens like `rows`, so many at most through a matrix of so many
+    numbers."""
+    limit = _MOST_ROWS.get(rows.dtype, 0) if rows.device.type == "cpu" else 0
+    return 0 < most <= limit and numbers >= _LEAST
+
+
+def serves(rows: Tensor, matrices: Tensor, counts: Sequence[int]) -> bool:
+    """Whether this is the way to take `rows`, so many each, through `matrices`, [slots, outputs,
+    inputs]."""
+    outputs, inputs = matrices.shape[1:]
     return (
-        kinds == {(rows.dtype, "cpu")}
-        and 0 < len(rows) <= _MOST_ROWS.get(rows.dtype, 0)
-        and matrix.numel() >= _LEAST
-        and matrix.is_contiguous()
+        few(rows, max(counts, default=0), outputs * inputs)
+        and (matrices.dtype, matrices.device.type) == (rows.dtype, "cpu")
+        and matrices.stride()[1:] == (inputs, 1)
     )
 
 
-def multiply(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """Rows @ matrix.T into `out`; sums are of fp32. All threads of the caller take part."""
-    wide = rows.detach().to(torch.float32).contiguous().numpy()
+def multiply(rows: Tensor, matrices: Tensor, counts: Sequence[int], out: Tensor) -> None:
+    """Rows of each slot @ its matrix.T into `out`; sums are of fp32. All threads of the caller take
+    part, each with outputs of its own of all slots."""
+    slots = np.flatnonzero(counts)
+    ends = np.cumsum(np.append(0, np.asarray(counts)[slots]))
+    wide = rows.detach().to(torch.float32).contiguous().view(-1).numpy()
     direct = out.dtype == torch.float32 and out.is_contiguous()
     into = out.detach() if direct else out.new_empty(out.shape, dtype=torch.float32)
-    kernel, numbers, results = _kernel(matrix.dtype), _bits(matrix), into.numpy()
+    kernel, numbers, results = _kernel(matrices.dtype), _bits(matrices), into.numpy()
+    starts, outputs, inputs = slots * matrices.stride(0), *matrices.shape[1:]
     crew = threads.crew()
     if crew is None:
-        kernel(numbers, wide, results)
+        kernel(numbers, starts, inputs, wide, ends, results, 0, outputs)
     else:
-        cuts = np.linspace(0, len(numbers), crew.size + 1).astype(int)
+        cuts = np.linspace(0, outputs, crew.size + 1).astype(int)
 
         def part(at: int) -> None:
-            own = slice(cuts[at], cuts[at + 1])
-            kernel(numbers[own], wide, results[:, own])
+            first, stop = cuts[at], cuts[at + 1]
+            kernel(numbers, starts, inputs, wide, ends, results, first, stop)
 
-        crew.each(part, range(crew.size))
+        crew.with_caller(part)
     if not direct:
         out.copy_(into)
 
 
-def _bits(matrix: Tensor) -> Any:
-    """The numbers of a matrix as numpy can have them: of bf16, which it does not know, the bits."""
-    matrix = matrix.detach()
-    return (matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix).numpy()
+def _bits(matrices: Tensor) -> Any:
+    """All numbers from the first of a slot to the last of another as numpy can have them: of bf16,
+    which it does not know, the bits."""
+    slots, outputs, inputs = matrices.shape
+    size = (slots - 1) * matrices.stride(0) + outputs * inputs
+    flat = matrices.detach().as_strided((size,), (1,))
+    return (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
 
 
 @cache
@@ -71,7 +85,10 @@ def _kernel(dtype: torch.dtype) -> Kernel:
     import numba  # Takes a second, once: where few rows meet a large matrix, and nowhere else.
 
     read = numba.njit(_itself) if dtype == torch.float32 else _widening()
+    free = {"reassoc", "contract", "nsz"}
+    """Sums in any order, so that many of them go on side by side; what is no number stays none."""
 
+    @numba.njit(nogil=True, fastmath=free)
     def dots(matrix: Any, rows: Any, out: Any) -> None:
         # Four outputs far apart: memory gives more to whoever reads in several places.
         apart = matrix.shape[0] // 4
@@ -95,10 +112,21 @@ def _kernel(dtype: torch.dtype) -> Kernel:
                     total += read(matrix[left, k]) * rows[place, k]
                 out[place, left] = total
 
-    # Sums in any order, so that many of them go on side by side; what is no number stays none.
-    numbers = numba.float32 if dtype == torch.float32 else numba.int16
-    of = numba.void(numbers[:, ::1], numba.float32[:, ::1], numba.float32[:, :])
-    kernel: Kernel = numba.njit(of, nogil=True, fastmath={"reassoc", "contract", "nsz"})(dots)
+    def each(
+        numbers: Any, starts: Any, inputs: Any, rows: Any, ends: Any, out: Any, first: Any,
+        stop: Any,
+    ) -> None:  # fmt: skip
+        outputs = stop - first
+        for place in range(len(starts)):
+            begin, of, to = starts[place] + first * inputs, ends[place], ends[place + 1]
+            matrix = numbers[begin : begin + outputs * inputs].reshape((outputs, inputs))
+            own = rows[of * inputs : to * inputs].reshape((to - of, inputs))
+            dots(matrix, own, out[of:to, first:stop])
+
+    kind, whole = (numba.float32 if dtype == torch.float32 else numba.int16), numba.int64
+    places, results = whole[::1], numba.float32[:, :]
+    of = numba.void(kind[::1], places, whole, numba.float32[::1], places, results, whole, whole)
+    kernel: Kernel = numba.njit(of, nogil=True)(each)
     return kernel
 
 

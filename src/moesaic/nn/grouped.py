@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.dist import threads
+from moesaic.dist import threads, vectors
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
 from moesaic.dist.products import grouped_mm, grouped_outer
@@ -59,7 +59,7 @@ class GatedExperts(torch.autograd.Function):
         and of `guests` go to `total`."""
         way, arenas = Routes.of(routes), _arenas(arena, guests)
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = shares(tokens, way.counts, ffn, len(arena))
+        parts = at_once(tokens, way.counts, ffn, len(arena))
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -399,6 +399,14 @@ def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> 
             found.append(Share(slice(first, stop), rows, slots[first:stop], alone, arena))
             row += num_rows
     return found
+
+
+def at_once(tokens: Tensor, counts: Tensor, ffn: int, own: int) -> list[Share]:
+    """Shares for products forward alone: all slots in one, for all threads, where they have so few
+    rows that reading matrices is all there is to wait for."""
+    if len(counts) == own and vectors.few(tokens, int(counts.max()), ffn * tokens.shape[1]):
+        return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
+    return shares(tokens, counts, ffn, own)
 
 
 def _cut(counts: Sequence[int], limit: int) -> Iterable[tuple[int, int, int]]:

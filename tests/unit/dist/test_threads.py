@@ -44,6 +44,32 @@ def test_every_item_is_done_once_and_by_threads_that_are_alone() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_the_caller_takes_its_part() -> None:
+    crew, meeting = the_crew(), threading.Barrier(2, timeout=30)
+    done: dict[int, threading.Thread] = {}
+
+    def work(place: int) -> None:
+        meeting.wait()  # Only both threads get past it.
+        done[place] = threading.current_thread()
+
+    crew.with_caller(work)
+    assert sorted(done) == [0, 1]
+    assert done[1] is threading.current_thread() is not done[0]
+    ended = list[int]()
+
+    def fail(place: int) -> None:
+        meeting.wait()
+        ended.append(place)
+        if place == failing:
+            raise ValueError(f"part {place}")
+
+    for failing in (0, 1):
+        ended.clear()
+        with pytest.raises(ValueError, match=f"part {failing}"):
+            crew.with_caller(fail)
+        assert sorted(ended) == [0, 1]
+
+
 def test_an_error_of_a_thread_is_raised_here_and_the_crew_goes_on() -> None:
     crew = the_crew()
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 from straight import experts_of, straight, through
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from moesaic.dist import threads
+from moesaic.dist import threads, vectors
 from moesaic.nn import grouped
 from moesaic.nn.bank import Bank
 from moesaic.nn.routes import Routes, inverse
@@ -109,6 +110,35 @@ def test_weights_of_rows_may_be_asked_for_at_any_time(
         found = torch.autograd.grad(out, asked, cotangent, retain_graph=True)
         for place, one in zip(places, found, strict=True):
             assert torch.equal(one, whole[place])
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_of_few_rows_are_taken_at_once_and_change_nothing(
+    dtype: torch.dtype, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two products for all slots forward, and the gradients of rows in shares; with one slot that
+    has too many rows, slot by slot as ever."""
+    tokens = torch.randn(8, 16, dtype=dtype, requires_grad=True)
+    arena = torch.randn(5, 3 * 16 * 8, dtype=dtype, requires_grad=True)
+    counts = [2, 0, 1, 3, 2] if few else [1, 0, 1, 5, 1]
+    cotangent, found, asked = torch.randn(8, 16, dtype=dtype), [], list[list[int]]()
+    multiply = vectors.multiply
+
+    def seen(rows: Tensor, matrices: Tensor, counts: list[int], out: Tensor) -> None:
+        asked.append(counts)
+        multiply(rows, matrices, counts, out)
+
+    monkeypatch.setattr(vectors, "multiply", seen)
+    for least in (1 << 19, 1):
+        monkeypatch.setattr(vectors, "_LEAST", least)
+        out = experts_of(tokens, arena, counts, 8)
+        found.append((out, *torch.autograd.grad(out, (tokens, arena), cotangent)))
+        assert least == 1 or not asked
+    assert asked[:2] == ([counts] * 2 if few else [[1], [1]])
+    for one, other in zip(*found, strict=True):
+        close = 1e-6 if dtype == torch.float32 else 1e-2
+        assert (one.double() - other).norm() <= close * one.double().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
