@@ -171,10 +171,13 @@ def test_measured_and_simulated_figures_never_share_a_table() -> None:
     measured, simulated = page.split("## Simulated")
     assert ("speed" in measured, "dream" in measured) == (True, False)
     assert "dream" in simulated
-    assert "dream" not in generate.table({"theme": [replace(ROW, name="dream", simulated=True)]})
+    table = generate.table({"theme": [ROW, replace(ROW, name="dream", simulated=True)]})
+    assert table.endswith("| - | 1 | 0 | 0 |")
 
 
 def test_a_missed_bar_is_shown_as_missed() -> None:
     row = replace(ROW, value=0.9, interval=(0.8, 1.0), holds=False)
     assert "**missed**" in generate.page("theme", [row])
-    assert "**missed**" in generate.table({"theme": [row]})
+    untried = replace(ROW, value=None, interval=None, holds=None)
+    table = generate.table({"theme": [ROW, row, row, untried, replace(ROW, bar="")]})
+    assert table.endswith("| [theme](benchmarks/results/theme.md) | - | 1 | 2 | 1 |")
