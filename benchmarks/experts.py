@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ ROUNDS = 7
 FAR = 2.0
 """By how much a way of transformers is slower than the other to be left out."""
 ZIPF = 1.0
+DRAWS = 24
+"""Steps before routing comes again: no step of a run has the numbers of rows of another."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BARS = {256: ">= 0.85", 64: ">= 0.75"}
 """By tokens of an expert."""
@@ -61,16 +63,15 @@ class Case:
     tokens: int
     skewed: bool = False
 
-    def choices(self) -> Tensor:
-        """Experts of each token: in turn, or by Zipf's law."""
+    def choices(self) -> list[Tensor]:
+        """Experts of each token: in turn, or by Zipf's law, step after step drawn anew."""
         shape = self.shape
         if not self.skewed:
             first = torch.arange(self.tokens)[:, None] * shape.top_k
-            return (first + torch.arange(shape.top_k)) % shape.experts
+            return [(first + torch.arange(shape.top_k)) % shape.experts]
         ranks = torch.arange(1, shape.experts + 1, dtype=torch.float64)
-        odds = (ranks**-ZIPF).expand(self.tokens, -1)
-        draw = torch.Generator().manual_seed(1)
-        return torch.multinomial(odds, shape.top_k, generator=draw)
+        odds, draw = (ranks**-ZIPF).expand(self.tokens, -1), torch.Generator().manual_seed(1)
+        return [torch.multinomial(odds, shape.top_k, generator=draw) for _ in range(DRAWS)]
 
 
 class Layer:
@@ -83,7 +84,8 @@ class Layer:
             return torch.randn(*sizes, generator=draw).mul_(0.02).to(case.dtype)
 
         self.tokens = random(case.tokens, shape.hidden).requires_grad_()
-        self.choices = case.choices()
+        self._steps = case.choices()
+        self.choices = self._steps[0]
         self.weights = random(case.tokens, shape.top_k).abs_().requires_grad_()
         self.grad = random(case.tokens, shape.hidden)
         self.bank = Bank(range(shape.experts), shape.hidden, shape.ffn).to(case.dtype)
@@ -132,15 +134,20 @@ class Layer:
             self._gradients.zero_()
 
     def call(self, forward: Callable[[], Tensor], back: bool) -> Callable[[], None]:
-        """Forward, or forward and backward with gradients written anew."""
+        """Forward, or forward and backward with gradients written anew, of a step after another."""
+        steps = itertools.cycle(self._steps)
         leaves = [self.tokens, self.weights, self.bank.arena, *self._theirs.parameters()]
 
+        def one() -> Tensor:
+            self.choices = next(steps)
+            return forward()
+
         def both() -> None:
-            forward().backward(self.grad)
+            one().backward(self.grad)
             for leaf in leaves:
                 leaf.grad = None
 
-        return both if back else torch.no_grad()(forward)
+        return both if back else torch.no_grad()(one)
 
 
 def _theirs(shape: Shape, bank: Bank) -> nn.Module:
@@ -181,10 +188,13 @@ def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]
 
 def _rows(layer: Layer, back: bool, what: str, bar: str, rounds: int) -> Iterator[measure.Row]:
     what += ", forward and backward" if back else ", forward"
-    peers = {mode: layer.call(partial(layer.transformers, mode), back) for mode in MODES}
-    once = measure.interleave(peers, 1)
-    best = min(peers, key=once.median)
-    peers = {m: one for m, one in peers.items() if once.median(m) <= FAR * once.median(best)}
+
+    def peers_of(modes: Iterable[str]) -> dict[str, Callable[[], Any]]:
+        return {mode: layer.call(partial(layer.transformers, mode), back) for mode in modes}
+
+    once = measure.interleave(peers_of(MODES), 1)
+    least = FAR * min(map(once.median, MODES))
+    peers = peers_of(mode for mode in MODES if once.median(mode) <= least)
     contenders: dict[str, Callable[[], Any]] = {
         "ours": layer.call(layer.ours, back), "dense": partial(layer.dense, back),
         "passes": partial(layer.passes, back), **peers,

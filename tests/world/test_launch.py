@@ -110,6 +110,19 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     assert command[-5:] == ["--nproc", "2", "--out", "run", "--json"]
 
 
+def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
+    prices = "{rows_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, hides = true}"
+    told = ['policy="top-k-broadcast"', "as_published=true", f"prices={prices}"]
+    sets = [word for one in told for word in ("--set", f"balance.{one}")]
+    process = start(place, "--nproc", "2", "--out", "run", *sets)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert "balance: top-k-broadcast, as published; experts take 1 rows/s" in out
+    assert re.search(
+        r"^  copies did not pay: expert layers are modelled to take 1\.\d+ of", out, re.M
+    )
+
+
 def test_a_mistake_that_ranks_find_is_told_once(place: Path) -> None:
     # It reads as lines of JSON only when a rank opens it.
     process = start(place, "--nproc", "2", "--out", "run", "--set", "data.format=jsonl")

@@ -174,7 +174,7 @@ def replayed(
     found = [one.facts(layer) for layer, one in sorted(layers.items())]
     plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
     return {
-        "run": str(run), "policy": config.policy, "prices": prices.model_dump(),
+        "run": str(run), "policy": config.name, "prices": prices.model_dump(),
         "prices_from": source, "begins": _begins(job, plan, config), "simulated": True,
         "layers": found,
         "plain_s": plain_s, "step_s": step_s, "gain": plain_s / step_s if step_s else 1.0,

@@ -258,7 +258,7 @@ def _close(out: Path, as_json: bool) -> None:
             "first three"
         )
     copies = (facts["balance"] or {}).get("verdict")
-    if copies is not None:
+    if copies is not None and copies["kind"] != "no_copies":
         screen.say(f"  {copies['title'][0].lower()}{copies['title'][1:]}")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():

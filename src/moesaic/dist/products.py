@@ -25,7 +25,7 @@ _LARGE_MATRIX = 1 << 19
 little to gain by it."""
 _SPARE = 16
 """One row beside so many is what such cores make up for as well."""
-_STEP = 16
+_STEP = 8
 _FEW, _MANY = 16, 64
 _MOST = 256
 """Rows of a product from which on more of them make it no faster; results stand beside the place
@@ -78,7 +78,7 @@ def _grouped_mm_into(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
 ) -> None:
     start, numbers = 0, counts.tolist()
-    if transposed and vectors.serves(rows, weight, numbers):
+    if transposed and only_reads(rows, weight, max(numbers, default=0)):
         vectors.multiply(rows, weight, numbers, out)
         return
     if rows.device.type != "cpu":
@@ -87,7 +87,7 @@ def _grouped_mm_into(
         if count:
             stop, matrix = start + count, weight[slot].to(rows.dtype)
             outwards = matrix if transposed else matrix.T
-            if transposed and vectors.serves(rows, matrix[None], [count]):
+            if transposed and only_reads(rows, matrix[None], count):
                 vectors.multiply(rows[start:stop], matrix[None], [count], out[start:stop])
             elif _evenly(rows, count, matrix, transposed=transposed):
                 for first in range(start, stop, _MOST):
@@ -215,6 +215,12 @@ def product(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | Non
     return out
 
 
+def only_reads(rows: Tensor, weight: Tensor, most: int) -> bool:
+    """Whether so few rows a slot, at most, go through `weight`, [slots, outputs, inputs], that
+    reading it is all there is to wait for: then all slots are one product, by all threads."""
+    return vectors.serves(rows, weight, most)
+
+
 def by_onednn(rows: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these."""
     kinds = {(t.dtype, t.device.type) for t in (rows, weight)}
@@ -280,10 +286,10 @@ def engine(device: torch.device, dtype: torch.dtype) -> str:
     by = "torch.mm"
     if _has_onednn(dtype):
         rarely = dtype == torch.float32 and not prefers_copies()
-        others = "matrices are small or rows no multiple of 16" if rarely else "they are small"
+        others = "matrices are small or rows no multiple of 8" if rarely else "they are small"
         by = f"oneDNN (torch.mm where {others})"
     crew = threads.crew()
-    alone = "" if crew is None else f", an expert a thread where rows are few ({crew.size} threads)"
+    alone = "" if crew is None else f", some a thread where rows are few ({crew.size} threads)"
     return f"{by}, one by one{alone}"
 
 

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -62,8 +62,9 @@ class Crew:
     def with_caller(self, work: Callable[[int], None]) -> None:
         """`work` on 0 to `size - 1`, the last of them by the calling thread, which has all of
         torch's threads: for work that asks torch for nothing."""
-        done = [self._pool.submit(work, place) for place in range(self.size - 1)]
+        done = list[Future[None]]()
         try:
+            done += (self._pool.submit(work, place) for place in range(self.size - 1))
             work(self.size - 1)
         finally:
             wait(done)

@@ -27,20 +27,15 @@ than once."""
 Kernel = Callable[..., None]
 
 
-def few(rows: Tensor, most: int, numbers: int) -> bool:
-    """Whether this is the way for tokens like `rows`, so many at most through a matrix of so many
-    numbers."""
-    limit = _MOST_ROWS.get(rows.dtype, 0) if rows.device.type == "cpu" else 0
-    return 0 < most <= limit and numbers >= _LEAST
-
-
-def serves(rows: Tensor, matrices: Tensor, counts: Sequence[int]) -> bool:
-    """Whether this is the way to take `rows`, so many each, through `matrices`, [slots, outputs,
-    inputs]."""
+def serves(rows: Tensor, matrices: Tensor, most: int) -> bool:
+    """Whether this is the way to take `rows`, so many at most each, through `matrices`, [slots,
+    outputs, inputs]."""
+    kinds = {(one.dtype, one.device.type) for one in (rows, matrices)}
     outputs, inputs = matrices.shape[1:]
     return (
-        few(rows, max(counts, default=0), outputs * inputs)
-        and (matrices.dtype, matrices.device.type) == (rows.dtype, "cpu")
+        kinds == {(rows.dtype, "cpu")}
+        and 0 < most <= _MOST_ROWS.get(rows.dtype, 0)
+        and outputs * inputs >= _LEAST
         and matrices.stride()[1:] == (inputs, 1)
     )
 
@@ -85,8 +80,8 @@ def _kernel(dtype: torch.dtype) -> Kernel:
     import numba  # Takes a second, once: where few rows meet a large matrix, and nowhere else.
 
     read = numba.njit(_itself) if dtype == torch.float32 else _widening()
+    # Sums in any order, so that many of them go on side by side; what is no number stays none.
     free = {"reassoc", "contract", "nsz"}
-    """Sums in any order, so that many of them go on side by side; what is no number stays none."""
 
     @numba.njit(nogil=True, fastmath=free)
     def dots(matrix: Any, rows: Any, out: Any) -> None:
@@ -118,10 +113,10 @@ def _kernel(dtype: torch.dtype) -> Kernel:
     ) -> None:  # fmt: skip
         outputs = stop - first
         for place in range(len(starts)):
-            begin, of, to = starts[place] + first * inputs, ends[place], ends[place + 1]
+            begin, row, end = starts[place] + first * inputs, ends[place], ends[place + 1]
             matrix = numbers[begin : begin + outputs * inputs].reshape((outputs, inputs))
-            own = rows[of * inputs : to * inputs].reshape((to - of, inputs))
-            dots(matrix, own, out[of:to, first:stop])
+            own = rows[row * inputs : end * inputs].reshape((end - row, inputs))
+            dots(matrix, own, out[row:end, first:stop])
 
     kind, whole = (numba.float32 if dtype == torch.float32 else numba.int16), numba.int64
     places, results = whole[::1], numba.float32[:, :]

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.dist import threads, vectors
+from moesaic.dist import threads
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
-from moesaic.dist.products import grouped_mm, grouped_outer
+from moesaic.dist.products import grouped_mm, grouped_outer, only_reads
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
 
@@ -35,10 +35,10 @@ class GatedExperts(torch.autograd.Function):
     """Sums of down(silu(gate(x)) * up(x)) over each token's rows, straight from one arena.
 
     gate and up are one product. On the CPU a few slots are taken at a time, so that what stands
-    between two products never leaves the cache; rows are copied from tokens, and from gradients of
-    tokens, as they are needed, and only what comes of gate and up is kept. A row's weight meets
-    what is between the products: its own gradient is found there. The gradient of the arena is
-    written once. Slots without rows get zeros.
+    between two products never leaves the cache; all of them where they have next to no rows. Rows
+    are copied from tokens, and from gradients of tokens, as they are needed, and only what comes of
+    gate and up is kept. A row's weight meets what is between the products: its own gradient is
+    found there. The gradient of the arena is written once. Slots without rows get zeros.
 
     Guests come last, when they have arrived; in backward first, so that their gradients are on
     their way while those of the arena are made.
@@ -59,7 +59,7 @@ class GatedExperts(torch.autograd.Function):
         and of `guests` go to `total`."""
         way, arenas = Routes.of(routes), _arenas(arena, guests)
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = at_once(tokens, way.counts, ffn, len(arena))
+        parts = shares_forward(tokens, way.counts, ffn, arenas)
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -401,10 +401,14 @@ def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> 
     return found
 
 
-def at_once(tokens: Tensor, counts: Tensor, ffn: int, own: int) -> list[Share]:
-    """Shares for products forward alone: all slots in one, for all threads, where they have so few
-    rows that reading matrices is all there is to wait for."""
-    if len(counts) == own and vectors.few(tokens, int(counts.max()), ffn * tokens.shape[1]):
+def shares_forward(
+    tokens: Tensor, counts: Tensor, ffn: int, arenas: Sequence[Tensor]
+) -> list[Share]:
+    """Shares for products forward alone: all slots are in one where these only read matrices, of
+    which those of down are the smaller."""
+    own = len(arenas[0])
+    _, down = arena_views(arenas[0], ffn, tokens.shape[1])
+    if len(arenas) == 1 and only_reads(tokens, down, int(counts.max())):
         return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
     return shares(tokens, counts, ffn, own)
 

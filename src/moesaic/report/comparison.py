@@ -15,22 +15,34 @@ from moesaic.report.facts import RunFacts
 from moesaic.report.page import card, figure_or_unknown, table
 from moesaic.report.series import sample, smooth
 from moesaic.report.summary import summary
-from moesaic.report.wording import UNKNOWN, count, duration, listing, loss, plural, size
+from moesaic.report.wording import (
+    UNKNOWN,
+    count,
+    duration,
+    listing,
+    loss,
+    plural,
+    size,
+    three,
+    timing,
+)
 
+_OF_BALANCE = ("copies", "busiest_before", "busiest_after")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def render(runs: list[RunFacts]) -> str:
     """The comparison of `runs` as HTML."""
-    names = _names(runs)
+    names, facts = _names(runs), [summary(run) for run in runs]
     pairs = [(name, run) for name, run in zip(names, runs, strict=True) if len(run.steps)]
     figures = [_losses(pairs), _speeds(pairs)] if pairs else []
     body = (
         f'<header><div class="brand">{MARK}<div><p>moesaic comparison</p>'
         f"<h1>{html.escape(listing(names, 3))}</h1></div></div></header><main>"
         f'<section><div class="bar"><h2>{plural(len(runs), "run")}</h2></div>'
-        f'<div class="card flat">{_table(names, runs)}</div></section>'
+        f'<div class="card flat">{_table(names, facts)}</div></section>'
         f"{_section('Where the runs differ', _differences(names, runs))}"
+        f"{_section('Balance', _balance(names, facts))}"
         f"{_section('Settings that differ', _settings(names, runs))}"
         f'<section><div class="grid">{"".join(card(figure) for figure in figures)}</div></section>'
         "</main>"
@@ -53,10 +65,9 @@ def _names(runs: list[RunFacts]) -> list[str]:
     return names
 
 
-def _table(names: list[str], runs: list[RunFacts]) -> str:
+def _table(names: list[str], every: list[dict[str, Any]]) -> str:
     rows = []
-    for name, run in zip(names, runs, strict=True):
-        facts = summary(run)
+    for name, facts in zip(names, every, strict=True):
         value = {
             key: figure_or_unknown(facts[key])
             for key in (
@@ -106,6 +117,22 @@ def _differences(names: list[str], runs: list[RunFacts]) -> str:
     header = (
         "loss of", "steps in common", "first step that differs", "largest difference",
         "at the last step", "flips",
+    )  # fmt: skip
+    return table(header, rows) if rows else ""
+
+
+def _balance(names: list[str], every: list[dict[str, Any]]) -> str:
+    """What became of copies, of runs in which a policy was asked."""
+    rows = []
+    for name, facts in zip(names, every, strict=True):
+        told = facts["balance"]
+        if told is not None:
+            numbers = (three(figure_or_unknown(told[key])) for key in _OF_BALANCE)
+            planning = timing(figure_or_unknown(told["planning_s"]))
+            rows.append((name, *numbers, planning, told["verdict"]["title"]))
+    header = (
+        "run", "copies a step", "busiest rank over the mean, at home", "with copies", "deciding",
+        "whether they paid",
     )  # fmt: skip
     return table(header, rows) if rows else ""
 

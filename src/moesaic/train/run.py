@@ -268,7 +268,7 @@ class Run:
         if prices is None or not (asked or self.rehoming):
             return None if why is None else f"balance: no copies, {why}"
         moves = f"; experts may move every {config.rehome_every} steps" if self.rehoming else ""
-        policy = config.policy if asked else "no copies" if why is None else f"no copies, {why}"
+        policy = config.name if asked else "no copies" if why is None else f"no copies, {why}"
         idle = asked and config.early and not prices.hides
         hidden = "; nothing hides early copies here (balance.early): leave that out" * idle
         return f"balance: {policy}{moves}; {prices.words()}{hidden}"

@@ -125,6 +125,21 @@ def test_copies_that_cost_more_than_they_save_are_made_only_as_published(policy:
     assert made[1] == 0
 
 
+def test_early_copies_are_looked_at_with_rows_as_they_will_be_spread() -> None:
+    """All rows of the hottest expert are of its home: each rank's own spread over copies would save
+    nothing, and they cost a processor's time."""
+    counts = np.full((4, 8), 50, np.int64)
+    counts[:, 2] = 0
+    counts[1, 2] = 1000
+    setting = SETTING._replace(handling_s=1e-8)
+    for early in (True, False):
+        asked = Asked(config(policy="top-k-broadcast", early=early), setting)
+        asked(counts)
+        found = asked(counts)
+        assert (len(found.copies) > 0) == early
+        assert (found.diverted[:, 3].sum() > 0) == early
+
+
 def test_those_that_go_by_the_past_are_known_to_jobs() -> None:
     assert set(LATE) == set(_LATE)
 

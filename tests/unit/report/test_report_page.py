@@ -532,6 +532,23 @@ def test_comparison_says_how_far_runs_are_apart_and_why(tmp_path: Path) -> None:
     assert "Settings that differ" not in text
 
 
+def test_comparison_holds_balances_against_each_other(tmp_path: Path) -> None:
+    runs = [
+        fabricate(tmp_path / name, steps=20, balanced=balanced)
+        for name, balanced in (("a", True), ("b", False), ("c", True))
+    ]
+    write_report(runs, tmp_path / "both.html")
+    text = (tmp_path / "both.html").read_text()
+    (told,) = re.findall("<h2>Balance</h2>(.*?)</section>", text, re.S)
+    rows = re.findall("<tr><td>(.*?)</tr>", told)
+    assert [row[0] for row in rows] == ["a", "c"]
+    mine = summary(RunFacts.read(runs[0]))["balance"]
+    assert f"<td>{mine['busiest_after']:.2f}</td>" in rows[0]
+    assert mine["verdict"]["title"] in rows[0]
+    write_report(runs[1:2] * 2, tmp_path / "none.html")
+    assert "<h2>Balance</h2>" not in (tmp_path / "none.html").read_text()
+
+
 def test_comparison_takes_a_run_without_steps(tmp_path: Path) -> None:
     started = fabricate(tmp_path / "started", steps=1)
     (started / "events" / "rank-0.jsonl").write_text("")

@@ -16,7 +16,7 @@ Policy = Literal[
 LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
 """Those that always decide on copies by rows of the time before."""
 
-CAREFUL: tuple[Policy, ...] = ("none", "auto", "quota")
+_CAREFUL = ("none", "auto", "quota")
 """Those that by themselves make no copies that are modelled to cost more than they save."""
 
 _OF_COPIES = {"copies", "copies_sent", "hottest", "least_rows", "early"}
@@ -64,14 +64,14 @@ class BalanceConfig(Section):
 
     policy: Policy = "auto"
     """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
-    none where they would not pay. pro-prophet, faster-moe, llep: as published. top-k-broadcast: the
-    `hottest` to everyone. eplb: as many on every rank as `copies` says, by the rows of the time
-    before. lp: likewise, with the rows at hand split so that the busiest rank has the least. auto:
-    whichever of these is modelled best by the rows at hand, quota's where the model could not tell
-    them apart, and none where a rank has few rows. None makes copies that are modelled to cost more
-    than they save by the rows that it decides by, unless `as_published` says so."""
+    none where they would not pay. pro-prophet, faster-moe, llep: those of published systems.
+    top-k-broadcast: the `hottest` to everyone. eplb: as many on every rank as `copies` says, by the
+    rows of the time before. lp: likewise, with the rows at hand split so that the busiest rank has
+    the least. auto: whichever of these is modelled best by the rows at hand, quota's where the
+    model could not tell them apart, and none where a rank has few rows. Whoever decides, a layer
+    has no copies that are modelled to cost more than they save by the rows they are decided by."""
     as_published: bool = False
-    """Others than auto and quota: make their copies whatever they are modelled to cost."""
+    """Others than auto and quota have their copies in any case."""
     copies: int | None = Field(default=None, ge=0)
     """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
     of its own, for eplb and lp one, and any number else. pro-prophet, faster-moe and
@@ -143,7 +143,7 @@ class BalanceConfig(Section):
             ]
         elif self.policy != "top-k-broadcast" and "hottest" in given:
             found.append(f'balance.hottest has no effect: balance.policy = "{self.policy}"')
-        if self.as_published and self.policy in CAREFUL:
+        if self.as_published and self.is_careful:
             found.append(f'balance.as_published has no effect: balance.policy = "{self.policy}"')
         if self.prices is not None:
             if self.measure:
@@ -153,6 +153,17 @@ class BalanceConfig(Section):
                     "balance.prices.handling_s has no effect: balance.prices.hides = false"
                 )
         return found
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether the policy by itself makes no copies that are modelled not to pay."""
+        return self.policy in _CAREFUL
+
+    @property
+    def name(self) -> str:
+        """The policy, for a person."""
+        published = self.as_published and not self.is_careful
+        return f"{self.policy}, as published" if published else self.policy
 
     @property
     def goes_by_the_past(self) -> bool:

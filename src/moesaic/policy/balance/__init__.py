@@ -12,7 +12,7 @@ from moesaic.policy.balance.asked import (
     setting_of,
     stands_aside,
 )
-from moesaic.policy.balance.best import Policy, auto, careful
+from moesaic.policy.balance.best import Policy, auto, unless_worse
 from moesaic.policy.balance.homes import Moving, Rehomed, moving, rehomed, rehomes
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times
 from moesaic.policy.balance.prices import Rank, planned, usual
@@ -25,8 +25,8 @@ from moesaic.policy.balance.split import levelled, lp
 
 __all__ = [
     "Asked", "Moving", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies", "auto",
-    "balances", "busiest", "careful", "compiling", "copy_rows", "drift", "eplb", "evenly",
+    "balances", "busiest", "compiling", "copy_rows", "drift", "eplb", "evenly",
     "faster_moe", "homes_of", "levelled", "llep", "lp", "moving", "planned", "pro_prophet",
     "quota", "rehomed", "rehomes", "rows", "setting_of", "stands_aside", "times",
-    "top_k_broadcast", "usual", "within",
+    "top_k_broadcast", "unless_worse", "usual", "within",
 ]  # fmt: skip

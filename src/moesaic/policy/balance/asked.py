@@ -12,10 +12,9 @@ import numpy as np
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
-from moesaic.facts.job.balance import CAREFUL
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
-from moesaic.policy.balance.best import Policy, auto, careful
+from moesaic.policy.balance.best import Policy, auto, unless_worse
 from moesaic.policy.balance.halves import leave_ahead
 from moesaic.policy.balance.model import at_copies
 from moesaic.policy.balance.prophet import pro_prophet
@@ -42,6 +41,7 @@ class Asked:
         """That `config` names; the layer `follows` another one, if copies may leave under it."""
         self.setting, self._policy, self._config = setting, _named(config), config
         self.early, self._follows = config.goes_by_the_past, follows
+        self._looks = not config.is_careful and not config.as_published
         self._spread = _LATE.get(config.policy, within)
         self._last: Ints | None = None
         self._by: Ints | None = None
@@ -58,11 +58,20 @@ class Asked:
         """Decide on them, if that is due and rows of the time before are known."""
         last = self._last
         if last is not None and self._is_due(last):
-            copies = self._policy(last, self.setting).copies
+            copies = self._looked_at(last, self._policy(last, self.setting)).copies
             copies = copies[np.lexsort((copies[:, 1], copies[:, 0]))]  # As all stand in a balance.
             leaving = leave_ahead(copies, self.setting) if self._follows else None
             self._kept = unchanged()._replace(copies=copies, ahead=leaving)
             self._by, self._age = last, 0
+
+    def _looked_at(self, counts: Ints, balance: Balance) -> Balance:
+        """No copies, if somebody is to look and they would cost more than they save; of those that
+        are early, with rows over them as they will be spread."""
+        if not self._looks:
+            return balance
+        if self.early:
+            balance = self._spread(counts, self.setting, balance.copies)
+        return unless_worse(counts, self.setting, balance)
 
     def _is_due(self, last: Ints) -> bool:
         """Whether copies are to be decided on anew, given the rows of the time before."""
@@ -74,7 +83,7 @@ class Asked:
     def __call__(self, counts: Ints) -> Balance:
         """Who computes what of rows [ranks, experts]."""
         if not self.early:
-            return self._policy(counts, self.setting)
+            return self._looked_at(counts, self._policy(counts, self.setting))
         early = self.ahead() if self._early is None else self._early
         self._last, self._early = counts, None
         self._age += 1
@@ -125,8 +134,7 @@ def _named(config: BalanceConfig) -> Policy:
         "eplb": partial(eplb, each=1 if config.copies is None else config.copies),
         "lp": partial(lp, each=1 if config.copies is None else config.copies),
     }  # fmt: skip
-    policy = named[config.policy]
-    return policy if config.as_published or config.policy in CAREFUL else careful(policy)
+    return named[config.policy]
 
 
 _LATE: dict[str, Spreading] = {

@@ -47,16 +47,11 @@ def auto(counts: Ints, setting: Setting) -> Balance:
     return min(fitting, key=lambda balance: times(counts, setting, balance).whole)
 
 
-def careful(policy: Policy) -> Policy:
-    """The same, but no copies where its own are modelled to take longer than none."""
-
-    def decided(counts: Ints, setting: Setting) -> Balance:
-        found, alone = policy(counts, setting), unchanged()
-        if not len(found.copies):
-            return found
-        return min((found, alone), key=lambda balance: times(counts, setting, balance).whole)
-
-    return decided
+def unless_worse(counts: Ints, setting: Setting, balance: Balance) -> Balance:
+    """`balance`, or no copies where these are modelled to take longer than none."""
+    if not len(balance.copies):
+        return balance
+    return min((balance, unchanged()), key=lambda one: times(counts, setting, one).whole)
 
 
 def _fits(balance: Balance, setting: Setting) -> bool:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.facts.job.balance import CAREFUL
 from moesaic.report.facts import RunFacts
 from moesaic.report.findings.finding import Finding
 from moesaic.report.wording import percent, three, timing
@@ -154,12 +153,14 @@ def _remedy(run: RunFacts) -> str:
         return ", or balance.early = false, by the rows at hand"
     if _is_ours(run):
         return ""
+    if run.setting("balance.as_published"):
+        return ", or balance.as_published = false, which makes none that are modelled not to pay"
     return ', or "auto", which makes none that are modelled not to pay'
 
 
 def _is_ours(run: RunFacts) -> bool:
     """Whether the policy makes all copies that are modelled to pay, and no others."""
-    return run.setting("balance.policy") in (None, *CAREFUL)
+    return run.setting("balance.policy") in (None, "auto", "quota")
 
 
 def _no_copies(run: RunFacts) -> Finding:
@@ -176,7 +177,7 @@ def _no_copies(run: RunFacts) -> Finding:
         if _is_ours(run)
         else f"{run.setting('balance.policy')} asked for none"
         if run.setting("balance.as_published")
-        else f"{run.setting('balance.policy')} asked for none that would have paid"
+        else f"{run.setting('balance.policy')} asked for none that are modelled to pay"
     )
     return Finding("no_copies", "note", "No copies were made", f"{text}; {why}.")
 
