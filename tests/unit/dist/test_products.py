@@ -138,7 +138,8 @@ def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(512, 1024, torch.float32)
     assert not asked(64, 1023, torch.float32)
     assert asked(256 + 63, 1024, torch.float32)
-    assert not asked(56, 1024, torch.float32), "8 rows of others beside 56"
+    assert asked(56, 1024, torch.float32)
+    assert not asked(57, 1024, torch.float32), "7 rows of others beside 57"
     monkeypatch.setattr(products, "multiplies_bf16", lambda: True)
     assert asked(64, 1024, torch.bfloat16)
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
@@ -156,9 +157,9 @@ def test_no_gradient_is_lost_without_a_word() -> None:
 def test_few_numbers_of_rows_are_met() -> None:
     """Never fewer than there are, and what is added to them stays small."""
     even = {count: products._even(count) for count in range(1, 5000)}
-    assert len(set(even.values())) < 60
+    assert len(set(even.values())) < 70
     for count, size in even.items():
-        assert count <= size <= max(count + 15, 1.125 * count)
+        assert count <= size <= max(count + 7, 1.125 * count)
 
 
 def test_torch_library_sees_well_formed_ops() -> None:
