@@ -59,7 +59,7 @@ class GatedExperts(torch.autograd.Function):
         and of `guests` go to `total`."""
         way, arenas = Routes.of(routes), _arenas(arena, guests)
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = shares_forward(tokens, way.counts, ffn, arenas)
+        parts = shares_forward(tokens, way.counts, ffn, down)
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -401,14 +401,12 @@ def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> 
     return found
 
 
-def shares_forward(
-    tokens: Tensor, counts: Tensor, ffn: int, arenas: Sequence[Tensor]
-) -> list[Share]:
+def shares_forward(tokens: Tensor, counts: Tensor, ffn: int, down: Matrices) -> list[Share]:
     """Shares for products forward alone: all slots are in one where these only read matrices, of
-    which those of down are the smaller."""
-    own = len(arenas[0])
-    _, down = arena_views(arenas[0], ffn, tokens.shape[1])
-    if len(arenas) == 1 and only_reads(tokens, down, int(counts.max())):
+    which those of `down` are the smaller."""
+    own = len(down[0])
+    may = len(down) == 1 and only_reads(tokens, down[0], 1)
+    if may and only_reads(tokens, down[0], int(counts.max())):
         return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
     return shares(tokens, counts, ffn, own)
 
