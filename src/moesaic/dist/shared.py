@@ -248,8 +248,12 @@ class _Neighbour:
             )
         if size:
             into.copy_(self._boxes[number][at : at + size])
-            with contextlib.suppress(ConnectionError):  # It may have left, with all it needs.
+            try:
                 self._line.send(_RECORD.pack(_READ, number, 0, 0, 0))
+            except TimeoutError:
+                raise self._overdue() from None
+            except ConnectionError:
+                pass  # It has left, with all it needs.
 
     def hear_all(self) -> None:
         """Take in what has been said so far. That the other has left shows when it is needed."""

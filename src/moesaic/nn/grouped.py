@@ -405,7 +405,7 @@ def shares_forward(tokens: Tensor, counts: Tensor, ffn: int, down: Matrices) -> 
     """Shares for products forward alone: all slots are in one where these only read matrices, of
     which those of `down` are the smaller."""
     own = len(down[0])
-    may = len(down) == 1 and only_reads(tokens, down[0], 1)
+    may = len(down) == 1 and own > 0 and only_reads(tokens, down[0], 1)
     if may and only_reads(tokens, down[0], int(counts.max())):
         return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
     return shares(tokens, counts, ffn, own)

@@ -23,6 +23,7 @@ from torch import Tensor
 from moesaic.dist.buckets import Buckets
 from moesaic.dist.collectives import gather, sum_, sum_buckets_
 from moesaic.dist.products import engine
+from moesaic.dist.squares import sum_of_squares
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
@@ -293,8 +294,7 @@ class Run:
         mine = [item.grad for item in self.holdings if item.owners[0] == self.world.rank]
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if mine:
-            norms = torch._foreach_norm(mine)
-            total += torch.stack(norms).double().square().sum()
+            total += sum_of_squares(mine)
         return math.sqrt(float(sum_(total, self.world.everyone)))
 
     def _update(self, norm: float, factor: float) -> float:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moesaic.dist import threads, vectors
 from moesaic.nn import grouped
 from moesaic.nn.bank import Bank
+from moesaic.nn.grouped import GatedExperts, Total
 from moesaic.nn.routes import Routes, inverse
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0]]
@@ -141,6 +142,21 @@ def test_slots_of_few_rows_are_taken_at_once_and_change_nothing(
     for one, other in zip(*found, strict=True):
         close = 1e-6 if dtype == torch.float32 else 1e-2
         assert (one.double() - other).norm() <= close * one.double().norm()
+
+
+def test_few_rows_of_guests_are_as_if_all_slots_were_of_one_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vectors, "_LEAST", 1)
+    tokens, arena, counts = torch.randn(6, 16), torch.randn(5, 3 * 16 * 8), [1, 0, 2, 1, 2]
+    own, guests = arena.split([3, 2])
+    found = GatedExperts.apply(tokens, own, guests, None, 8, Total(), *straight(counts))
+    torch.testing.assert_close(found, experts_of(tokens, arena, counts, 8))
+
+
+def test_a_rank_without_slots_has_results_of_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "_LEAST", 1)
+    assert experts_of(torch.randn(0, 16), torch.zeros(0, 3 * 16 * 8), [], 8).shape == (0, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

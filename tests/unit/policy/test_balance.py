@@ -7,15 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
+from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_quota import slow_quota
 
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
+from moesaic.facts.job import BalanceConfig, balance
 from moesaic.policy.balance import (
+    Asked,
     Search,
     auto,
     eplb,
@@ -214,6 +217,25 @@ def test_no_policy_is_modelled_worse_than_leaving_alone(
         assert all(np.array_equal(*pair) for pair in zip(found, published, strict=True))
     elif not careful:
         assert not len(found.copies)
+
+
+ROWS = np.array([[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 2], [1, 17, 5], [5, 13, 5]])
+SPREAD = Setting(np.array([1, 0, 0]), 6, 3.0, 2.0, 4.0, 0.0, 0.0, 0.0, matrices_s=10.0, hides=False)
+"""Of which `auto` makes copies that pay by its own split, and not as early ones are spread."""
+
+
+@pytest.mark.parametrize("name", get_args(balance.Policy))
+@given(case=cases())
+@example(case=(ROWS, SPREAD))
+@settings(max_examples=150, deadline=None)
+def test_early_copies_are_modelled_no_worse_by_the_rows_they_are_decided_by(
+    name: str, case: tuple[Ints, Setting]
+) -> None:
+    counts, setting = case
+    asked = Asked(BalanceConfig.model_validate({"policy": name, "early": True}), setting)
+    asked(counts)
+    found, alone = asked(counts), unchanged()
+    assert times(counts, setting, found).whole <= times(counts, setting, alone).whole * (1 + 1e-12)
 
 
 @given(case=cases())

@@ -18,6 +18,7 @@ from moesaic.dist import device as devices
 from moesaic.dist import threads
 from moesaic.dist.probe.timing import Figures, powers, seconds
 from moesaic.dist.products import grouped_mm, grouped_outer, product
+from moesaic.dist.squares import sum_of_squares
 
 _TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
@@ -211,7 +212,7 @@ def _copy(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
 
 def _norm(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
     pool = itertools.cycle([[one] for one in _pool(device, sizes, num_bytes)])
-    return lambda: torch._foreach_norm(next(pool))
+    return lambda: sum_of_squares(next(pool))
 
 
 def _scale(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:

@@ -41,7 +41,9 @@ class Asked:
         """That `config` names; the layer `follows` another one, if copies may leave under it."""
         self.setting, self._policy, self._config = setting, _named(config), config
         self.early, self._follows = config.goes_by_the_past, follows
-        self._looks = not config.is_careful and not config.as_published
+        self._looks = not config.as_published
+        if config.is_careful:  # Of rows at hand, which are not spread as those of early copies.
+            self._looks = self.early and config.policy != "none"
         self._spread = _LATE.get(config.policy, within)
         self._last: Ints | None = None
         self._by: Ints | None = None
