@@ -68,14 +68,23 @@ def rows(rounds: int) -> Iterator[measure.Row]:
                 f"{TOKENS} tokens a rank, {layer_job({}).model.hidden} x {FFN}",
                 repeats=rounds,
             )  # fmt: skip
+        both = _hidden(times, shown, of_both=True)
+        yield measure.row(
+            f"{title}, {shown}, less what both in turn lose to one another", float(np.median(both)),
+            "ratio", bar="", interval=measure.bootstrap(both), repeats=rounds,
+            against="limit: all of it; what is saved of computing by itself and travelling by "
+            "itself, one after the other",
+        )  # fmt: skip
 
 
-def _hidden(times: measure.Times, way: str) -> Any:
-    """By round, the time that a way saves over the smaller of what could be hidden."""
+def _hidden(times: measure.Times, way: str, *, of_both: bool = False) -> Any:
+    """By round, the time that a way saves over the smaller of what could be hidden; saved of the
+    whole layer, or of what computing and travelling take by themselves."""
     computing, travelling, whole, cut = (
         np.asarray(times.seconds[name]) for name in ("computing", "travelling", "whole", way)
     )
-    return (whole - cut) / np.minimum(computing, travelling)
+    before = computing + travelling if of_both else whole
+    return (before - cut) / np.minimum(computing, travelling)
 
 
 def on_hosts(
