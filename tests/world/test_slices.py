@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from table import reference
 from test_workload_messages import Wire
 from torch import Tensor
 
+from moesaic.dist.state import PARAMETER, Piece, is_shared_out
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
@@ -24,6 +26,7 @@ from moesaic.nn.slices import Slices
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
+from moesaic.train.run import Run
 
 STEPS = 3
 
@@ -103,6 +106,72 @@ def test_words_of_all_slices_make_the_loss(ranks: Ranks, tokens: int) -> None:
     torch.testing.assert_close(sum(shares), loss.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(sum(tokens_grads), x.grad, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(torch.cat(words_grads), weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def boxes(world: World, job: Job) -> tuple[list[Piece], dict[str, torch.Size]]:
+    """Parameters as this rank holds them, and shapes of those that are no experts to torch."""
+    run = assembled(world, job)
+    found = [
+        replace(piece, tensor=piece.tensor.clone())
+        for piece in run.state().pieces
+        if piece.kind == PARAMETER
+    ]
+    shapes = {one.name: one.parameter.shape for one in run.holdings if one.bank is None}
+    run.close()
+    return found, shapes
+
+
+def assembled(world: World, job: Job) -> Run:
+    plan = lay_out(job.layout, job.model, world.size)
+    return assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
+
+
+@pytest.mark.parametrize(("etp", "shard"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"])
+def test_slices_are_boxes_of_the_whole(ranks: Ranks, name: str, etp: int, shard: int) -> None:
+    """Torch knows the whole shapes, and where parts lie; owners have the very same parts."""
+    row = reference(name)
+    ((wholes, _),) = ranks.run(1, boxes, row.job)
+    whole = {piece.name: piece.tensor for piece in wholes}
+    size, etp = 2 * max(shard, 2), etp if row.job.model.experts else 1
+    sliced = row._replace(ranks=size, tp=2, etp=etp, shard=shard).job
+    owned: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    held = dict.fromkeys(whole, 0)
+    for rank, (found, shapes) in enumerate(ranks.run(size, boxes, sliced)):
+        assert shapes == {key: whole[key].shape for key in shapes}
+        for piece in found:
+            extents = zip(piece.offset, piece.tensor.shape, strict=True)
+            box = tuple(slice(first, first + extent) for first, extent in extents)
+            assert piece.shape == whole[piece.name].shape
+            assert torch.equal(piece.tensor, whole[piece.name][box])
+            if piece.tensor.numel():
+                assert rank in piece.owners
+                assert owned.setdefault((piece.name, piece.offset), piece.owners) == piece.owners
+                held[piece.name] += piece.tensor.numel() if rank == piece.owners[0] else 0
+    assert held == {key: tensor.numel() for key, tensor in whole.items()}
+
+
+def brought_together(world: World, job: Job) -> dict[str, Tensor]:
+    run = assembled(world, job)
+    known = {one.name: one.parameter.detach() for one in run.holdings if one.bank is None}
+    whole = {name: t.full_tensor() if is_shared_out(t) else t for name, t in known.items()}
+    world.barrier()  # Nobody leaves while another still connects.
+    run.close()
+    return whole
+
+
+def test_torch_brings_slices_and_shards_together(ranks: Ranks) -> None:
+    """In processes of their own: torch knows groups by a mesh's ranks, and once made keeps them."""
+    row = reference("tiny-olmoe")
+    ((wholes, _),) = ranks.run(1, boxes, row.job)
+    whole, fresh = {piece.name: piece.tensor for piece in wholes}, Ranks()
+    try:
+        found = fresh.run(4, brought_together, row._replace(ranks=4, tp=2, shard=2).job)
+    finally:
+        fresh.close()
+    for known in found:
+        assert known
+        assert all(torch.equal(one, whole[key]) for key, one in known.items())
 
 
 def count_collectives(world: World, job: Job) -> tuple[Counter[str], float, int]:

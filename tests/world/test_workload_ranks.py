@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from layouts import SIGMOID, sparing
 from test_workload_messages import COLUMN_LAYOUTS, CUT_LAYOUTS, VISITS, cut_job, possible
+from torch import Tensor
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -16,6 +17,7 @@ from moesaic.facts.workload.holdings import held, is_first
 from moesaic.facts.workload.kept import activations
 from moesaic.facts.workload.parameters import rank_size
 from moesaic.models.initial import InitialSource
+from moesaic.models.pieces import SLICES, is_sliced
 from moesaic.testing.blocks import Watched, watch
 from moesaic.testing.flops import flops
 from moesaic.testing.jobs import tiny_job
@@ -132,12 +134,21 @@ def holding(world: World, job: Job) -> tuple[Holding, list[tuple[int, bool]]]:
     for item in run.holdings:
         first, size = item.owners[0] == world.rank, item.local.numel()
         if item.bank is None:
-            dense[item.name] = (tuple(item.parameter.shape), size, first)
+            dense[item.name] = (on_a_slice(item.parameter), size, first)
         else:
             experts.append((size, first))
     run.close()
     world.barrier()  # Nobody leaves while another still connects: nothing else is sent here.
     return dense, experts
+
+
+def on_a_slice(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of what a slice has, whoever shares it out further."""
+    shape = list(parameter.shape)
+    if is_sliced(parameter):
+        at = parameter.device_mesh.mesh_dim_names.index(SLICES)
+        shape[parameter.placements[at].dim] //= parameter.device_mesh.size(at)
+    return tuple(shape)
 
 
 @pytest.mark.parametrize(

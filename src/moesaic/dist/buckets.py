@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesaic.dist.state import is_shared_out, local
 from moesaic.dist.world import Group
 from moesaic.facts.workload.messages import Together, together
 from moesaic.facts.workload.sizes import BUCKET_BYTES
@@ -55,9 +56,10 @@ class Bucket:
         if not self._views:
             self._views = self._open()
         view = self._views[number]
-        if parameter.grad is not view:
-            view.copy_(parameter.grad) if parameter.grad is not None else view.zero_()
-            parameter.grad = view
+        grad = None if parameter.grad is None else local(parameter.grad)
+        if grad is None or grad.data_ptr() != view.data_ptr():
+            view.copy_(grad) if grad is not None else view.zero_()
+            parameter.grad = _as_gradient(view, parameter)
 
     def complete(self) -> None:
         """What has not arrived is taken; where nothing has reached a parameter, zeros are."""
@@ -70,7 +72,7 @@ class Bucket:
         """Begin to add up over the group."""
         first = self.parameters[0].grad
         assert first is not None
-        flat = first if len(self.parameters) == 1 else first._base
+        flat = local(first) if len(self.parameters) == 1 else self._views[0]._base
         assert flat is not None
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)
 
@@ -82,17 +84,29 @@ class Bucket:
 
     def _open(self) -> list[Tensor]:
         """The places of a new bucket, with zeros between them."""
-        one = self.parameters[0]
+        one = local(self.parameters[0])
         width, end = one.element_size(), 0
         flat = torch.empty(self._places.num_bytes // width, dtype=one.dtype, device=one.device)
         views = []
         for parameter, start_byte in zip(self.parameters, self._places.starts, strict=True):
-            start = start_byte // width
+            start, here = start_byte // width, local(parameter)
             if start > end:
                 flat[end:start].zero_()
-            end = start + parameter.numel()
-            views.append(flat[start:end].view(parameter.shape))
+            end = start + here.numel()
+            views.append(flat[start:end].view(here.shape))
         return views
+
+
+def _as_gradient(values: Tensor, parameter: nn.Parameter) -> Tensor:
+    """What torch takes for the gradient of `parameter`, of which `values` are this rank's."""
+    if not is_shared_out(parameter):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 class Buckets:
@@ -118,7 +132,8 @@ class Buckets:
                 classes.setdefault((group, kind, parameter.dtype), []).append(number)
         found: list[tuple[int, Bucket]] = []
         for (group, *_), numbers in classes.items():
-            for places in together([sums[number].parameter.nbytes for number in numbers], most):
+            sizes = [local(sums[number].parameter).nbytes for number in numbers]
+            for places in together(sizes, most):
                 mine = [numbers[at] for at in places.members]
                 parameters = [sums[number].parameter for number in mine]
                 found.append((mine[-1], Bucket(parameters, places, group)))

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 PARAMETER = "parameter"
 FIRST_MOMENT = "first_moment"
@@ -27,6 +30,17 @@ PRECISIONS = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 """torch's types by the names that users write."""
+
+
+def is_shared_out(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks have parts of it; who has none such never imports torch's slow modules."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter or gradient, detached, sharing memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if is_shared_out(tensor) else tensor
 
 
 @dataclass(frozen=True)

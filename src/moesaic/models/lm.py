@@ -25,7 +25,7 @@ from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE
 from moesaic.nn.norm import RMSNorm, SlicedNorm
 from moesaic.nn.router import Router, SigmoidRouter
-from moesaic.nn.slices import WHOLE, Slices
+from moesaic.nn.slices import WHOLE, Slices, here
 from moesaic.nn.travel import Ranks
 
 
@@ -38,18 +38,18 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.slices, self.columns = slices, columns
-        words, width = vocab // slices.count, hidden // columns.count
-        self.weight = nn.Parameter(torch.empty(words, width))
+        self.weight = slices.parameter(vocab, hidden // columns.count, cut=0)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Look up."""
         del context
         if self.slices.group is None:
             return self.columns.look_up(x, self.weight)
-        words = self.weight.shape[0]
+        weight = here(self.weight)
+        words = weight.shape[0]
         x = x - self.slices.index * words
         absent = (x < 0) | (x >= words)
-        found = F.embedding(x.masked_fill(absent, 0), self.weight)
+        found = F.embedding(x.masked_fill(absent, 0), weight)
         return self.slices.sum_runs(found.masked_fill(absent[..., None], 0.0))
 
 
@@ -111,11 +111,11 @@ class Head(nn.Module):
         """Logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
         x = self.slices.join(self.norm(x))
         if context.targets is None:
-            return F.linear(x, self.columns.join(self.weight))
+            return F.linear(x, self.columns.join(here(self.weight)))
         rows = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             targets = context.targets.flatten()
-            weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
+            weight = here(self.weight if torch.is_grad_enabled() else self.weight.detach())
             # Nobody else holds what has come together: with the loss it goes.
             loss: Tensor = HeadLoss.apply(
                 rows, self.columns.join(weight), targets, context.loss_scale, self.slices
@@ -151,8 +151,7 @@ class LanguageModel(nn.Module):
         )
         if "head" in self.names:
             shared_out = columns if config.tied else ALONE
-            words, width = config.vocab // slices.count, config.hidden // shared_out.count
-            weight = nn.Parameter(torch.empty(words, width))
+            weight = slices.parameter(config.vocab, config.hidden // shared_out.count, cut=0)
             self.head = Head(weight, config.hidden, config.norm_epsilon, slices, shared_out)
         self.tie()
 
@@ -210,7 +209,7 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 if id(old) not in memory:
-                    new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    new = torch.empty_like(old, device=device)
                     memory[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
                 setattr(module, name, memory[id(old)])
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -264,7 +263,7 @@ def _head_norms(config: ModelConfig, slices: Slices) -> tuple[RMSNorm, RMSNorm] 
     width, epsilon = config.head_dim, config.norm_epsilon
     if config.normed == "heads":
         return RMSNorm(width, epsilon), RMSNorm(width, epsilon)
-    query, key = (heads // slices.count * width for heads in (config.heads, config.kv_heads))
+    query, key = config.heads * width, config.kv_heads * width
     if slices.count == 1:
         return RMSNorm(query, epsilon), RMSNorm(key, epsilon)
     return SlicedNorm(query, epsilon, slices), SlicedNorm(key, epsilon, slices)

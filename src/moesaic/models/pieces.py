@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.state import PARAMETER, Piece, is_shared_out, local
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import parameters
-from moesaic.facts.workload.finetune import A, B
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.bank import Bank
 from moesaic.nn.lora import Adapters
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
+SLICES = "slice"
+"""The dimension of a mesh that slices are along."""
 EMBED = "embed.weight"
 """What a tied head multiplies by too, on a part of its own if there is a pipeline."""
 
@@ -37,9 +32,7 @@ class Held:
     bank: Bank | Adapters | None
     """The bank, if this is an arena, or what is beside it."""
     shape: tuple[int, ...]
-    """Its whole shape; the parameter is narrower in the dimension that slices have cut, if any."""
-    place: int
-    """Which of the shards of its slice this rank has, if it is shared out."""
+    """Its whole shape; of columns the parameter is narrower."""
     owners: tuple[int, ...]
     """Ranks that hold the same values, in order."""
     columns: bool = False
@@ -48,7 +41,7 @@ class Held:
     @property
     def sliced(self) -> bool:
         """Whether this rank has a slice of it alone."""
-        return self.bank is None and self.shape != tuple(self.parameter.shape)
+        return is_sliced(self.parameter)
 
     @property
     def local(self) -> Tensor:
@@ -75,29 +68,22 @@ class Held:
                 name = f"layers.{layer}.moe.experts.{expert}.{part}"
                 yield Piece(kind, name, *self.bank.place(part, view), view, self.owners)
             return
+        yield Piece(kind, self.name, self.shape, self._offset(rank), values, self.owners)
+
+    def _offset(self, rank: int) -> tuple[int, ...]:
+        """Where in the whole this rank's part begins."""
+        if is_shared_out(self.parameter):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            mesh, placements = self.parameter.device_mesh, self.parameter.placements
+            return compute_local_shape_and_global_offset(self.shape, mesh, placements)[1]
         here = zip(self.shape, self.parameter.shape, strict=True)
-        first, *rest = (rank % (whole // part) * part for whole, part in here)
-        offset = (first + self._first_row(), *rest)
-        yield Piece(kind, self.name, self.shape, offset, values, self.owners)
-
-    def _first_row(self) -> int:
-        """Of this rank's shard of its slice."""
-        if not _is_sharded(self.parameter):
-            return 0
-        mesh = self.parameter.device_mesh
-        rows, parts = self.parameter.shape[0], mesh.size(mesh.ndim - 1)
-        return min(rows, self.place * -(-rows // parts))
+        return tuple(rank % (whole // part) * part for whole, part in here)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient, detached, sharing memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if _is_sharded(tensor) else tensor
-
-
-def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether FSDP has shared it out; runs without FSDP never import its slow modules."""
-    return hasattr(tensor, "device_mesh")
+def is_sliced(parameter: Tensor) -> bool:
+    """Whether slices have parts of it."""
+    return is_shared_out(parameter) and SLICES in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def logical(config: ModelConfig, name: str) -> str:
@@ -112,7 +98,6 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
     dense = tuple(r for r in part if plan.replica(r) % plan.shard == shard)
     alike = tuple(r for r in dense if r % plan.tp == rank % plan.tp)
     copies = next(tuple(group) for group in plan.replica_groups() if rank in group)
-    shapes = {p.name: p.shape for p in parameters(model.config) if p.expert is None}
     result: list[Held] = []
     seen: set[int] = set()
     for block, module in model.blocks():
@@ -122,32 +107,16 @@ def held(model: LanguageModel, plan: Plan, rank: int) -> list[Held]:
                 continue
             seen.add(id(parameter))
             bank = banks.get(id(parameter))
-            full, here = logical(model.config, f"{block}.{name}"), tuple(parameter.shape)
-            shape = here if bank is not None else _whole(full, here, shapes)
-            owners = dense if shape == here else alike
+            full, shape = logical(model.config, f"{block}.{name}"), tuple(parameter.shape)
+            owners = alike if is_sliced(parameter) else dense
             owners = owners if bank is None else copies
             columns = full == EMBED and plan.columns > 1
-            owners = (rank,) if columns else owners
+            if columns:
+                shape, owners = (model.config.vocab, model.config.hidden), (rank,)
             if model.config.tied and plan.pp > 1 and full == EMBED:
                 owners = _on_both_ends(owners, plan)
-            result.append(Held(block, full, parameter, bank, shape, shard, owners, columns))
+            result.append(Held(block, full, parameter, bank, shape, owners, columns))
     return result
-
-
-def _whole(
-    name: str, here: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """The whole shape of a parameter of which a rank has `here`; an adapter is cut as its matrix.
-
-    So slices of rows of W [outputs, inputs] have their rows of B and all of A, and slices of
-    columns their columns of A and all of B.
-    """
-    stem, _, half = name.rpartition(".")
-    if f".{half}" == A:
-        return here[0], shapes[f"{stem}.weight"][1]
-    if f".{half}" == B:
-        return shapes[f"{stem}.weight"][0], here[1]
-    return shapes[name]
 
 
 def _on_both_ends(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:

@@ -13,32 +13,42 @@ from moesaic.dist.products import by_onednn, product
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.halves import asked_for
 from moesaic.nn.norm import RMSNorm
-from moesaic.nn.slices import WHOLE, Slices
+from moesaic.nn.slices import WHOLE, Slices, here
+
+OUTPUTS, INPUTS = 0, 1
+"""Dimensions of a weight."""
 
 
 class Linear(nn.Module):
     """x @ weight.T, without bias; adapted, x @ (weight + scale * B A).T with A and B to learn."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, slices: Slices = WHOLE, *, cut: int = OUTPUTS
+    ) -> None:
+        """Of several slices each has outputs of its own, or inputs if those are `cut`."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.extents, self._slices, self._cut = (outputs, inputs), slices, cut
+        self.weight = slices.parameter(outputs, inputs, cut=cut)
         self.lora_a: nn.Parameter | None = None
         self.lora_b: nn.Parameter | None = None
         self.scale = 0.0
 
     def adapt(self, rank: int, scale: float) -> None:
         """Put the low-rank pair A [rank, inputs] and B [outputs, rank] beside the weight."""
-        outputs, inputs = self.weight.shape
-        self.lora_a = nn.Parameter(torch.empty(rank, inputs))
-        self.lora_b = nn.Parameter(torch.empty(outputs, rank))
+        outputs, inputs = self.extents
+        cut, whole = self._slices, WHOLE
+        by_inputs, by_outputs = (cut, whole) if self._cut == INPUTS else (whole, cut)
+        self.lora_a = by_inputs.parameter(rank, inputs, cut=INPUTS)
+        self.lora_b = by_outputs.parameter(outputs, rank, cut=OUTPUTS)
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
-        result = multiply(x, self.weight)
+        result = multiply(x, here(self.weight))
         if self.lora_a is None or self.lora_b is None:
             return result
-        return result + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
+        narrow = F.linear(x, here(self.lora_a)) * self.scale
+        return result + F.linear(narrow, here(self.lora_b))
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,11 +100,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.groups, self.clip = layer, head_dim, heads // kv_heads, clip
         self.slices = slices
-        heads, kv_heads = heads // slices.count, kv_heads // slices.count
-        self.q = Linear(hidden, heads * head_dim)
-        self.k = Linear(hidden, kv_heads * head_dim)
-        self.v = Linear(hidden, kv_heads * head_dim)
-        self.o = Linear(heads * head_dim, hidden)
+        self.q = Linear(hidden, heads * head_dim, slices)
+        self.k = Linear(hidden, kv_heads * head_dim, slices)
+        self.v = Linear(hidden, kv_heads * head_dim, slices)
+        self.o = Linear(heads * head_dim, hidden, slices, cut=INPUTS)
         # Over all channels of queries and of keys, or over those of each head.
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
@@ -127,7 +136,7 @@ class Attention(nn.Module):
 
 def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
     """Every run of as many channels as the norm is wide, on its own."""
-    normed: Tensor = norm(x.unflatten(2, (-1, norm.weight.shape[0])))
+    normed: Tensor = norm(x.unflatten(2, (-1, here(norm.weight).shape[0])))
     return normed.flatten(2)
 
 
@@ -182,9 +191,8 @@ class FeedForward(nn.Module):
     def __init__(self, hidden: int, ffn: int, slices: Slices = WHOLE) -> None:
         super().__init__()
         self.slices = slices
-        ffn //= slices.count
-        self.gate, self.up = Linear(hidden, ffn), Linear(hidden, ffn)
-        self.down = Linear(ffn, hidden)
+        self.gate, self.up = Linear(hidden, ffn, slices), Linear(hidden, ffn, slices)
+        self.down = Linear(ffn, hidden, slices, cut=INPUTS)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Compute; the context is the same as an expert layer's and not used."""

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.facts.job.model import Latent, RopeScaling
-from moesaic.nn.attention import Linear, attend
+from moesaic.nn.attention import INPUTS, Linear, attend
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.norm import RMSNorm
 from moesaic.nn.rope import mscale
-from moesaic.nn.slices import WHOLE, Slices
+from moesaic.nn.slices import WHOLE, Slices, here
 
 NORM_EPSILON = 1e-6
 """Of the narrow vectors' norms: the family's own, whatever the norms of the stream add."""
@@ -41,22 +41,21 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.slices = slices
-        heads //= slices.count
-        self.layer, self.heads = layer, heads
+        self.layer, self.heads = layer, heads // slices.count
         self.width, self.rotary, self.value = latent.width, latent.rotary, latent.value
         self.straight = head_dim - latent.rotary
         self.scale = score_scale(head_dim, scaling)
         self.q = self.q_down = self.q_norm = self.q_up = None
         if latent.queries is None:
-            self.q = Linear(hidden, heads * head_dim)
+            self.q = Linear(hidden, heads * head_dim, slices)
         else:
             self.q_down = Linear(hidden, latent.queries)
             self.q_norm = RMSNorm(latent.queries, NORM_EPSILON)
-            self.q_up = Linear(latent.queries, heads * head_dim)
+            self.q_up = Linear(latent.queries, heads * head_dim, slices)
         self.kv_down = Linear(hidden, self.width + self.rotary)
         self.kv_norm = RMSNorm(self.width, NORM_EPSILON)
-        self.kv_up = Linear(self.width, heads * (self.straight + self.value))
-        self.o = Linear(heads * self.value, hidden)
+        self.kv_up = Linear(self.width, heads * (self.straight + self.value), slices)
+        self.o = Linear(heads * self.value, hidden, slices, cut=INPUTS)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Attend."""
@@ -109,7 +108,7 @@ class LatentAttention(nn.Module):
         one key and value of all heads; what they gather goes up by each head's part of `kv_up`.
         """
         assert mask is not None or q.shape[1] == 1, "several queries over a cache need a mask"
-        weight = self.kv_up.weight.unflatten(0, (self.heads, -1))
+        weight = here(self.kv_up.weight).unflatten(0, (self.heads, -1))
         k_up, v_up = weight.split((self.straight, self.value), dim=1)
         q = torch.cat((torch.einsum("bshc,hcw->bshw", q, k_up), *q_turned), dim=-1)
         # All heads' queries are rows over one key head, which is read once.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moesaic.facts.workload.sizes import NORM_BYTES
-from moesaic.nn.slices import Slices
+from moesaic.nn.slices import Slices, here
 
 
 class RMSNorm(nn.Module):
@@ -78,10 +78,11 @@ def _blocks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
 
 
 class SlicedNorm(RMSNorm):
-    """The same over channels that lie on several slices, of which `width` are this one's."""
+    """The same over channels that lie on several slices."""
 
     def __init__(self, width: int, epsilon: float, slices: Slices) -> None:
         super().__init__(width, epsilon)
+        self.weight = slices.parameter(width, cut=0)
         self.slices = slices
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,4 +90,4 @@ class SlicedNorm(RMSNorm):
         wide = x.to(self.weight.dtype)
         squares = self.slices.sum(wide.square().sum(dim=-1, keepdim=True))
         mean = squares / (x.shape[-1] * self.slices.count)
-        return wide * torch.rsqrt(mean + self.epsilon) * self.weight
+        return wide * torch.rsqrt(mean + self.epsilon) * here(self.weight)

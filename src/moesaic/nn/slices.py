@@ -8,13 +8,18 @@ all tokens, and hands back sums over the slices, as runs again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.dist.collectives import JoinRuns, SumRuns, SumShares
+from moesaic.dist.state import is_shared_out
 from moesaic.dist.world import Group
 from moesaic.nn.context import Context, compute_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,20 @@ class Slices:
     index: int = 0
     count: int = 1
     group: Group | None = None
+    mesh: DeviceMesh | None = None
+    """The same ranks, for parameters to be whole tensors that they share out; None: a parameter is
+    no more than this slice's part of it."""
+
+    def parameter(self, *extents: int, cut: int) -> nn.Parameter:
+        """A parameter of so many numbers in each dimension, of which `cut` is shared out."""
+        here = list(extents)
+        here[cut] //= self.count
+        values = torch.empty(here)
+        if self.mesh is None:
+            return nn.Parameter(values)
+        from torch.distributed.tensor import DTensor, Shard  # Slow to import, and rarely used.
+
+        return nn.Parameter(DTensor.from_local(values, self.mesh, [Shard(cut)], run_check=False))
 
     def run(self, whole: int) -> slice:
         """This slice's run of `whole` things in a row."""
@@ -61,6 +80,11 @@ class Slices:
         """The sum of all slices' `x`, which every one of them goes on with."""
         total: Tensor = x if self.group is None else SumShares.apply(x, self.group)
         return total
+
+
+def here(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, through which its gradient comes."""
+    return parameter.to_local() if is_shared_out(parameter) else parameter
 
 
 WHOLE = Slices()

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.dist.shared import Arriving, ByMemory
+from moesaic.dist.state import local
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -53,7 +54,7 @@ def watch(job: Job, plan: Plan, world: World) -> Watched:
         batch.documents.zero_()
     context = lm.make_context(run.model, batch, job, 0)
     context.training, context.targets, context.loss_scale = True, batch.targets, 1.0
-    lasting = (*run.model.parameters(), context.rotary.cosine, context.rotary.sine)
+    lasting = (*map(local, run.model.parameters()), context.rotary.cosine, context.rotary.sine)
     known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
     watched, x = Watched(), batch.inputs.clone()
     for name, block in run.model.blocks():

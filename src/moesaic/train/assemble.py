@@ -22,7 +22,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
 from moesaic.models.finetune import prepare
 from moesaic.models.lm import Embedding, Head, LanguageModel
-from moesaic.models.pieces import Held, held
+from moesaic.models.pieces import SLICES, Held, held
 from moesaic.nn.bank import Bank
 from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
@@ -61,7 +61,7 @@ def assemble(
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)
-    slices = Slices(world.rank % plan.tp, plan.tp, world.partition(plan.slice_groups()))
+    mesh, slices = _shared_out(plan, world)
     columns = _columns(plan, world)
     mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
     names = [name for stage in mine for name in stage]
@@ -73,9 +73,9 @@ def assemble(
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
     pipeline = _pipeline(job, plan, world, model)
-    if plan.shard > 1:
+    if mesh is not None and plan.shard > 1:
         roots = [model] if pipeline is None else list(pipeline.stages.values())
-        _shard(model, roots, plan, world)
+        _shard(model, roots, plan, mesh, world.device)
     else:
         model.materialise(world.device)
     optimizer = AdamW(job.optimizer)
@@ -178,7 +178,31 @@ def _pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipel
     return Pipeline(job, plan, world, model)
 
 
-def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: World) -> None:
+def _shared_out(plan: Plan, world: World) -> tuple[DeviceMesh | None, Slices]:
+    """The ranks that share out dense parameters, or have copies, along each dimension in which
+    there are several; and the slices among them."""
+    part = torch.tensor(plan.part_groups()[plan.part(world.rank)])
+    grid = part.view(-1, plan.shard, plan.tp)
+    along = {
+        "replicate": world.partition(plan.shard_replica_groups()),
+        "shard": world.partition(plan.shard_groups()),
+        SLICES: world.partition(plan.slice_groups()),
+    }
+    groups = {name: group for name, group in along.items() if group is not None}
+    mesh = None
+    if plan.shard > 1 or plan.tp > 1:
+        mesh = DeviceMesh.from_group(
+            list(groups.values()), world.device.type, mesh=grid.squeeze(),
+            mesh_dim_names=tuple(groups),
+        )  # fmt: skip
+    sliced = None if mesh is None or plan.tp == 1 else mesh[SLICES]
+    return mesh, Slices(world.rank % plan.tp, plan.tp, along[SLICES], sliced)
+
+
+def _shard(
+    model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh,
+    device: torch.device,
+) -> None:  # fmt: skip
     """Shard dense parameters over `plan.shard` replicas, copy to the rest (FSDP2), materialise.
 
     Gradients are summed, not averaged: losses are divided by global counts already. The root holds
@@ -188,17 +212,8 @@ def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: 
     """
     from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
 
-    shard = world.partition(plan.shard_groups())
-    replicate = world.partition(plan.shard_replica_groups())
-    assert shard is not None
-    if replicate is None:
-        mesh = DeviceMesh.from_group(shard, world.device.type, mesh_dim_names=("shard",))
-    else:
-        alike = next(group for group in plan.same_slice_groups() if world.rank in group)
-        grid = torch.tensor(alike).view(-1, plan.shard)
-        mesh = DeviceMesh.from_group(
-            [replicate, shard], world.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
-        )
+    copied = "replicate" in (mesh.mesh_dim_names or ())
+    mesh = mesh["replicate", "shard"] if copied else mesh["shard"]
     apart = {m.arena for m in model.modules() if isinstance(m, Bank | Adapters)}
     apart |= {
         m.weight for m in model.modules() if isinstance(m, Embedding | Head) and m.columns.count > 1
@@ -208,5 +223,5 @@ def _shard(model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, world: 
         sharded = fully_shard(module, mesh=mesh, ignored_params=apart, reshard_after_forward=again)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=world.device)
+    model.to_empty(device=device)
     model.tie()  # to_empty makes two of one shared parameter

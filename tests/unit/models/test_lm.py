@@ -18,7 +18,6 @@ from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
 from moesaic.nn.context import Context
-from moesaic.nn.slices import Slices
 from moesaic.nn.travel import Ranks
 
 SMALL = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "vocab": 19}
@@ -45,29 +44,6 @@ def test_pieces_are_the_parameters_that_the_facts_name(name: str, tied: bool) ->
     config = small(name, tied=tied)
     live = {piece.name: tuple(piece.tensor.shape) for piece in pieces(LanguageModel(config))}
     assert live == {p.name: p.shape for p in parameters(config)}
-
-
-@pytest.mark.parametrize("etp", [1, 2])
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"])
-def test_slices_are_boxes_of_the_whole(name: str, etp: int) -> None:
-    config = small(name, vocab=20, tied=True)
-    whole = {piece.name: piece.tensor for piece in pieces(build(config))}
-    plan = Plan(ranks=4, ep=1, shard=1, tp=2, etp=etp, experts=config.experts)
-    held = dict.fromkeys(whole, 0)
-    for rank in (2, 3):
-        ranks = Ranks(rank // etp, slices=Slices(rank % etp, etp))
-        model = LanguageModel(config, None, plan, ranks, Slices(rank % 2, 2)).double()
-        found = pieces(model, plan, rank)
-        InitialSource(0, 0.3).fill(found)
-        for piece in found:
-            size = piece.tensor.shape
-            box = tuple(slice(o, o + n) for o, n in zip(piece.offset, size, strict=True))
-            assert piece.shape == whole[piece.name].shape
-            assert torch.equal(piece.tensor, whole[piece.name][box])
-            cut = size != piece.shape
-            assert piece.owners == ((rank - 2, rank) if cut else (0, 1, 2, 3))
-            held[piece.name] += piece.tensor.numel() if cut or rank == 2 else 0
-    assert held == {name: tensor.numel() for name, tensor in whole.items()}
 
 
 @pytest.mark.parametrize("queries", [None, 5])
