@@ -244,17 +244,26 @@ def _rounded_up(value: float) -> float:
 
 
 def _doubts(speeds: Sequence[Speed]) -> list[str]:
-    """What cannot be: more than what the device does at best."""
-    above = [one for one in speeds if max(one.share, one.step_share) > _ABOVE]
-    if not above:
-        return []
-    most = max(max(one.share, one.step_share) for one in above)
-    named = "; ".join(f"{one.least.dtype} with {one.least.tokens:,} tokens" for one in above)
-    return [
-        f"up to {most:.0%} of the limit, which cannot be ({named}): the limit is too low, as the "
-        "machine was busy while it was measured; measure anew when it is idle, or for longer "
-        "(--set seconds=N)"
-    ]
+    """What cannot be, or not for long: more than what the device does at best."""
+    found = []
+    for binds, means in (
+        ("products", "which cannot be"),
+        ("memory", "which may be where weights of few experts stay in a cache; where they do not"),
+    ):
+        above = [one for one in speeds if one.least.binds == binds and _most(one) > _ABOVE]
+        if above:
+            named = "; ".join(f"{one.least.dtype} with {one.least.tokens:,}" for one in above)
+            found.append(
+                f"up to {max(map(_most, above)):.0%} of the limit by {binds} (tokens: {named}), "
+                f"{means}: the machine was busy while its limit was measured; measure anew when it "
+                "is idle"
+            )
+    return found
+
+
+def _most(one: Speed) -> float:
+    """Of the limit, forward or with backward."""
+    return max(one.share, one.step_share)
 
 
 def _experts(config: BenchConfig) -> str:

@@ -31,11 +31,14 @@ _PASSES = 13
 forward and backward."""
 _ENOUGH = 60
 """Passes after which more of them say nothing new."""
+_UNTRIED = 1.5
+"""Times what it should take, of a batch that was not tried."""
 _REACHED = 0.5
 """Of the limit, where nothing is measured yet."""
 _SHORT_S = 0.5
-"""A pass that is worth another one to begin with, and what is spent on a batch in any case if there
-is so much."""
+"""What is spent on a batch in any case, if there is so much."""
+_DEAR = 3
+"""Times a later pass that a first one may take."""
 _PATIENCE_S = 10.0
 """For a limit, whatever time there is."""
 _SPARE = 1.3
@@ -102,7 +105,7 @@ class Batch(Protocol):
     """A batch that can go through a layer."""
 
     first_s: float
-    """What it took to go through for the first time, forward."""
+    """What it took to go through, forward, to begin with."""
 
     def measured(self, budget_s: float) -> tuple[float, float]:
         """Seconds forward, and with backward, found in so many more than it needs at least."""
@@ -121,8 +124,8 @@ class Layer(Protocol):
     def least(self, limit: Limit, tokens: int) -> Least:
         """What it takes at least."""
 
-    def batch(self, dtype: str, tokens: int) -> Batch:
-        """One that has gone through once."""
+    def batch(self, dtype: str, tokens: int, most_s: float) -> Batch:
+        """One that has gone through once, or twice if the first pass took no more than that."""
 
     def clock(self) -> float:
         """Seconds, all work that was asked for being done."""
@@ -146,7 +149,7 @@ def measured(
         began: is told of each that is about to be tried.
     """
     if layer.batch_bytes(1) <= layer.room_bytes:
-        layer.batch(limit.dtype, 1)  # The first makes what later ones find: imports, threads.
+        layer.batch(limit.dtype, 1, 0.0)  # The first makes what later ones find: imports, threads.
     left_s, reached = budget_s, _REACHED
     for place, tokens in enumerate(sizes):
         began(tokens)
@@ -155,10 +158,10 @@ def measured(
             yield LeftOut(least, "memory", size)
             continue
         if _PASSES * least.forward_s > left_s:  # Not even at best: no need to try.
-            yield LeftOut(least, "time", _PASSES * least.forward_s / reached)
+            yield LeftOut(least, "time", _UNTRIED * _PASSES * least.forward_s / reached)
             continue
         start = layer.clock()
-        batch = layer.batch(limit.dtype, tokens)
+        batch = layer.batch(limit.dtype, tokens, _DEAR * left_s / _PASSES)
         needs_s = _PASSES * batch.first_s
         if needs_s > left_s:
             yield LeftOut(least, "time", needs_s)
@@ -261,9 +264,10 @@ class ExpertLayer:
         of_tokens = 5 * model.hidden + 3 * (model.experts + model.shared * model.ffn)
         return 4 * (rows * (2 * model.hidden + 3 * model.ffn) + tokens * of_tokens)
 
-    def batch(self, dtype: str, tokens: int) -> Batch:
-        """So many tokens that have gone through once."""
-        return _Batch(*self._calls(dtype, tokens), self.clock)
+    def batch(self, dtype: str, tokens: int, most_s: float) -> Batch:
+        """So many tokens that have gone through once, or twice, for much of a first pass may be
+        preparation."""
+        return _Batch(*self._calls(dtype, tokens), self.clock, most_s)
 
     def clock(self) -> float:
         """Seconds, all work of the device being done."""
@@ -345,10 +349,11 @@ class _Batch:
         forward: Callable[[], object],
         step: Callable[[], object],
         clock: Callable[[], float],
+        most_s: float,
     ) -> None:
         self._forward, self._step, self._clock = forward, step, clock
         self.first_s = self._once()
-        if self.first_s < _SHORT_S:  # Of which much may have been preparation.
+        if self.first_s < most_s:
             self.first_s = min(self.first_s, self._once())
 
     def measured(self, budget_s: float) -> tuple[float, float]:

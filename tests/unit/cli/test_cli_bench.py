@@ -56,10 +56,10 @@ def test_lines_are_there_as_they_come(
 ) -> None:
     """Whoever runs out of memory keeps what was measured before."""
 
-    def stopped(layer: ExpertLayer, dtype: str, tokens: int) -> Batch:
+    def stopped(layer: ExpertLayer, dtype: str, tokens: int, most_s: float) -> Batch:
         if tokens > 8:
             raise RuntimeError("no memory")
-        return kept(layer, dtype, tokens)
+        return kept(layer, dtype, tokens, most_s)
 
     kept = ExpertLayer.batch
     monkeypatch.setattr(ExpertLayer, "batch", stopped)
@@ -105,15 +105,28 @@ def test_a_limit_that_is_higher_afterwards_holds(
     assert "which cannot be" not in said.err
 
 
-def test_what_cannot_be_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (
+            Limit("fp32", 1e8, 1e9),
+            "by products (tokens: fp32 with 1), which cannot be: the machine",
+        ),
+        (
+            Limit("fp32", 1e15, 2e8),
+            "by memory (tokens: fp32 with 1), which may be where weights of",
+        ),
+    ],
+)
+def test_what_can_hardly_be_is_warned_of(
+    limit: Limit, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ExpertLayer, "limits", lambda *_: [Limit("fp32", 1e8, 1e9)])
+    monkeypatch.setattr(ExpertLayer, "limits", lambda *_: [limit])
     sets = ["--set", "tokens=[1]", "--set", 'dtypes=["fp32"]', "--json"]
     assert main([*LINE, *sets]) == 0
     said = capfd.readouterr()
     assert json.loads(said.out)["speeds"]
-    assert "% of the limit, which cannot be (fp32 with 1 tokens): the limit is too low" in said.err
+    assert f"% of the limit {words}" in said.err
 
 
 def test_what_it_would_measure(capfd: pytest.CaptureFixture[str]) -> None:

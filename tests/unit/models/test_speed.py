@@ -49,7 +49,7 @@ class Paced:
     def least(self, limit: Limit, tokens: int) -> Least:
         return Least(limit.dtype, tokens, tokens, tokens * 5e-4, tokens * 1.5e-3, "products")
 
-    def batch(self, dtype: str, tokens: int) -> Batch:
+    def batch(self, dtype: str, tokens: int, most_s: float) -> Batch:
         return _Through(self, tokens * 1e-3)
 
 
