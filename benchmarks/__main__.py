@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.
     unknown = sorted(set(options.themes) - set(THEMES))
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: a figure needs 1 or more")
     if unknown:
         parser.error(f"there is no theme '{unknown[0]}': take one of {', '.join(THEMES)}")
     if measure.commit().endswith(measure.DIRTY):

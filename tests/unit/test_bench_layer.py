@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks import exchange, measure, peers
+from benchmarks.__main__ import main
 from benchmarks.peers import DEEPSPEED, LIMITED, OURS, PLAIN, TUTEL, Case, Contender, Work
 from torch import Tensor
 
@@ -169,3 +170,9 @@ def test_all_ways_bring_the_same_rows(
             return
         with pytest.raises(RankFailed, match=rf"Unlike: rank \d: {way} brought other rows"):
             ranks.run(size, exchanged, case, memory, spoilt)
+
+
+def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["layer", "--parts", "peers", "--rounds", "0"])
+    assert "--rounds 0: a figure needs 1 or more" in capsys.readouterr().err

@@ -127,13 +127,13 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         if given is not None:
             loaded = obey(loaded, given, items)
         job_, chosen = loaded.job, _chosen(loaded, nproc, where)
-        paths, others = travel.traffic(where, chosen.ranks), list[dict[str, Any]]()
+        paths, others = travel.traffic(where, chosen.ranks), travel.NO_OTHERS
         if loaded.plan is None:
             recorded = None if loads is None else _recorded(loads, job_)
             chosen, others = travel.decided(job_, chosen, where, recorded, paths)
             chosen = travel.with_prices(job_, chosen, where, paths)
         facts, timeline = predict(job_, chosen, where, loads, paths)
-        facts["other_ways"] = others
+        facts |= others
     after = []
     if trace is not None and not dry_run:
         flags.write_new("--trace", trace, _trace(timeline, chosen))
@@ -433,6 +433,7 @@ def _print(facts: dict[str, Any]) -> None:
         facts,
         {
             **({"tokens travel": travel.in_a_line(facts)} if layout["ep"] > 1 else {}),
+            **travel.of_embedding(facts),
             **({"pipeline": _told(facts["pipeline"], layout)} if facts["pipeline"] else {}),
             **travel.copies_in_a_line(facts["balance"]),
             "parameters": f"{total:,}" + (f", {active:,} for a token" if active < total else ""),

@@ -3,7 +3,7 @@ each rank has, and what copies of experts cost; the cheapest, and what a person 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from moesaic.policy.cost.traffic import Traffic
 
 
+NO_OTHERS: Mapping[str, Any] = {"other_ways": [], "other_embedding": None}
+"""Of a plan that is not chosen, but given."""
+
+
 def traffic(cluster: Cluster, ranks: int) -> Traffic:
     """Between the places of so many ranks on `cluster`."""
     from moesaic.policy.cost.traffic import Traffic
@@ -32,12 +36,14 @@ def decided(
     cluster: Cluster,
     loads: Sequence[NDArray[np.float64]] | None,
     traffic: Traffic,
-) -> tuple[Plan, list[dict[str, Any]]]:
-    """`plan` with the cheapest of all that `job` leaves open; and other ways of tokens."""
+) -> tuple[Plan, Mapping[str, Any]]:
+    """`plan` with the cheapest of all that `job` leaves open; and what else it could be: other ways
+    of tokens, and the other embedding."""
     others = list[dict[str, Any]]()
     if "auto" in (job.layout.dispatch, job.layout.local, job.layout.chunks):
         plan, others = cheapest(job, plan, cluster, loads, traffic)
-    return with_table(job, plan, cluster, loads, traffic), others
+    plan, table = with_table(job, plan, cluster, loads, traffic)
+    return plan, {"other_ways": others, "other_embedding": table}
 
 
 def cheapest(
@@ -95,24 +101,31 @@ def with_table(
     cluster: Cluster,
     loads: Sequence[NDArray[np.float64]] | None,
     traffic: Traffic,
-) -> Plan:
+) -> tuple[Plan, dict[str, Any] | None]:
     """`plan`, in which each rank has so much of the embedding's table that a step is the shortest,
     where `job` leaves that open; all of it where that makes no difference. What does not fit in
-    memory comes last: for a tied head the columns come together, and so do their gradients."""
+    memory comes last: for a tied head the columns come together, and so do their gradients. And the
+    other choice if there is one, with about how much longer a step would be."""
     from moesaic.policy.cost.room import tightest
     from moesaic.policy.table import tables
 
     found = tables(plan, job) if job.layout.embedding == "auto" else [plan]
     if len(found) == 1:
-        return found[0]
-    small = job if loads is not None else _low(job, plan)
+        return found[0], None
     places = place(cluster, plan.ranks)
 
     def cost(one: Plan) -> tuple[bool, float]:
         fits = tightest(job, one, cluster, places, loads).share <= 1
-        return not fits, _step_s(small, one, cluster, loads, traffic)
+        return not fits, _step_s(job, one, cluster, loads, traffic)
 
-    return min(found, key=cost)
+    costs = [cost(one) for one in found]
+    least = costs.index(min(costs))
+    other = 1 - least
+    return found[least], {
+        "embedding": found[other].embedding,
+        "more_s": costs[other][1] - costs[least][1],
+        "fits": not costs[other][0],
+    }
 
 
 def with_prices(job: Job, plan: Plan, cluster: Cluster, traffic: Traffic) -> Plan:
@@ -199,21 +212,48 @@ def warn_of_hosts(plan: Plan) -> None:
     from moesaic.policy.dispatch import hosts_of
 
     there = hosts_of(plan, [place.host for place in plan.places])
-    if plan.trips > 1 and plan.hosts != there:
-        screen.warn(
-            f"hosts = {plan.hosts}, but the ranks that share out the experts are "
-            + (f"on {there} hosts" if there > 1 else "on one host, or unevenly on several")
-            + ": what it costs is foretold, what it would save is not there"
-        )
+    if plan.hosts in (1, there):
+        return
+    found = f"on {there} hosts" if there > 1 else "on one host, or unevenly on several"
+    means = "what it costs is foretold, what it would save is not there"
+    if plan.trips == 1:
+        means = f"it has no effect, tokens go straight, as where each of {plan.ep} hosts has one"
+    screen.warn(
+        f"hosts = {plan.hosts}, but the ranks that share out the experts are {found}: {means}"
+    )
 
 
 def in_a_line(facts: dict[str, Any]) -> str:
     """How tokens get to their experts, and what other ways would cost, in a line."""
     layout, ep = facts["plan"], facts["plan"]["ep"]
+    every = [layout, *facts["other_ways"]]
+    cut, first = (
+        any(one[key] != usual for one in every)
+        for key, usual in (("chunks", 1), ("local", "along"))
+    )
 
     def words(one: dict[str, Any]) -> str:
-        return travel_words(one["dispatch"], one["hosts"], ep, one["chunks"], one["local"])
+        """Of others, what they have not."""
+        said = travel_words(one["dispatch"], one["hosts"], ep, one["chunks"], one["local"])
+        said += " in one part" * (cut and one["chunks"] == 1)
+        return said + " together with local ones" * (first and one["local"] == "along")
 
     chosen = words(layout)
     others = [f"{outlook.time(one['more_s'])} if {words(one)}" for one in facts["other_ways"]]
     return f"{chosen}; longer by about {', '.join(others)}" if others else chosen
+
+
+def of_embedding(facts: dict[str, Any]) -> dict[str, str]:
+    """What of the embedding's table each rank has, in a line, where that was chosen."""
+    other = facts["other_embedding"]
+    if other is None:
+        return {}
+    words = {"whole": "whole on every rank", "columns": "columns of it on each rank"}
+    more_s = other["more_s"]
+    long = f"{'longer' if more_s > 0 else 'shorter'} by about {outlook.time(abs(more_s))}"
+    if more_s == 0:
+        long = "as long"
+    if not other["fits"]:
+        long += ", and too large for memory,"
+    here = words[facts["plan"]["embedding"]]
+    return {"embedding": f"{here}; {long} if {words[other['embedding']]}"}

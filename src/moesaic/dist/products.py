@@ -286,7 +286,7 @@ def engine(device: torch.device, dtype: torch.dtype) -> str:
     by = "torch.mm"
     if _has_onednn(dtype):
         rarely = dtype == torch.float32 and not prefers_copies()
-        others = "matrices are small or rows no multiple of 8" if rarely else "they are small"
+        others = "matrices are small or rows few or uneven" if rarely else "they are small"
         by = f"oneDNN (torch.mm where {others})"
     crew = threads.crew()
     alone = "" if crew is None else f", some a thread where rows are few ({crew.size} threads)"

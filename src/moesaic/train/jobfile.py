@@ -33,12 +33,20 @@ class LoadedJob:
     job: Job
     text: str
     """The file as it was, then each item of `--set` as a comment."""
-    warnings: list[str]
-    """What a person should know: settings without effect, unknown keys of a config.json."""
+    told: list[str]
+    """What a person should know of where it came from, as unknown keys of a config.json."""
     plan: Plan | None = None
     """What rules the job, if it was given; else the job itself says how it is laid out."""
     plan_origin: str = ""
     """What opens a complaint about the plan."""
+    given: frozenset[str] | None = None
+    """Keys of [layout] that it says itself, where a plan says more."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know: besides, settings without effect, under the plan if there is
+        one."""
+        return [*self.told, *self.job.idle(self.given)]
 
 
 def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
@@ -47,19 +55,19 @@ def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     raw = apply_sets(parse_toml(text, origin), sets)
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
-    warnings: list[str] = []
-    raw = fill_preset(fill_from(raw, origin, warnings), origin)
+    told: list[str] = []
+    raw = fill_preset(fill_from(raw, origin, told), origin)
     job = parse(Job, raw, origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
             f"{origin}: [finetune] without model.from: there are no weights to go on from; give a "
             "Hugging Face model directory (model.from = DIR), or remove [finetune]"
         )
-    warnings += job.idle() + _export_warnings(job)
+    told += _export_warnings(job)
     if sets:
         items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
         text = f"{text.rstrip()}\n\n{items}\n"
-    return LoadedJob(job, text, warnings)
+    return LoadedJob(job, text, told)
 
 
 def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
@@ -69,11 +77,11 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     """
     plan, origin = load_plan(path), f"--plan '{path}'"
     check(plan, loaded.job, origin)
-    job, warnings = ruled(loaded.job, plan), loaded.warnings
+    job, told = ruled(loaded.job, plan), loaded.told
     said_of = None if plan.predictions is None else plan.predictions.basis
     if said_of not in (None, basis(job, plan)):
-        warnings = [
-            *warnings,
+        told = [
+            *told,
             f"{origin}: its predictions are of another job, or of the plan as it was before it was "
             "edited, and are left out: plan anew to have some",
         ]
@@ -90,7 +98,10 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
             )
     space = "\n" if sets else "\n\n"
     text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
-    return replace(loaded, job=job, text=text, warnings=warnings, plan=plan, plan_origin=origin)
+    given = frozenset(loaded.job.layout.model_fields_set)
+    return replace(
+        loaded, job=job, text=text, told=told, plan=plan, plan_origin=origin, given=given
+    )
 
 
 def fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:

@@ -175,7 +175,10 @@ def test_tokens_go_in_as_many_parts_and_beside_as_much_as_is_shortest(
     as_json = []
     parts, beside = f" in {best[0]} parts" * (best[0] > 1), best[1] == "first"
     words = f"once to each of 2 hosts{parts}{' while local ones are computed' * beside}"
-    assert f"{words}; longer by about" in told()
+    (line,) = [line for line in told().splitlines() if line.startswith("tokens travel")]
+    assert f" {words}; longer by about " in line
+    one, along = " in one part" * (best[0] > 1), " together with local ones" * beside
+    assert line.endswith(f" if once to each of 2 hosts{one}{along}")
 
 
 @pytest.mark.parametrize("layout", ["ep=16", "pp=2,schedule=gpipe", "shard=16"])
@@ -202,6 +205,15 @@ def test_ranks_have_as_much_of_the_embedding_as_is_shortest(
     said = f", the embedding's columns over {8 if 'pp' in layout else 16}"
     assert said in told("embedding=columns")
     assert said not in told("embedding=whole")
+    other = free["other_embedding"]
+    assert {free["plan"]["embedding"], other["embedding"]} == {"whole", "columns"}
+    assert other["fits"]
+    assert other["more_s"] == pytest.approx(max(steps_s.values()) - free["step_s"])
+    assert all(one["other_embedding"] is None for one in facts.values())
+    (line,) = [line for line in told().splitlines() if line.startswith("embedding  ")]
+    words = {"whole": "whole on every rank", "columns": "columns of it on each rank"}
+    assert f" {words[free['plan']['embedding']]}; longer by about " in line
+    assert line.endswith(f" if {words[other['embedding']]}")
 
 
 def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -218,10 +230,15 @@ def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFix
     )
     assert main([*line, "ep=8,dispatch=visits,hosts=2"]) == 0
     assert "on one host, or unevenly on several" in capfd.readouterr().err
-    assert main([*line, "ep=8,dispatch=visits,hosts=8"]) == 0
-    assert "hosts =" not in capfd.readouterr().err
+    for dispatch in ("rows", "visits"):
+        assert main([*line, f"ep=8,dispatch={dispatch},hosts=8"]) == 0
+        assert (
+            "hosts = 8, but the ranks that share out the experts are on one host, or unevenly on "
+            "several: it has no effect, tokens go straight, as where each of 8 hosts has one\n"
+        ) in capfd.readouterr().err
+    assert main([*line, "ep=16,hosts=1"]) == 0
     for layout, words in (
-        ("ep=16,hosts=1", 'layout.hosts = 1 with layout.dispatch = "auto", which finds the hosts'),
+        ("ep=16,hosts=2", 'layout.hosts = 2 with layout.dispatch = "auto", which finds the hosts'),
         (
             "ep=1,dispatch=rows,hosts=2",
             "does not divide layout.ep = 1, and each host has as many of",

@@ -181,3 +181,16 @@ def test_torch_grouped_mm_is_the_same_function() -> None:
     ends = counts.cumsum(0).to(torch.int32)
     theirs = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     torch.testing.assert_close(theirs, grouped_mm(rows, weight, counts, True), rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("rarely", [False, True])
+def test_what_is_said_of_the_engine_has_no_numbers(
+    monkeypatch: pytest.MonkeyPatch, rarely: bool
+) -> None:
+    """Which products are whose is a matter of sizes, and of cores: no one number says it."""
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "prefers_copies", lambda: not rarely)
+    monkeypatch.setattr(products.threads, "crew", lambda: None)
+    said = products.engine(torch.device("cpu"), torch.float32)
+    where = "matrices are small or rows few or uneven" if rarely else "they are small"
+    assert said == f"oneDNN (torch.mm where {where}), one by one"

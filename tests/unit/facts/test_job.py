@@ -248,6 +248,9 @@ def test_settings_without_effect_are_told() -> None:
         for key in ("dispatch", "hosts", "local", "chunks")
     ]
     assert job("layout.dispatch=visits", "layout.ep=2").idle() == []
+    assert job("layout.hosts=1", "layout.ep=2").idle() == [
+        'layout.hosts has no effect: layout.dispatch = "auto" finds the hosts'
+    ]
     assert job("layout.schedule=gpipe").idle() == [
         "layout.schedule has no effect: layout.pp = 1 makes no pipeline"
     ]

@@ -569,3 +569,11 @@ def test_a_plan_that_says_nothing_of_local_tokens_keeps_its_digest() -> None:
     assert basis(job, planned(job, 2)) == "5cbbc346dce2e11e"
     first = tiny_job(layout={"ep": 2, "local": "first"})
     assert basis(first, planned(first, 2)) != basis(job, planned(job, 2))
+
+
+def test_where_no_token_travels_nothing_said_of_it_matters() -> None:
+    """It is told, as `Job.idle` tests."""
+    plain = planned(tiny_job(), 2)
+    for said in ({"chunks": 4}, {"local": "first"}, {"local": "along"}, {"hosts": 1}):
+        assert planned(tiny_job(layout=said), 2) == plain
+    assert planned(tiny_job(layout={"ep": 2, "hosts": 1}), 2).hosts == 1

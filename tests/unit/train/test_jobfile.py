@@ -7,11 +7,12 @@ import pytest
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import Job, ModelConfig
+from moesaic.facts.job import Job, LayoutConfig, ModelConfig
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import lay_out
 from moesaic.models.hf.config import config_text
 from moesaic.models.tokenizer import open_tokenizer
-from moesaic.train.jobfile import check_inputs, load_job
+from moesaic.train.jobfile import check_inputs, load_job, obey
 
 JOB = """# what a person wrote
 [model]
@@ -81,6 +82,23 @@ def test_what_a_config_json_says_beyond_is_told() -> None:
 def test_settings_without_effect_are_told() -> None:
     loaded = load_job(write('preset = "tiny-dense"'), ["routing.z_loss=0.1"])
     assert loaded.warnings == ["routing.z_loss has no effect: the model is dense"]
+
+
+@pytest.mark.parametrize(("ep", "keys"), [(2, []), (1, ["chunks", "local"])])
+def test_what_has_no_effect_under_a_plan_is_told_of_that(ep: int, keys: list[str]) -> None:
+    """Of what the job says itself: the plan has more, that nobody asked for."""
+    write()
+    text = '\n[layout]\nlocal = "along"\nchunks = 1\n'
+    Path("job.toml").write_text(Path("job.toml").read_text() + text)
+    alone = load_job(Path("job.toml"))
+    sentence = "layout.{} has no effect: layout.ep = 1 sends no token"
+    assert alone.warnings == [sentence.format(key) for key in ("local", "chunks")]
+    dispatch = "visits" if ep > 1 else "rows"
+    layout = LayoutConfig(ep=ep, dispatch=dispatch)
+    plan = lay_out(layout, alone.job.model, 2)
+    Path("plan.json").write_text(plan.to_json())
+    loaded = obey(alone, Path("plan.json"))
+    assert sorted(loaded.warnings) == [sentence.format(key) for key in keys]
 
 
 def test_a_model_that_cannot_be_exported_is_told() -> None:

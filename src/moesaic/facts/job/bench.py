@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.facts.job.model import ModelConfig
 
@@ -30,7 +31,18 @@ class BenchConfig(Section):
     )
     """Tokens of each batch."""
     seconds: float = Field(default=20.0, gt=0, le=3600)
-    """About how long it takes; batches that take too long for that are left out."""
+    """About how long it takes; batches that take too long for that are left out, and it says how
+    many seconds would be enough. What the device does at best takes a few in any case."""
+
+    @model_validator(mode="after")
+    def _each_once(self) -> BenchConfig:
+        for key, values in (("dtypes", self.dtypes), ("tokens", self.tokens)):
+            twice = [value for place, value in enumerate(values) if value in values[:place]]
+            if twice:
+                raise ValueError(
+                    f"{key} has {keys.show(twice[0])} more than once: leave all but one of them out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_experts(self) -> BenchConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -232,8 +233,8 @@ class Job(Section):
     def _biases_stay(self) -> bool:
         return self.finetune is not None and self.finetune.router == "frozen"
 
-    def _idle_layout(self) -> list[str]:
-        layout, given = self.layout, self.layout.model_fields_set
+    def _idle_layout(self, given: AbstractSet[str]) -> list[str]:
+        layout = self.layout
         found: list[str] = []
         if layout.ep == 1:
             found += [
@@ -243,13 +244,17 @@ class Job(Section):
             ]
             if self.balance.policy not in ("none", "auto"):
                 found.append("balance.policy has no effect: every rank has all experts")
+        elif layout.dispatch == "auto" and "hosts" in given:
+            found.append('layout.hosts has no effect: layout.dispatch = "auto" finds the hosts')
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found
 
-    def idle(self) -> list[str]:
-        """A sentence for each setting that was given and has no effect in this job."""
-        found = self._idle_finetune() + self._idle_layout()
+    def idle(self, layout: AbstractSet[str] | None = None) -> list[str]:
+        """A sentence for each setting that was given and has no effect in this job; of those of the
+        layout these were given, where a plan rules the job, which has more to say of them."""
+        found = self._idle_finetune()
+        found += self._idle_layout(self.layout.model_fields_set if layout is None else layout)
         if self.layout.ep > 1:
             found += self.balance.idle()
         if not self.model.experts:

@@ -50,7 +50,8 @@ class LayoutConfig(Section):
     hosts: int | None = Field(default=None, ge=1)
     """Beside a `dispatch` that is not auto: hosts that the `ep` ranks are on, as many on each.
     Tokens go to the rank of the same place on another host, and from that one to the host's ranks;
-    visits once to each host. 1, as if unset: straight, whatever hosts there are."""
+    visits once to each host. 1, as if unset: straight, whatever hosts there are. They divide
+    `ep`."""
     local: Literal["auto"] | Local = "auto"
     """What becomes of tokens that have experts on their own rank, beside what comes from other
     ranks. along: experts take both together. first: they take what is local by itself, while tokens

@@ -51,7 +51,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
 def _travelling(layout: LayoutConfig) -> dict[str, Any]:
     """How tokens travel to experts of other ranks, and when local ones are computed."""
     hosts = layout.hosts or 1
-    if layout.hosts is not None and layout.dispatch == "auto":
+    if hosts > 1 and layout.dispatch == "auto":
         raise ConfigError(
             f'layout.hosts = {hosts} with layout.dispatch = "auto", which finds the hosts '
             'itself: set layout.dispatch to "rows" or "visits", or leave layout.hosts out'
@@ -62,20 +62,11 @@ def _travelling(layout: LayoutConfig) -> dict[str, Any]:
             f"layout.hosts = {hosts} does not divide layout.ep = {layout.ep}, and each host "
             f"has as many of those ranks: {ways}"
         )
-    chunks = 1 if layout.chunks == "auto" else layout.chunks
-    if chunks > 1 and layout.ep == 1:
-        raise ConfigError(
-            f"layout.chunks = {chunks} with layout.ep = 1, where no token travels: "
-            "raise layout.ep, or leave layout.chunks out"
-        )
-    if layout.local == "first" and layout.ep == 1:
-        raise ConfigError(
-            'layout.local = "first" with layout.ep = 1, where everything is local: raise '
-            "layout.ep, or leave layout.local out"
-        )
+    alone = layout.ep == 1  # Then no token travels, whatever is said of it: `Job.idle` tells.
     return {
         "dispatch": "rows" if layout.dispatch == "auto" else layout.dispatch, "hosts": hosts,
-        "local": "along" if layout.local == "auto" else layout.local, "chunks": chunks,
+        "local": "along" if alone or layout.local == "auto" else layout.local,
+        "chunks": 1 if alone or layout.chunks == "auto" else layout.chunks,
     }  # fmt: skip
 
 
