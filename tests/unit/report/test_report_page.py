@@ -540,11 +540,13 @@ def test_comparison_holds_balances_against_each_other(tmp_path: Path) -> None:
     write_report(runs, tmp_path / "both.html")
     text = (tmp_path / "both.html").read_text()
     (told,) = re.findall("<h2>Balance</h2>(.*?)</section>", text, re.S)
-    rows = re.findall("<tr><td>(.*?)</tr>", told)
-    assert [row[0] for row in rows] == ["a", "c"]
-    mine = summary(RunFacts.read(runs[0]))["balance"]
-    assert f"<td>{mine['busiest_after']:.2f}</td>" in rows[0]
-    assert mine["verdict"]["title"] in rows[0]
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", told)]
+    title = summary(RunFacts.read(runs[0]))["balance"]["verdict"]["title"]
+    assert rows == [[name, "6.00", "1.90", "1.10", "1.00 ms", title] for name in ("a", "c")]
+    heads = re.findall("<th[^>]*>(.*?)</th>", told)
+    assert heads[2:4] == [
+        "busiest rank over the mean, in the least even layer at home", "the same with copies",
+    ]  # fmt: skip
     write_report(runs[1:2] * 2, tmp_path / "none.html")
     assert "<h2>Balance</h2>" not in (tmp_path / "none.html").read_text()
 

@@ -16,6 +16,9 @@ Policy = Literal[
 LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
 """Those that always decide on copies by rows of the time before."""
 
+WITH_LEAST_ROWS: tuple[Policy, ...] = ("auto", "quota", "llep")
+"""Those whose copies get a least number of rows."""
+
 _CAREFUL = ("none", "auto", "quota")
 """Those that by themselves make no copies that are modelled to cost more than they save."""
 
