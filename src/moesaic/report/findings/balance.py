@@ -11,7 +11,7 @@ from moesaic.facts.job import BalanceConfig
 from moesaic.facts.job.balance import LATE, WITH_LEAST_ROWS
 from moesaic.report.facts import RunFacts
 from moesaic.report.findings.finding import Finding
-from moesaic.report.wording import percent, three, timing
+from moesaic.report.wording import percent, plural, size, three, timing
 
 EVEN = 1.1
 """Rows of the busiest rank over the mean up to which loads count as even."""
@@ -72,6 +72,24 @@ def did_not_pay(run: RunFacts) -> Finding | None:
     """The same where something should be done about it."""
     found = verdict(run)
     return None if found is None or found.severity == "note" else found
+
+
+def rehomed(run: RunFacts) -> Finding | None:
+    """What became of experts that changed their ranks for good; None where none did."""
+    if not run.moves:
+        return None
+    experts, steps = sum(one.experts for one in run.moves), {one.step for one in run.moves}
+    layers = {one.layer for one in run.moves}
+    times = "once" if len(steps) == 1 else f"at {len(steps)} times"
+    title = f"{plural(experts, 'expert')} of {plural(len(layers), 'layer')} moved for good, {times}"
+    last = run.moves[-1].step
+    worst = max((one for one in run.moves if one.step == last), key=lambda one: one.before)
+    text = (
+        f"{size(sum(one.num_bytes for one in run.moves))} travelled. The last were behind step "
+        f"{last:,}; in layer {worst.layer} the busiest rank had {three(worst.before)} times the "
+        f"mean, and would have had {three(worst.after)}."
+    )
+    return Finding("rehomed", "note", title, text)
 
 
 def prices_off(run: RunFacts) -> Finding | None:
