@@ -118,9 +118,9 @@ def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert "balance: top-k-broadcast, as published; experts take 1 rows/s" in out
-    assert re.search(
-        r"^  copies did not pay: expert layers are modelled to take 1\.\d+ of", out, re.M
-    )
+    # Nobody knows by such prices.
+    off = r"^  whether copies paid is not known: prices are off \(.* a step.* by them"
+    assert re.search(off, out, re.M)
 
 
 def test_a_mistake_that_ranks_find_is_told_once(place: Path) -> None:

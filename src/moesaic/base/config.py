@@ -46,6 +46,10 @@ class Section(BaseModel):
 
 S = TypeVar("S", bound=Section)
 
+SETS = "--set"
+"""The origin of settings that have no file: all that is said of them is there."""
+_ADD = " add --set {}=VALUE ("
+
 
 def _toml_lines(section: Section, path: str) -> Iterator[str]:
     values = {field.alias or name: getattr(section, name) for name, field in _own_fields(section)}
@@ -182,6 +186,9 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
     others = len(mistakes) - 1
     more = f" (and {others} more mistake{'s'[: others > 1]})" if others else ""
     culprits = [item for item in sets if covers(item, first.key)]
+    if origin == SETS and first.order == _MISSING:
+        said = re.sub(r" add .* (to \[\S+\]|at the top) \(", _ADD.format(first.key), first.sentence)
+        raise ConfigError(f"{said}{more}")
     where = f"--set {culprits[-1]}" if culprits else blame(origin, sets, first.sentence)
     raise ConfigError(f"{where}: {first.sentence}{more}")
 
@@ -189,6 +196,8 @@ def parse(kind: type[S], raw: Mapping[str, Any], origin: str, sets: Sequence[str
 def blame(origin: str, sets: Sequence[str], sentence: str) -> str:
     """Where a mistake between several keys may come from: `origin`, and items of `--set`."""
     named = [f"--set {s}" for s in sets if f"{s.partition('=')[0].strip()} = " in sentence]
+    if origin == SETS and named:
+        return " and ".join(named)
     return f"{origin} with {' and '.join(named)}" if named else origin
 
 

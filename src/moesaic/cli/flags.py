@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from moesaic.base import keys
-from moesaic.base.config import Section, apply_sets, parse
+from moesaic.base.config import SETS, Section, apply_sets, parse
 from moesaic.base.errors import ClusterError, ConfigError, UserError, unwritable
 from moesaic.base.files import adding, replacing
 from moesaic.cli import screen
@@ -73,7 +73,7 @@ _FILES = ("plan", "cluster")
 
 def settings(kind: type[S], sets: Sequence[str] | None) -> S:
     """The settings of a verb without a file: defaults, and what `--set` changes."""
-    return parse(kind, apply_sets({}, sets or ()), "--set", sets or ())
+    return parse(kind, apply_sets({}, sets or ()), SETS, sets or ())
 
 
 @contextmanager

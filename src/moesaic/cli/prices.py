@@ -31,8 +31,7 @@ class Priced(NamedTuple):
 
     def words(self) -> str:
         """For a person."""
-        how = "travel while ranks compute" if self.prices.hides else "are moved by hand"
-        return f"prices {self.source}; {self.prices.words()}; copies {how}"
+        return f"prices {self.source}; {self.prices.words()}"
 
 
 def priced(run: RunFacts, job: Job, plan: Plan, given: Prices | None) -> Priced:

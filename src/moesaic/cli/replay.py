@@ -23,6 +23,9 @@ from moesaic.facts.job.balance import Policy
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import Asked, balances, busiest, compiling, rows, setting_of, times
 
+_JOBS = "balance."
+"""What a job has before the names of these settings."""
+
 Run = Annotated[
     Path | None,
     typer.Argument(metavar="RUN", help="A run directory.", show_default=False),
@@ -56,6 +59,12 @@ class ReplayConfig(BalanceConfig):
             )
         return self
 
+    def idle(self) -> list[str]:
+        """As of a job, in replay's own names; by prices a layer has its time without copies,
+        too."""
+        found = (one.replace("balance.", "") for one in super().idle())
+        return [one for one in found if not one.startswith("prices has no effect")]
+
 
 def replay(
     run: Run = None,
@@ -75,8 +84,9 @@ def replay(
         flags.explain(ReplayConfig, explain, as_json)
         return 0
     directory = flags.need(run, "RUN", "replay")
-    plain = [item.removeprefix("balance.") for item in sets or ()]  # As a job names them, too.
-    config = flags.settings(ReplayConfig, _agreed(policy, plain))
+    config = _settings(policy, sets or ())
+    for warning in config.idle():
+        screen.warn(warning)
     facts = replayed(directory, config, screen.note if as_json else screen.say)
     if out is not None and not dry_run:
         flags.write("--out", out, screen.dumps(facts) + "\n")
@@ -85,6 +95,20 @@ def replay(
     else:
         _show(facts)
     return 0
+
+
+def _settings(policy: str | None, sets: Sequence[str]) -> ReplayConfig:
+    """What is asked for; a mistake is told as it was typed."""
+    plain = {item.removeprefix(_JOBS): item for item in sets}  # As a job names them, too.
+    try:
+        return flags.settings(ReplayConfig, _agreed(policy, list(plain)))
+    except ConfigError as error:
+        said = str(error).replace(_JOBS, "")
+        for item, typed in plain.items():
+            said = said.replace(f"--set {item}", f"--set {typed}")
+        if policy is not None:
+            said = said.replace(f"--set policy={policy}", f"--policy {policy}")
+        raise ConfigError(said) from None
 
 
 def _agreed(policy: str | None, sets: Sequence[str]) -> list[str]:
@@ -174,9 +198,10 @@ def replayed(
     found = [one.facts(layer) for layer, one in sorted(layers.items())]
     plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
     return {
-        "run": str(run), "policy": config.name, "prices": prices.model_dump(),
-        "prices_from": source, "begins": _begins(job, plan, config), "simulated": True,
-        "layers": found,
+        "run": str(run), "policy": config.policy,
+        "as_published": config.as_published and not config.is_careful,
+        "prices": prices.model_dump(), "prices_from": source,
+        "begins": _begins(job, plan, config), "simulated": True, "layers": found,
         "plain_s": plain_s, "step_s": step_s, "gain": plain_s / step_s if step_s else 1.0,
     }  # fmt: skip
 
@@ -237,13 +262,15 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row(*_cells(one))
     screen.show(table)
     screen.say(Priced(Prices(**facts["prices"]), facts["prices_from"]).words())
+    name = f"{facts['policy']}{', as published' if facts['as_published'] else ''}"
     if not facts["begins"] and facts["policy"] != "none":
         screen.say(
-            f"a job with {facts['policy']} would have made no copies: its ranks have too few rows "
-            "of a layer (balance.least_rows), or experts have adapters"
+            f"a job with {name} would have made no copies: it has no room for any "
+            "(balance.copies = 0), its ranks have too few rows of a layer (balance.least_rows), or "
+            "experts have adapters"
         )
     screen.say(
-        f"modelled, not measured: with {facts['policy']} the expert layers would have taken "
+        f"modelled, not measured: with {name} the expert layers would have taken "
         f"{1e3 * facts['step_s']:.4g} ms for {1e3 * facts['plain_s']:.4g} ms of a micro-batch, "
         f"{facts['gain']:.3g} times as fast"
     )

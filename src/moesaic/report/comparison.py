@@ -131,8 +131,8 @@ def _balance(names: list[str], every: list[dict[str, Any]]) -> str:
             planning = timing(figure_or_unknown(told["planning_s"]))
             rows.append((name, *numbers, planning, told["verdict"]["title"]))
     header = (
-        "run", "copies a step", "busiest rank over the mean, at home", "with copies", "deciding",
-        "whether they paid",
+        "run", "copies a step", "busiest rank over the mean, in the least even layer at home",
+        "the same with copies", "deciding", "whether they paid",
     )  # fmt: skip
     return table(header, rows) if rows else ""
 

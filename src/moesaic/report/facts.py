@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from moesaic.base.errors import StoreError
 from moesaic.report.loads import Loads, read_loads
-from moesaic.report.log import Checkpoint, Log, Part, Steps, Validation, read_log, read_rank
+from moesaic.report.log import Checkpoint, Log, Moves, Part, Steps, Validation, read_log, read_rank
 from moesaic.report.prediction import Prediction, read_prediction
 from moesaic.report.spreads import Spreads, read_spreads
 
@@ -64,6 +64,8 @@ class RunFacts:
     """What a policy of balance made of each layer; none where nobody was asked."""
     prediction: Prediction | None
     """What its plan predicted, and what came of it; none where nothing was predicted."""
+    moves: tuple[Moves, ...]
+    """Experts that changed their ranks for good."""
     ended: str
     """Why it ended; empty while its log has no end."""
     read_at_s: float
@@ -101,6 +103,7 @@ class RunFacts:
             prediction=read_prediction(plan, log, _peaks(ranks)),
             loads=read_loads(run_dir / "loads", last_step),
             spreads=read_spreads(run_dir / "balance", last_step),
+            moves=log.moves,
             ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
         )

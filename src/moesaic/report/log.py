@@ -82,6 +82,19 @@ class Checkpoint:
     error: str = ""
 
 
+class Moves(NamedTuple):
+    """Experts of a layer that changed their ranks for good, behind a step."""
+
+    step: int
+    layer: int
+    experts: int
+    num_bytes: float
+    before: float
+    """Rows of the busiest rank over the mean, since experts moved last."""
+    after: float
+    """As they would have been where experts live now."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """The steps of a run, one array a figure."""
@@ -128,6 +141,8 @@ class Log:
     """Why the run ended: "finished", or what cut it off; empty while its log has no end."""
     prediction: Mapping[str, Any] | None = None
     """What the run said at its end of what its plan predicted."""
+    moves: tuple[Moves, ...] = ()
+    """In the order of steps and layers."""
 
 
 class StepTable:
@@ -179,6 +194,7 @@ class _Draft:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     ended: str = ""
     prediction: Mapping[str, Any] | None = None
+    moves: dict[tuple[int, int], Moves] = field(default_factory=dict)
 
 
 def read_log(path: Path) -> Log:
@@ -203,6 +219,8 @@ def read_log(path: Path) -> Log:
             )  # fmt: skip
         elif event["event"] == "prediction":
             draft.prediction = event
+        elif event["event"] == "rehomed":
+            _note_moves(draft.moves, event, step)
         else:
             _note_checkpoint(draft.checkpoints, event, step)
     return Log(
@@ -212,6 +230,7 @@ def read_log(path: Path) -> Log:
         sorted(draft.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
         draft.ended,
         draft.prediction,
+        tuple(one for _, one in sorted(draft.moves.items())),
     )
 
 
@@ -260,6 +279,8 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
     for kept in (draft.validations, draft.checkpoints):
         for late in [key for key in kept if key > done]:
             del kept[late]
+    for where in [where for where in draft.moves if where[0] > done]:
+        del draft.moves[where]
     ranks = event.get("ranks")
     draft.parts.append(
         Part(
@@ -287,6 +308,15 @@ def _machines(value: object) -> tuple[Machine, ...]:
             return ()
         found.append(Machine(host, kind, max(threads, 1)))
     return tuple(found)
+
+
+def _note_moves(kept: dict[tuple[int, int], Moves], event: Mapping[str, Any], step: int) -> None:
+    layer, moves = event.get("layer"), event.get("moves")
+    if type(layer) is int and isinstance(moves, list):
+        names = ("bytes", "busiest_before", "busiest_after")
+        kept[step, layer] = Moves(
+            step, layer, len(moves), *(number(event.get(name)) for name in names)
+        )
 
 
 def _note_checkpoint(kept: dict[int, Checkpoint], event: Mapping[str, Any], step: int) -> None:

@@ -13,7 +13,7 @@ from moesaic.report.charts import balance, experts, learning, prediction, speed,
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
 from moesaic.report.facts import RunFacts
-from moesaic.report.findings.balance import verdict
+from moesaic.report.findings.balance import rehomed, verdict
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,
@@ -178,7 +178,8 @@ def _predicted(run: RunFacts, group: list[Figure]) -> str:
 
 
 def _balanced(run: RunFacts, group: list[Figure]) -> str:
-    if not group:
+    moved = rehomed(run)
+    if not group and moved is None:
         return ""
     body = ""
     if run.spreads is not None:
@@ -193,11 +194,13 @@ def _balanced(run: RunFacts, group: list[Figure]) -> str:
             f'<div class="card flat span-12">{table(header, rows[:_ROWS])}'
             f'<p class="note">{html.escape(note)}</p></div>'
         )
-    found = verdict(run)
-    lead = "" if found is None else f"<strong>{html.escape(found.title)}.</strong> "
-    lead += "" if found is None else html.escape(found.text)
+    leads = "".join(
+        f'<p class="lead"><strong>{html.escape(one.title)}.</strong> {html.escape(one.text)}</p>'
+        for one in (verdict(run), moved)
+        if one is not None
+    )
     return (
-        f'<section><div class="bar"><h2>Balance</h2></div><p class="lead">{lead}</p>'
+        f'<section><div class="bar"><h2>Balance</h2></div>{leads}'
         f'<div class="grid">{"".join(card(figure) for figure in group)}{body}</div></section>'
     )
 

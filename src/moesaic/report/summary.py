@@ -12,6 +12,7 @@ from moesaic.report.facts import RunFacts
 from moesaic.report.findings import find
 from moesaic.report.findings.balance import verdict
 from moesaic.report.findings.experts import dead_experts, hot_experts
+from moesaic.report.log import Moves
 from moesaic.report.series import middle
 
 _RECENT = 50
@@ -47,6 +48,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "skipped": int(np.nansum(run.steps.skipped)),
         "experts": _experts(run),
         "balance": _balance(run),
+        "rehomed": [_moves(one) for one in run.moves],
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
     }
@@ -107,6 +109,15 @@ def _balance(run: RunFacts) -> dict[str, Any] | None:
     means = {name: known(float(np.nanmean(values))) for name, values in columns.items()}
     found = verdict(run)
     return {**means, "verdict": None if found is None else asdict(found)}
+
+
+def _moves(one: Moves) -> dict[str, Any]:
+    """As the event has them."""
+    return {
+        "step": one.step, "layer": one.layer, "experts": one.experts,
+        "bytes": known(one.num_bytes), "busiest_before": known(one.before),
+        "busiest_after": known(one.after),
+    }  # fmt: skip
 
 
 def _experts(run: RunFacts) -> dict[str, Any] | None:

@@ -179,3 +179,11 @@ def test_mistakes(line: str, words: str, capfd: pytest.CaptureFixture[str]) -> N
     assert said.out == ""
     assert words in said.err
     assert said.err.count("\n") == 1
+
+
+def test_a_mistake_between_settings_opens_with_what_was_typed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    line = ["bench", "layer", "--model", "olmoe", "--set", "model.experts=1", "--dry-run"]
+    assert main(line) == 2
+    assert capfd.readouterr().err.startswith("error: --set model.experts=1: ")

@@ -296,6 +296,52 @@ def test_whoever_waits_for_a_compiler_is_told(
     assert err.startswith("compiling the balance policy (about 10 s), at each start, for there is ")
 
 
+def test_a_policy_as_published_is_named_as_the_others_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run", prices=Prices(**PRICES))
+    line = [str(tmp_path / "run"), "--policy", "top-k-broadcast", "--set", "as_published=true"]
+    found = replay(capsys, *line)
+    assert (found["policy"], found["as_published"]) == ("top-k-broadcast", True)
+    assert replay(capsys, *line[:-2])["as_published"] is False
+    assert replay(capsys, line[0], *line[3:])["as_published"] is False  # Of auto, it says nothing.
+    assert main(["replay", *line]) == 0
+    assert "with top-k-broadcast, as published the expert" in capsys.readouterr().out
+
+
+def test_settings_without_effect_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path / "run")
+    line = [str(tmp_path / "run"), "--policy", "none", "--set", "balance.hottest=2", *SET]
+    assert main(["replay", *line]) == 0
+    said = capsys.readouterr().err
+    assert 'hottest has no effect: policy = "none"' in said
+    assert "prices" not in said
+    assert "balance." not in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--policy", "quota", "--set", "replan_every=4"],
+         "--set replan_every=4 and --policy quota: replan_every = 4 with policy = \"quota\", which "
+         "decides by the rows at hand: remove it, take one that does not (pro-prophet, eplb, lp), "
+         "or say early = true"),
+        (["--set", "balance.policy=quota", "--set", "balance.replan_every=4"],
+         "--set balance.policy=quota and --set balance.replan_every=4: replan_every = 4 with"),
+        (["--set", "prices.rows_per_s=1e4"],
+         "prices.bytes_per_s is missing: add --set prices.bytes_per_s=VALUE (a "),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_as_they_were_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: list[str], said: str
+) -> None:
+    a_run(tmp_path / "run")
+    assert main(["replay", str(tmp_path / "run"), *line]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

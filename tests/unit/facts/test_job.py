@@ -9,7 +9,7 @@ import pytest
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset
+from moesaic.facts.job import FinetuneConfig, Job, ModelConfig, Preset, Prices
 from moesaic.facts.job.finetune import Target
 from moesaic.facts.job.job import _targets, fill_preset
 from moesaic.facts.job.model import PRESETS
@@ -282,10 +282,58 @@ PRICES = "balance.prices={rows_per_s=1e4, bytes_per_s=1e9, latency_s=0, hides=%s
         (["balance.copies=1", "balance.measure=true"], []),
         (["balance.as_published=true"], ['as_published has no effect: balance.policy = "auto"']),
         (['balance.policy="eplb"', "balance.as_published=true"], []),
+        *((([f'balance.policy="{policy}"', "balance.least_rows=8"],
+            [f'least_rows has no effect: balance.policy = "{policy}"']))
+          for policy in ("lp", "eplb", "pro-prophet", "faster-moe", "top-k-broadcast")),
+        (['balance.policy="llep"', "balance.least_rows=8"], []),
+        (['balance.policy="none"', "balance.replan_every=4", "balance.measure=true"],
+         ['measure has no effect: balance.policy = "none"',
+          'replan_every has no effect: balance.policy = "none"']),
+        (['balance.policy="none"', "balance.measure=true", "balance.rehome_every=5"], []),
+        ([PRICES % "true", 'balance.policy="none"'],
+         ['prices has no effect: balance.policy = "none"']),
+        *(([f'balance.policy="{policy}"', "balance.early=true"],
+           [f'early has no effect: balance.policy = "{policy}" has early copies in any case'])
+          for policy in ("lp", "eplb", "pro-prophet")),
+        (['balance.policy="quota"', "balance.early=true"], []),
+        (["balance.copies=0", "balance.copies_sent=2", "balance.measure=true"],
+         ["copies_sent has no effect: balance.copies = 0",
+          "measure has no effect: balance.copies = 0"]),
+        (['balance.policy="top-k-broadcast"', "balance.hottest=999"],
+         [f"hottest = 999 is all experts: model.experts = {job().model.experts}"]),
+        (['balance.policy="top-k-broadcast"', "balance.hottest=8"], []),
     ],
 )  # fmt: skip
 def test_settings_of_balance_without_effect_are_told(sets: list[str], idle: list[str]) -> None:
     assert job(*sets, "layout.ep=2").idle() == [f"balance.{one}" for one in idle]
+
+
+def test_settings_of_balance_are_idle_where_every_rank_has_all_experts() -> None:
+    given = {
+        "policy": '"quota"', "as_published": "true", "copies": "1", "early": "true",
+        "measure": "true", "rehome_every": "5",
+    }  # fmt: skip
+    told = job(*(f"balance.{key}={value}" for key, value in given.items())).idle()
+    assert told == [f"balance.{key} has no effect: every rank has all experts" for key in given]
+    assert job('balance.policy="none"', "balance.early=false").idle() == []
+    (told,) = (one for one in job(DENSE, "balance.early=true").idle() if "balance" in one)
+    assert told == "balance.early has no effect: the model is dense"
+
+
+def test_prices_say_all_that_is_counted_on() -> None:
+    prices = Prices(
+        rows_per_s=1e4, bytes_per_s=1e9, latency_s=1e-4, matrices_s=2e-3, hides=True,
+        handling_s=5e-10,
+    )  # fmt: skip
+    assert prices.words() == (
+        "experts take 10,000 rows/s and 2 ms for their matrices, 1 GB/s travel, an exchange takes "
+        "0.1 ms, handling a byte of a copy 0.5 ns, copies travel while ranks compute"
+    )
+    least = {"matrices_s": 0.0, "handling_s": 0.0, "hides": False}
+    assert prices.model_copy(update=least).words() == (
+        "experts take 10,000 rows/s, 1 GB/s travel, an exchange takes 0.1 ms, ranks move copies by "
+        "hand"
+    )
 
 
 def test_every_key_is_documented() -> None:

@@ -187,6 +187,20 @@ def test_who_is_asked_at_all(
     assert said is None if why is None else why in str(said)
 
 
+def test_nobody_is_asked_who_has_no_room() -> None:
+    """Deciding on no copies takes as long as on any."""
+    for policy in ("auto", "quota", "lp"):
+        tables = {"layout": {"ep": 2}, **LONG}
+        job = tiny_job(**tables, balance={"policy": policy, "copies": 0})
+        assert not balances(job, planned(job, 2))
+        said = stands_aside(job, planned(job, 2))
+        assert said == "for there is no room for any (balance.copies = 0)"
+        room = tiny_job(**tables, balance={"policy": policy, "copies": 1})
+        assert balances(room, planned(room, 2))
+    none = tiny_job(**tables, balance={"policy": "none", "copies": 0})
+    assert stands_aside(none, planned(none, 2)) is None
+
+
 @pytest.mark.parametrize("follows", [True, False])
 def test_what_attention_has_no_time_for_leaves_sooner(follows: bool) -> None:
     who = config(policy="top-k-broadcast", early=True)

@@ -18,6 +18,7 @@ import pytest
 from fabricated import LOADS, PREDICTED, TIMELINE, TOKENS, fabricate, predict
 
 from moesaic.base.errors import StoreError
+from moesaic.base.events import EventLog
 from moesaic.report import RunFacts, page, summary, write_report
 from moesaic.report.charts.balance import busiest_scale
 from moesaic.report.charts.experts import SCALE
@@ -123,6 +124,39 @@ def test_balance_opens_with_whether_copies_paid(tmp_path: Path) -> None:
         "copies took rank 0 "
     )
     assert "copies_paid" not in text
+
+
+def test_experts_that_moved_for_good_are_told(tmp_path: Path) -> None:
+    """Whether or not a policy was asked; what a resume threw away has not been."""
+    for balanced in (False, True):
+        directory = fabricate(
+            tmp_path / f"run-{balanced}", steps=20, balanced=balanced, finished=False
+        )
+        log = EventLog(directory / "events" / "rank-0.jsonl")
+        for step, layer, before in ((10, 0, 1.9), (20, 0, 1.5), (20, 2, 1.71)):
+            log.emit(
+                "rehomed", step=step, layer=layer, moves=[[3, 0, 1], [4, 1, 0]], bytes=1 << 20,
+                seconds=None, gain_s=1.0, busiest_before=before, busiest_after=1.08,
+            )  # fmt: skip
+        log.emit("rehomed", step=20, layer="odd", moves=3)
+        run = RunFacts.read(directory)
+        text = page.render(run)
+        section = text[text.index("<h2>Balance</h2>") :]
+        assert (
+            '<p class="lead"><strong>6 experts of 2 layers moved for good, at 2 times.</strong> '
+            "3.00 MiB travelled. The last were behind step 20; in layer 2 the busiest rank had "
+            "1.71 times the mean, and would have had 1.08.</p>" in section
+        )
+        assert ("Copies paid" in section) == balanced
+        assert summary(run)["rehomed"][2] == {
+            "step": 20, "layer": 2, "experts": 2, "bytes": 1 << 20, "busiest_before": 1.71,
+            "busiest_after": 1.08,
+        }  # fmt: skip
+        log.emit("run_start", step=16, resumed_from="checkpoints/step-00000015")
+        log.close()
+        again = RunFacts.read(directory)
+        assert [(one.step, one.layer) for one in again.moves] == [(10, 0)]
+        assert "2 experts of 1 layer moved for good, once." in page.render(again)
 
 
 def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
@@ -540,11 +574,13 @@ def test_comparison_holds_balances_against_each_other(tmp_path: Path) -> None:
     write_report(runs, tmp_path / "both.html")
     text = (tmp_path / "both.html").read_text()
     (told,) = re.findall("<h2>Balance</h2>(.*?)</section>", text, re.S)
-    rows = re.findall("<tr><td>(.*?)</tr>", told)
-    assert [row[0] for row in rows] == ["a", "c"]
-    mine = summary(RunFacts.read(runs[0]))["balance"]
-    assert f"<td>{mine['busiest_after']:.2f}</td>" in rows[0]
-    assert mine["verdict"]["title"] in rows[0]
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", told)]
+    title = summary(RunFacts.read(runs[0]))["balance"]["verdict"]["title"]
+    assert rows == [[name, "6.00", "1.90", "1.10", "1.00 ms", title] for name in ("a", "c")]
+    heads = re.findall("<th[^>]*>(.*?)</th>", told)
+    assert heads[2:4] == [
+        "busiest rank over the mean, in the least even layer at home", "the same with copies",
+    ]  # fmt: skip
     write_report(runs[1:2] * 2, tmp_path / "none.html")
     assert "<h2>Balance</h2>" not in (tmp_path / "none.html").read_text()
 

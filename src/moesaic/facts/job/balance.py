@@ -16,10 +16,16 @@ Policy = Literal[
 LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
 """Those that always decide on copies by rows of the time before."""
 
+WITH_LEAST_ROWS: tuple[Policy, ...] = ("auto", "quota", "llep")
+"""Those whose copies get a least number of rows."""
+
 _CAREFUL = ("none", "auto", "quota")
 """Those that by themselves make no copies that are modelled to cost more than they save."""
 
-_OF_COPIES = {"copies", "copies_sent", "hottest", "least_rows", "early"}
+_OF_COPIES = {
+    "copies", "copies_sent", "hottest", "least_rows", "early", "as_published", "replan_every",
+    "replan_drift",
+}  # fmt: skip
 
 _LIMITED = ("none", "auto", "quota", "eplb", "lp", "llep")
 """Those that know of limits to copies."""
@@ -47,11 +53,13 @@ class Prices(Section):
 
     def words(self) -> str:
         """For a person."""
+        matrices = f" and {1e3 * self.matrices_s:.3g} ms for their matrices"
         handled = f", handling a byte of a copy {1e9 * self.handling_s:.3g} ns"
+        hides = "copies travel while ranks compute" if self.hides else "ranks move copies by hand"
         return (
-            f"experts take {self.rows_per_s:,.0f} rows/s, {self.bytes_per_s / 1e9:.3g} GB/s "
-            f"travel, an exchange takes {1e3 * self.latency_s:.3g} ms"
-            f"{handled if self.handling_s else ''}"
+            f"experts take {self.rows_per_s:,.0f} rows/s{matrices if self.matrices_s else ''}, "
+            f"{self.bytes_per_s / 1e9:.3g} GB/s travel, an exchange takes "
+            f"{1e3 * self.latency_s:.3g} ms{handled if self.handling_s else ''}, {hides}"
         )
 
 
@@ -69,9 +77,11 @@ class BalanceConfig(Section):
     rows of the time before. lp: likewise, with the rows at hand split so that the busiest rank has
     the least. auto: whichever of these is modelled best by the rows at hand, quota's where the
     model could not tell them apart, and none where a rank has few rows. Whoever decides, a layer
-    has no copies that are modelled to cost more than they save by the rows they are decided by."""
+    has no copies that are modelled to cost more than they save by the rows they are decided by,
+    unless `as_published`."""
     as_published: bool = False
-    """Others than auto and quota have their copies in any case."""
+    """A layer has whatever copies the policy asks for, also those that are modelled to cost more
+    than they save. auto and quota never ask for such."""
     copies: int | None = Field(default=None, ge=0)
     """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
     of its own, for eplb and lp one, and any number else. pro-prophet, faster-moe and
@@ -81,7 +91,8 @@ class BalanceConfig(Section):
     leave at a time, and as many gradients come back; unset: any number. The same policies know
     it that know `copies`."""
     hottest: int = Field(default=1, ge=1)
-    """top-k-broadcast: how many."""
+    """top-k-broadcast: experts of a layer, those with the most rows, that every rank has copies
+    of."""
     least_rows: int = Field(default=64, ge=1)
     """quota and llep: rows that a copy gets at least. auto asks nobody where a rank has fewer than
     four times as many of a layer."""
@@ -93,8 +104,8 @@ class BalanceConfig(Section):
     """Where copies go by the rows of the time before: micro-batches for which a layer keeps to
     copies that were decided on."""
     replan_drift: float | None = Field(default=None, ge=0, lt=1)
-    """They are decided on anew before that if so large a part of the rows has gone over to other
-    experts, since; unset: they are not."""
+    """Copies that are kept for `replan_every` micro-batches are decided on anew before that if so
+    large a part of the rows has gone over to other experts since; unset: they are not."""
     prices: Prices | None = None
     """What copies cost and save; unset: what the plan says (`moesaic plan` works it out from the
     cluster's figures), and without one what is usual of such devices, between hosts 1 Gbit/s."""
@@ -136,15 +147,20 @@ class BalanceConfig(Section):
     def idle(self) -> list[str]:
         """A sentence for each setting that was given and has no effect."""
         given, found = self.model_fields_set, list[str]()
-        if self.policy == "none":
-            found += [
-                f'balance.{key} has no effect: balance.policy = "none"'
-                for key in sorted(given & _OF_COPIES)
-            ]
-        elif self.policy != "top-k-broadcast" and "hottest" in given:
-            found.append(f'balance.hottest has no effect: balance.policy = "{self.policy}"')
+        policy = f'balance.policy = "{self.policy}"'
+        if not self.copies_are_made:
+            why = policy if self.policy == "none" else "balance.copies = 0"
+            idle = given & _OF_COPIES - ({"copies"} if self.policy != "none" else set())
+            idle |= set() if self.rehome_every else given & {"prices", "measure"}
+            return [f"balance.{key} has no effect: {why}" for key in sorted(idle)]
+        if self.policy != "top-k-broadcast" and "hottest" in given:
+            found.append(f"balance.hottest has no effect: {policy}")
+        if self.policy not in WITH_LEAST_ROWS and "least_rows" in given:
+            found.append(f"balance.least_rows has no effect: {policy}")
+        if self.policy in LATE and self.early:
+            found.append(f"balance.early has no effect: {policy} has early copies in any case")
         if self.as_published and self.is_careful:
-            found.append(f'balance.as_published has no effect: balance.policy = "{self.policy}"')
+            found.append(f"balance.as_published has no effect: {policy}")
         if self.prices is not None:
             if self.measure:
                 found.append("balance.measure has no effect: balance.prices says what copies cost")
@@ -153,6 +169,22 @@ class BalanceConfig(Section):
                     "balance.prices.handling_s has no effect: balance.prices.hides = false"
                 )
         return found
+
+    def idle_alone(self, why: str) -> list[str]:
+        """The same where nothing is balanced, for `why`: of all but the policies that then do
+        nothing by themselves."""
+        return [
+            f"balance.{key} has no effect: {why}"
+            for key in type(self).model_fields
+            if key in self.model_fields_set
+            and getattr(self, key) != type(self).model_fields[key].default
+            and not (key == "policy" and self.policy == "none")
+        ]
+
+    @property
+    def copies_are_made(self) -> bool:
+        """Whether there may be any."""
+        return self.policy != "none" and self.copies != 0
 
     @property
     def is_careful(self) -> bool:

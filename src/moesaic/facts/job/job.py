@@ -242,13 +242,22 @@ class Job(Section):
                 for key in ("dispatch", "hosts", "local", "chunks")
                 if key in given
             ]
-            if self.balance.policy not in ("none", "auto"):
-                found.append("balance.policy has no effect: every rank has all experts")
+            dense = not self.model.experts
+            found += self.balance.idle_alone(
+                "the model is dense" if dense else "every rank has all experts"
+            )
         elif layout.dispatch == "auto" and "hosts" in given:
             found.append('layout.hosts has no effect: layout.dispatch = "auto" finds the hosts')
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found
+
+    def _too_hot(self) -> list[str]:
+        """Of `balance.hottest`, if there are not so many experts."""
+        hottest, experts = self.balance.hottest, self.model.experts
+        if self.balance.policy != "top-k-broadcast" or hottest <= experts:
+            return []
+        return [f"balance.hottest = {hottest} is all experts: model.experts = {experts}"]
 
     def idle(self, layout: AbstractSet[str] | None = None) -> list[str]:
         """A sentence for each setting that was given and has no effect in this job; of those of the
@@ -256,7 +265,7 @@ class Job(Section):
         found = self._idle_finetune()
         found += self._idle_layout(self.layout.model_fields_set if layout is None else layout)
         if self.layout.ep > 1:
-            found += self.balance.idle()
+            found += self.balance.idle() + self._too_hot()
         if not self.model.experts:
             given = sorted(self.routing.model_fields_set)
             found += [f"routing.{key} has no effect: the model is dense" for key in given]

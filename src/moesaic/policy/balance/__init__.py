@@ -3,15 +3,8 @@
 Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
 """
 
-from moesaic.policy.balance.asked import (
-    Asked,
-    balances,
-    compiling,
-    drift,
-    homes_of,
-    setting_of,
-    stands_aside,
-)
+from moesaic.policy.balance.asked import Asked, compiling, drift, homes_of, setting_of
+from moesaic.policy.balance.begins import balances, stands_aside
 from moesaic.policy.balance.best import Policy, auto, unless_worse
 from moesaic.policy.balance.homes import Moving, Rehomed, moving, rehomed, rehomes
 from moesaic.policy.balance.model import Times, at_copies, busiest, copy_rows, rows, times

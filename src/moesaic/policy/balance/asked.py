@@ -27,9 +27,6 @@ from moesaic.policy.balance.split import levelled, lp
 _OF_ITS_OWN = 4
 """A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
 
-_WORTH_WHILE = 4
-"""Times the least rows of a copy that a rank has of a layer, on average, for `auto` to begin."""
-
 Spreading = Callable[[Ints, Setting, Ints], Balance]
 """Rows over homes and copies (expert, rank) that there are."""
 
@@ -153,31 +150,6 @@ def drift(before: Ints, now: Ints) -> float:
     differ by. With each expert's rows split as they were, no rank has more by a larger part."""
     one, other = (counts.sum(axis=0) / max(int(counts.sum()), 1) for counts in (before, now))
     return float(np.abs(one - other).sum() / 2)
-
-
-def balances(job: Job, plan: Plan) -> bool:
-    """Whether anything is to be balanced."""
-    return _may_balance(job, plan) and stands_aside(job, plan) is None
-
-
-def _may_balance(job: Job, plan: Plan) -> bool:
-    return job.balance.policy != "none" and plan.ep > 1 and bool(job.model.experts)
-
-
-def stands_aside(job: Job, plan: Plan) -> str | None:
-    """Why nobody is asked though experts are shared out, for a person: experts that have adapters
-    have no copies, and a policy that may choose leaves alone where there is little to do."""
-    if not _may_balance(job, plan):
-        return None
-    finetune, train = job.finetune, job.train
-    if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
-        return "experts have adapters, which have no copies"
-    tokens = train.batch // train.micro_batches * job.data.sequence
-    rows = tokens * job.model.top_k * plan.etp // plan.span
-    least = _WORTH_WHILE * job.balance.least_rows
-    if job.balance.policy == "auto" and rows < least:
-        return f"a rank has {rows:,} rows of a layer at a time, and copies may pay from {least:,}"
-    return None
 
 
 def homes_of(plan: Plan, layer: int) -> Ints:
