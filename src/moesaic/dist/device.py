@@ -140,6 +140,13 @@ def multiplies_bf16() -> bool:
     return there and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+@cache
+def multiplies_in_tiles() -> bool:
+    """Whether this CPU has units for products of bf16 (AMX), so quick that how a matrix comes to
+    them is what takes time."""
+    return multiplies_bf16() and re.search(r"^flags\s*:.*\bamx_bf16\b", _cpu(), re.M) is not None
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.dist import threads, vectors
-from moesaic.dist.device import multiplies_bf16, prefers_copies, prefers_onednn
+from moesaic.dist.device import (
+    multiplies_bf16,
+    multiplies_in_tiles,
+    prefers_copies,
+    prefers_onednn,
+)
 
 _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
@@ -107,15 +112,24 @@ def _even_rows(rows: Tensor, own: slice, outwards: Tensor, out: Tensor) -> None:
     else:
         first = min(first, len(rows) - size)
         rows = rows[first : first + size]
-    if rows.dtype != torch.float32:  # torch asks oneDNN for these itself, and it writes to a place.
-        found = torch.mm(rows, outwards.T, out=out[first : first + size] if fits else None)
-    # A matrix that is many times its rows had better be the left factor: it is read as it lies.
-    elif _FEW <= size <= _MANY and outwards.is_contiguous():
-        found = _onednn(outwards, rows).T
-    else:
+    if _on_the_left(rows.dtype, size, outwards):
+        wide = rows.dtype == torch.float32
+        found = (_onednn(outwards, rows) if wide else torch.mm(outwards, rows.T)).T
+    elif rows.dtype == torch.float32:
         found = _onednn(rows, outwards)
-    if rows.dtype == torch.float32 or not fits:
-        out[own] = found[own.start - first : own.stop - first]
+    else:  # torch asks oneDNN for these itself, and it writes to a place.
+        found = torch.mm(rows, outwards.T, out=out[first : first + size] if fits else None)
+        if fits:
+            return
+    out[own] = found[own.start - first : own.stop - first]
+
+
+def _on_the_left(dtype: torch.dtype, size: int, outwards: Tensor) -> bool:
+    """Whether a matrix had better be the left factor, and the result turned: many times its rows,
+    it is read as it lies, where the right factor is rearranged first."""
+    if size > _MANY or not outwards.is_contiguous():
+        return False
+    return size >= _FEW if dtype == torch.float32 else multiplies_in_tiles()
 
 
 def _even(count: int) -> int:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from moesaic.dist import device
+
 ALLOCATE = """
 import resource
 
@@ -35,3 +39,12 @@ def test_memory_that_was_freed_is_taken_again() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < (64 << 20) // 16
+
+
+@pytest.mark.parametrize(("flags", "tiles"), [("avx512_bf16 amx_bf16 amx_int8", True), ("", False)])
+def test_tiles_are_known_by_the_processors_flags(
+    flags: str, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_cpu", lambda: f"model name\t: one\nflags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(device, "multiplies_bf16", lambda: True)
+    assert device.multiplies_in_tiles.__wrapped__() == tiles

@@ -22,6 +22,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
     monkeypatch.setattr(products, "prefers_copies", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "multiplies_bf16", lambda: onednn)
+    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "_WORTH", 0)
     monkeypatch.setattr(products, "_LARGE_MATRIX", 0)
     monkeypatch.setattr(products, "_SPARE", 0)
@@ -86,14 +87,18 @@ def test_both_types_equal_a_loop_in_fp64(
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dirty", range(3))
-def test_rows_beside_a_slots_own_leave_no_trace(counts: list[int], dirty: int, engine: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_beside_a_slots_own_leave_no_trace(
+    counts: list[int], dirty: int, dtype: torch.dtype, engine: str
+) -> None:
     """oneDNN is given more rows than a slot has: others' must not show, whatever they are."""
-    rows, weight, each = torch.randn(sum(counts), 4), torch.randn(3, 6, 4), torch.tensor(counts)
+    rows, weight = (torch.randn(*shape).to(dtype) for shape in ((sum(counts), 4), (3, 6, 4)))
+    each = torch.tensor(counts)
     first = sum(counts[:dirty])
     own = slice(first, first + counts[dirty])
     others = torch.ones(len(rows), dtype=torch.bool)
     others[own] = False
-    spoilt, outer = rows.clone(), torch.empty(3, 4, 4)
+    spoilt, outer = rows.clone(), torch.empty(3, 4, 4, dtype=dtype)
     spoilt[own] = torch.nan
     found = grouped_mm(spoilt, weight, each, True)
     assert torch.equal(found[others], grouped_mm(rows, weight, each, True)[others])
@@ -144,6 +149,20 @@ def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(64, 1024, torch.bfloat16)
     monkeypatch.setattr(products, "prefers_onednn", lambda: False)
     assert not asked(64, 1024, torch.float32)
+
+
+def test_which_factor_a_matrix_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the left one of few rows, of more of them where a processor copies it less dearly."""
+    matrix = torch.empty(512, 128)
+
+    def left(size: int, dtype: torch.dtype, given: torch.Tensor = matrix) -> bool:
+        return products._on_the_left(dtype, size, given)
+
+    for tiles in (True, False):
+        monkeypatch.setattr(products, "multiplies_in_tiles", lambda tiles=tiles: tiles)
+        assert [left(size, torch.float32) for size in (8, 16, 64, 80)] == [False, True, True, False]
+        assert [left(size, torch.bfloat16) for size in (8, 64, 80)] == [tiles, tiles, False]
+    assert not left(16, torch.float32, matrix.T)
 
 
 def test_no_gradient_is_lost_without_a_word() -> None:
