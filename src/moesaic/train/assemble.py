@@ -26,7 +26,7 @@ from moesaic.models.pieces import SLICES, Held, held
 from moesaic.nn.bank import Bank
 from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.lora import Adapters
-from moesaic.nn.slices import Slices
+from moesaic.nn.slices import WHOLE, Slices
 from moesaic.nn.travel import Ranks
 from moesaic.policy import balance as policies
 from moesaic.train import balancing, scale
@@ -181,6 +181,8 @@ def _pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipel
 def _shared_out(plan: Plan, world: World) -> tuple[DeviceMesh | None, Slices]:
     """The ranks that share out dense parameters, or have copies, along each dimension in which
     there are several; and the slices among them."""
+    if plan.shard == plan.tp == 1:
+        return None, WHOLE
     part = torch.tensor(plan.part_groups()[plan.part(world.rank)])
     grid = part.view(-1, plan.shard, plan.tp)
     along = {
@@ -189,13 +191,10 @@ def _shared_out(plan: Plan, world: World) -> tuple[DeviceMesh | None, Slices]:
         SLICES: world.partition(plan.slice_groups()),
     }
     groups = {name: group for name, group in along.items() if group is not None}
-    mesh = None
-    if plan.shard > 1 or plan.tp > 1:
-        mesh = DeviceMesh.from_group(
-            list(groups.values()), world.device.type, mesh=grid.squeeze(),
-            mesh_dim_names=tuple(groups),
-        )  # fmt: skip
-    sliced = None if mesh is None or plan.tp == 1 else mesh[SLICES]
+    mesh = DeviceMesh.from_group(
+        list(groups.values()), world.device.type, mesh=grid.squeeze(), mesh_dim_names=tuple(groups)
+    )
+    sliced = mesh[SLICES] if plan.tp > 1 else None
     return mesh, Slices(world.rank % plan.tp, plan.tp, along[SLICES], sliced)
 
 
