@@ -46,6 +46,10 @@ _OPS.define(
     " -> ()"
 )
 _OPS.define(
+    "grouped_gated_into(Tensor rows, Tensor gate_up, Tensor down, Tensor counts, Tensor(a!) out)"
+    " -> ()"
+)
+_OPS.define(
     "grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out, bool added) -> ()"
 )
 
@@ -105,13 +109,9 @@ def _grouped_mm_into(
 def _even_rows(rows: Tensor, own: slice, outwards: Tensor, out: Tensor) -> None:
     """A slot's own rows @ outwards.T into their place in `out`, with others beside them, so that
     their number is one of a few; what stands behind them in `out` is still to be written."""
-    size, first = _even(own.stop - own.start), own.start
-    fits = first + size <= len(rows)
-    if size > len(rows):
-        rows = _padded(rows[own], size)
-    else:
-        first = min(first, len(rows) - size)
-        rows = rows[first : first + size]
+    rows, first = _with_others(rows, own)
+    size = len(rows)
+    fits = first == own.start and first + size <= len(out)
     if _on_the_left(rows.dtype, size, outwards):
         wide = rows.dtype == torch.float32
         found = (_onednn(outwards, rows) if wide else torch.mm(outwards, rows.T)).T
@@ -122,6 +122,15 @@ def _even_rows(rows: Tensor, own: slice, outwards: Tensor, out: Tensor) -> None:
         if fits:
             return
     out[own] = found[own.start - first : own.stop - first]
+
+
+def _with_others(rows: Tensor, own: slice) -> tuple[Tensor, int]:
+    """An even number of rows, `own` among them, and the place of the first."""
+    size, first = _even(own.stop - own.start), own.start
+    if size > len(rows):
+        return _padded(rows[own], size), first
+    first = min(first, len(rows) - size)
+    return rows[first : first + size], first
 
 
 def _on_the_left(dtype: torch.dtype, size: int, outwards: Tensor) -> bool:
@@ -143,6 +152,28 @@ def _even(count: int) -> int:
 
 def _padded(rows: Tensor, size: int) -> Tensor:
     return rows if size == len(rows) else F.pad(rows, (0, 0, 0, size - len(rows)))
+
+
+def _grouped_gated_into(
+    rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor
+) -> None:
+    start = 0
+    for slot, count in enumerate(counts.tolist()):
+        if count:
+            stop = start + count
+            matrices = gate_up[slot].to(rows.dtype), down[slot].to(rows.dtype)
+            for first in range(start, stop, _MOST):
+                _turned(rows, slice(first, min(first + _MOST, stop)), *matrices, out)
+            start = stop
+
+
+def _turned(rows: Tensor, own: slice, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
+    """A slot's own rows through its network into their place in `out`. All stands turned on the
+    way, so that both matrices are left factors and are read as they lie."""
+    rows, first = _with_others(rows, own)
+    gate, up = (gate_up @ rows.T).chunk(2)
+    results = down @ F.silu(gate).mul_(up)
+    out[own] = results.T[own.start - first : own.stop - first]
 
 
 def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
@@ -203,6 +234,12 @@ def _fake_mm_into(
     return None
 
 
+def _fake_gated_into(
+    rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor
+) -> None:
+    return None
+
+
 def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
     return None
 
@@ -211,11 +248,13 @@ _OPS.impl("product", _product, "CompositeExplicitAutograd")
 _OPS.impl("product_into", _product_into, "CompositeExplicitAutograd")
 _OPS.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
 _OPS.impl("grouped_mm_into", _grouped_mm_into, "CompositeExplicitAutograd")
+_OPS.impl("grouped_gated_into", _grouped_gated_into, "CompositeExplicitAutograd")
 _OPS.impl("grouped_outer", _grouped_outer, "CompositeExplicitAutograd")
 torch.library.register_fake("moesaic::product", _empty_product, lib=_OPS)
 torch.library.register_fake("moesaic::product_into", _fake_product_into, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_mm", _empty, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_mm_into", _fake_mm_into, lib=_OPS)
+torch.library.register_fake("moesaic::grouped_gated_into", _fake_gated_into, lib=_OPS)
 torch.library.register_fake("moesaic::grouped_outer", _fake_outer, lib=_OPS)
 
 
@@ -278,6 +317,21 @@ def grouped_mm(
     return out
 
 
+def turns(rows: Tensor, matrices: Tensor, most: int) -> bool:
+    """Whether `grouped_gated` is the faster way to take so many `rows` a slot, at most, through
+    networks whose matrices are as large as these."""
+    worth = matrices.shape[1] * matrices.shape[2] * _FEW >= _WORTH
+    narrow = rows.device.type == "cpu" and rows.dtype == torch.bfloat16
+    return worth and narrow and multiplies_in_tiles() and not only_reads(rows, matrices, most)
+
+
+def grouped_gated(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor) -> None:
+    """down[s] (silu(gate[s] row) * up[s] row) for the rows of every slot s; gate and up lie one
+    below the other."""
+    _refuse_graph(rows, gate_up, down)
+    torch.ops.moesaic.grouped_gated_into.default(rows, gate_up, down, counts, out)
+
+
 def grouped_outer(
     left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool = False
 ) -> None:
@@ -326,6 +380,13 @@ def _product_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__
 @register_flop_formula([torch.ops.moesaic.grouped_mm, torch.ops.moesaic.grouped_mm_into])
 def _grouped_mm_flops(rows: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * rows[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.moesaic.grouped_gated_into)
+def _grouped_gated_flops(
+    rows: tuple[int, ...], gate_up: tuple[int, ...], down: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    return 2 * rows[0] * (gate_up[1] * gate_up[2] + down[1] * down[2])
 
 
 @register_flop_formula(torch.ops.moesaic.grouped_outer)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.clock import Clock, during
-from moesaic.nn.grouped import FORWARD, GatedExperts, Total, arena_views
+from moesaic.nn.grouped import FORWARD, GatedExperts, Total, arena_views, gated_experts
 from moesaic.nn.guests import Guests
 from moesaic.nn.lora import AdaptedExperts, Adapters
 from moesaic.nn.routes import Routes
@@ -83,10 +83,9 @@ class Bank(nn.Module):
             if guests is not None:  # Other ranks may have more of them.
                 num_slots = len(arena) + len(guests)
                 routes = routes._replace(counts=routes.counts[:num_slots])
+            apply = GatedExperts.apply if torch.is_grad_enabled() else gated_experts
             with during(total.clock, FORWARD):
-                results = GatedExperts.apply(
-                    tokens, arena, guests, weights_NK, self.ffn, total, *routes
-                )
+                results = apply(tokens, arena, guests, weights_NK, self.ffn, total, *routes)
         else:
             assert guests is None, "adapters have no guests"
             own, shape = self.adapters.arena, self.adapters.shape

@@ -3,8 +3,7 @@ there may be those of guests, experts of other ranks that are here for a step.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,23 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.dist import threads
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
-from moesaic.dist.products import grouped_mm, grouped_outer, only_reads
+from moesaic.dist.products import grouped_outer, turns
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
+from moesaic.nn.shares import (
+    Copies,
+    Joined,
+    Matrices,
+    Returned,
+    Share,
+    for_both,
+    guests_have_rows,
+    shares,
+    shares_forward,
+)
 
-_SHARE_BYTES = 1 << 20
-"""Between two products of a share of slots, on the CPU."""
-_CACHED = 2
-"""As many times that, the rows of a single slot, are still for one thread."""
-_LARGE = 2
-"""Shares for each thread, at least: a larger one is for all threads."""
 FORWARD, BACKWARD = "experts forward", "experts backward"
 """What a clock calls computing."""
-_LEAST_BYTES = 8 << 20
-"""Of rows and matrices: below, waking threads takes longer than they save."""
 
 
 class GatedExperts(torch.autograd.Function):
@@ -68,8 +69,7 @@ class GatedExperts(torch.autograd.Function):
             inner = inners.multiply(share, own[share], gate_up, transposed=True)
             results.multiply(share, activate(inner), down, transposed=True)
 
-        waited_for = any(part.arena and part.rows.stop > part.rows.start for part in parts)
-        for_both(parts, compute, partial(total.forward, waited_for=waited_for))
+        for_both(parts, compute, partial(total.forward, waited_for=guests_have_rows(parts)))
         ctx.save_for_backward(tokens, arena, guests, weights_NK, inners.whole, *routes)
         ctx.ffn, ctx.total, ctx.ahead = ffn, total, None
         return results.add_up(weights_NK)
@@ -128,6 +128,35 @@ class GatedExperts(torch.autograd.Function):
         whole = None if total is None else total.done()
         of_weights = weighed.gradient() if of_tokens else None
         return of_inputs, whole, None, of_weights, *[None] * (2 + len(routes))
+
+
+def gated_experts(
+    tokens: Tensor,
+    arena: Tensor,
+    guests: Tensor | None,
+    weights_NK: Tensor | None,
+    ffn: int,
+    total: Total,
+    *routes: Tensor | None,
+) -> Tensor:
+    """As `GatedExperts` where no backward follows: nothing of what is between the products stays,
+    and where a processor gains by it all of that stands turned."""
+    way = Routes.of(routes)
+    gate_up, down = views(_arenas(arena, guests), ffn, tokens.shape[1])
+    parts = shares_forward(tokens, way.counts, ffn, down)
+    results, own = Returned(parts, tokens, way), Copies(tokens, way)
+    turned = turns(tokens, down[0], max(way.counts.tolist(), default=0))
+
+    def compute(place: int) -> None:
+        share = parts[place]
+        if turned:
+            results.put(share, share.network(own[share], gate_up, down, results.place(share)))
+        else:
+            inner = share.multiply(own[share], gate_up, transposed=True)
+            results.multiply(share, activate(inner), down, transposed=True)
+
+    for_both(parts, compute, partial(total.forward, waited_for=guests_have_rows(parts)))
+    return results.add_up(weights_NK)
 
 
 class Total:
@@ -253,97 +282,6 @@ def go_back(
     return grad_inner
 
 
-Matrices = Sequence[Tensor]
-"""Of all slots of an arena, arena by arena."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Consecutive slots of an arena and their rows."""
-
-    slots: slice
-    rows: slice
-    counts: Tensor
-    alone: bool
-    """Whether one thread takes it: it is no more than half of a thread's part, and the cache of one
-    core holds what stands between its products."""
-    arena: int = 0
-    """1: of guests."""
-
-    def multiply(
-        self, rows: Tensor, weights: Matrices, *, transposed: bool, out: Tensor | None = None
-    ) -> Tensor:
-        """The share's `rows` times its slots of `weights`, in the dtype of `rows`."""
-        weight = weights[self.arena][self.slots]
-        return grouped_mm(rows, weight, self.counts, transposed, out)
-
-
-class Joined:
-    """Results of all shares in one tensor, each written where it belongs."""
-
-    whole: Tensor
-
-    def __init__(self, parts: Sequence[Share], like: Tensor, width: int) -> None:
-        """For results as wide as `width`, in dtype and place of `like`."""
-        self._several = len(parts) > 1
-        if self._several:
-            self.whole = like.new_empty((parts[-1].rows.stop, width))
-
-    def place(self, share: Share) -> Tensor | None:
-        """Where the share's results belong, if there is such a place."""
-        return self.whole[share.rows] if self._several else None
-
-    def put(self, share: Share, results: Tensor) -> None:
-        """Results that have been written to their place, or have none yet."""
-        del share
-        if not self._several:
-            self.whole = results
-
-    def multiply(
-        self, share: Share, rows: Tensor, weights: Matrices, *, transposed: bool
-    ) -> Tensor:
-        """As the share does; its results are where they belong."""
-        results = share.multiply(rows, weights, transposed=transposed, out=self.place(share))
-        self.put(share, results)
-        return results
-
-
-class Returned(Joined):
-    """Results of all shares, as wide as tokens, for the tokens whose rows they come from."""
-
-    def __init__(self, parts: Sequence[Share], tokens: Tensor, way: Routes) -> None:
-        self._way, self._moved = way, way.rows_NK is None
-        super().__init__(() if self._moved else parts, tokens, tokens.shape[1])
-        if self._moved:  # Each token has one: its results go straight there.
-            self.whole = torch.empty_like(tokens)
-
-    def place(self, share: Share) -> Tensor | None:
-        """None where results have another order than rows."""
-        return None if self._moved else super().place(share)
-
-    def put(self, share: Share, results: Tensor) -> None:
-        """Results that have been written to their place, or have none yet."""
-        if self._moved:
-            self.whole.index_put_((self._way.order_R[share.rows],), results)
-        else:
-            super().put(share, results)
-
-    def add_up(self, weights_NK: Tensor | None = None) -> Tensor:
-        """Sums by token, weighted if there are weights."""
-        return self.whole if self._moved else self._way.add_up(self.whole, weights_NK)
-
-
-class Copies:
-    """Rows of shares, copied from tokens when they are asked for."""
-
-    def __init__(self, tokens: Tensor, way: Routes) -> None:
-        self._tokens, self._tokens_R = tokens, way.tokens_R
-
-    def __getitem__(self, share: Share) -> Tensor:
-        """The rows of one share."""
-        return self._tokens.index_select(0, self._tokens_R[share.rows])
-
-
 class Weighed:
     """Weights of rows, if they have some, where backward comes to what is between the products."""
 
@@ -376,89 +314,6 @@ class Weighed:
         grad = torch.zeros_like(self._weights_NK)
         grad.view(-1)[self._order_R] = self._grads_R
         return grad
-
-
-def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> list[Share]:
-    """All slots of an arena at once on a GPU; on the CPU as many as have few enough rows, or one.
-    The first slots are `own`, if not all are, and guests' follow."""
-    limit, most_alone = int(counts.sum()), 0
-    if tokens.device.type == "cpu":
-        crew = _crew_for(tokens, counts, ffn)
-        fitting = _SHARE_BYTES // (2 * ffn * tokens.element_size())
-        if crew is not None:
-            limit = max(1, limit // (_LARGE * crew.size))
-            most_alone = min(limit, _CACHED * fitting)
-        limit = min(limit, fitting)
-    found, row = list[Share](), 0
-    for arena, slots in enumerate((counts[:own], counts[len(counts) if own is None else own :])):
-        if arena and not len(slots):
-            break
-        for first, stop, num_rows in _cut(slots.tolist(), limit):
-            rows = slice(row, row + num_rows)
-            alone = num_rows <= most_alone
-            found.append(Share(slice(first, stop), rows, slots[first:stop], alone, arena))
-            row += num_rows
-    return found
-
-
-def shares_forward(tokens: Tensor, counts: Tensor, ffn: int, down: Matrices) -> list[Share]:
-    """Shares for products forward alone: all slots are in one where these only read matrices, of
-    which those of `down` are the smaller."""
-    own = len(down[0])
-    may = len(down) == 1 and own > 0 and only_reads(tokens, down[0], 1)
-    if may and only_reads(tokens, down[0], int(counts.max())):
-        return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
-    return shares(tokens, counts, ffn, own)
-
-
-def _cut(counts: Sequence[int], limit: int) -> Iterable[tuple[int, int, int]]:
-    """Runs of slots, from one to another, and their rows: as many as have so many, or one."""
-    first, rows = 0, 0
-    for slot, count in enumerate(counts):
-        if rows and rows + count > limit:
-            yield first, slot, rows
-            first, rows = slot, 0
-        rows += count
-    yield first, len(counts), rows
-
-
-def _crew_for(tokens: Tensor, counts: Tensor, ffn: int) -> threads.Crew | None:
-    """Threads for the experts, if there is enough to do for them to be woken."""
-    busy, num_rows = int(counts.count_nonzero()), int(counts.sum())
-    touched = (3 * ffn * busy + num_rows) * tokens.shape[1] * tokens.element_size()
-    return threads.crew() if touched >= _LEAST_BYTES else None
-
-
-def for_both(
-    parts: Sequence[Share],
-    compute: Callable[[int], None],
-    between: Callable[[], None] | None = None,
-    *,
-    guests_first: bool = False,
-) -> None:
-    """Have `compute` take shares of the arena and those of guests, by their places, after another
-    in either order, and call `between` in between."""
-    own = sum(not share.arena for share in parts)
-    runs = list(range(own)), list(range(own, len(parts)))
-    first, then = runs[::-1] if guests_first else runs
-    for_each(parts, compute, first)
-    if between is not None:
-        between()
-    for_each(parts, compute, then)
-
-
-def for_each(parts: Sequence[Share], compute: Callable[[int], None], places: list[int]) -> None:
-    """Have `compute` take shares, by their places: those of one thread each, the largest first,
-    after those that all threads take."""
-    crew, alone = threads.crew(), list[int]()
-    for place in places:
-        if parts[place].alone and crew is not None:
-            alone.append(place)
-        else:
-            compute(place)
-    if crew is not None and alone:
-        alone.sort(key=lambda place: parts[place].rows.start - parts[place].rows.stop)
-        crew.each(compute, alone)
 
 
 def arena_views(arena: Tensor, ffn: int, hidden: int) -> tuple[Tensor, Tensor]:

@@ -13,21 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.products import grouped_outer
-from moesaic.nn.grouped import (
-    Copies,
-    Joined,
-    Returned,
-    Share,
-    Weighed,
-    activate,
-    activate_apart,
-    for_both,
-    go_back,
-    shares,
-    views,
-)
+from moesaic.nn.grouped import Weighed, activate, activate_apart, go_back, views
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
+from moesaic.nn.shares import Copies, Joined, Returned, Share, for_both, shares
 
 
 class Adapters(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moesaic.dist import products
-from moesaic.dist.products import grouped_mm, grouped_outer
+from moesaic.dist.products import grouped_gated, grouped_mm, grouped_outer, turns
 from moesaic.nn.grouped import arena_views
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0], [40, 0, 17], [2, 131, 3]]
@@ -121,6 +121,38 @@ def test_slots_of_more_rows_than_a_product_takes(engine: str) -> None:
     torch.testing.assert_close(outer, torch.stack(expected), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("counts", [*COUNTS, [300, 0, 17]])
+def test_networks_of_slots_equal_a_loop(counts: list[int]) -> None:
+    """In fp64, and nothing beside the place of the results is written."""
+    gate_up, down = arena_views(torch.randn(3, 3 * 4 * 5, dtype=torch.float64), 5, 4)
+    rows, place = (
+        torch.randn(sum(counts), 4, dtype=torch.float64),
+        torch.full((sum(counts), 6), 7.0),
+    )
+    into = place.double()[:, 1:5]
+    grouped_gated(rows, gate_up, down, torch.tensor(counts), into)
+    parts = []
+    for part, first, second in zip(rows.split(counts), gate_up, down, strict=True):
+        gate, up = (part @ first.T).chunk(2, dim=1)
+        parts.append((F.silu(gate) * up) @ second.T)
+    torch.testing.assert_close(into, torch.cat(parts))
+    into.fill_(7.0)
+    assert bool((place == 7.0).all())
+
+
+def test_what_stands_turned_between_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in bf16 where tiles are multiplied, unless matrices are small or rows few."""
+    large, small = torch.empty(2, 1024, 512).bfloat16(), torch.empty(2, 32, 32).bfloat16()
+    rows = torch.empty(8, 512).bfloat16()
+    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: True)
+    assert turns(rows, large, 4)
+    assert not turns(rows, large, 3)
+    assert not turns(rows, small, 4)
+    assert not turns(rows.float(), large.float(), 8)
+    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: False)
+    assert not turns(rows, large, 4)
+
+
 def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is the quicker, for all but small products and a single row from the left."""
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
@@ -170,6 +202,8 @@ def test_no_gradient_is_lost_without_a_word() -> None:
     with pytest.raises(NotImplementedError, match="record no gradients"):
         grouped_mm(rows, weight, torch.tensor([5]), True)
     with pytest.raises(NotImplementedError, match="record no gradients"):
+        grouped_gated(rows, weight, torch.empty(1, 4, 3), torch.tensor([5]), torch.empty(5, 4))
+    with pytest.raises(NotImplementedError, match="record no gradients"):
         grouped_outer(rows, rows, torch.tensor([5]), torch.empty(1, 4, 4))
 
 
@@ -187,6 +221,10 @@ def test_torch_library_sees_well_formed_ops() -> None:
     torch.library.opcheck(torch.ops.moesaic.grouped_mm.default, (rows, weight, counts, True))
     torch.library.opcheck(
         torch.ops.moesaic.grouped_outer.default, (rows, rows, counts, torch.empty(3, 4, 4), True)
+    )
+    torch.library.opcheck(
+        torch.ops.moesaic.grouped_gated_into.default,
+        (rows, weight, torch.randn(3, 4, 5), counts, torch.empty(5, 4)),
     )
     torch.library.opcheck(
         torch.ops.moesaic.grouped_mm_into.default, (rows, weight, counts, True, torch.empty(5, 10))

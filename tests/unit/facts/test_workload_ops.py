@@ -36,7 +36,7 @@ from moesaic.facts.workload import (
 from moesaic.facts.workload.kept import activations
 from moesaic.facts.workload.loads import expert_counts
 from moesaic.models.initial import InitialSource
-from moesaic.nn import grouped, norm
+from moesaic.nn import norm, shares
 from moesaic.testing.blocks import Watched, watch
 from moesaic.testing.flops import flops
 from moesaic.testing.jobs import RandomSamples
@@ -213,7 +213,7 @@ def test_passes_are_those_that_torch_makes(
     name: str, precision: str, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of experts that are one share: each share more starts four kernels, or nine, once more."""
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", 1 << 30)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", 1 << 30)
     job = make_job(
         name, train__precision=precision, data__packing=packing, data__sequence=64,
         train__batch=4, hidden=96,
@@ -224,7 +224,7 @@ def test_passes_are_those_that_torch_makes(
 def test_norms_by_blocks_start_kernels_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ops, norm):
         monkeypatch.setattr(module, "NORM_BYTES", 50 * 96 * 4)
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", 1 << 30)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", 1 << 30)
     job = make_job("tiny-qwen3", data__sequence=64, train__batch=4, hidden=96)
     check_passes(job)
 

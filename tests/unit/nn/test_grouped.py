@@ -10,10 +10,10 @@ from straight import experts_of, straight, through
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from moesaic.dist import threads, vectors
-from moesaic.nn import grouped
+from moesaic.dist import products, threads, vectors
+from moesaic.nn import shares
 from moesaic.nn.bank import Bank
-from moesaic.nn.grouped import GatedExperts, Total
+from moesaic.nn.grouped import GatedExperts, Total, gated_experts
 from moesaic.nn.routes import Routes, inverse
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0]]
@@ -34,7 +34,7 @@ def test_shares_change_no_bit(counts: list[int], monkeypatch: pytest.MonkeyPatch
     cotangent = torch.randn(sum(counts), 16)
     results = []
     for num_rows in (1, 4, 1000):
-        monkeypatch.setattr(grouped, "_SHARE_BYTES", num_rows * 2 * 16 * 4)
+        monkeypatch.setattr(shares, "_SHARE_BYTES", num_rows * 2 * 16 * 4)
         out = experts_of(rows, arena, counts, 16)
         results.append((out, *torch.autograd.grad(out, (rows, arena), cotangent)))
     for other in results[1:]:
@@ -52,7 +52,7 @@ def experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_halves_of_a_backward_are_the_whole_and_no_more_work(
     share_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * 8 * 4)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", share_rows * 2 * 8 * 4)
     rows, arena, out = experts()
     cotangent, spent, halves = torch.randn_like(out), [], []
     whole = torch.autograd.grad(out, (rows, arena), cotangent, retain_graph=True)
@@ -80,7 +80,7 @@ def test_weights_of_rows_may_be_asked_for_at_any_time(
     share_rows: int, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside tokens or not, before or after the gradient of what learns."""
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * 5 * 8)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", share_rows * 2 * 5 * 8)
     routes, bank = routes_of(9, 4, 2), Bank(range(4), 6, 5)
     if adapted:
         bank.adapt(3, 0.7)
@@ -120,7 +120,7 @@ def test_slots_of_few_rows_are_taken_at_once_and_change_nothing(
 ) -> None:
     """Two products for all slots forward, and backward slot by slot; with one slot that has too
     many rows, slot by slot as ever."""
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", 2 * 8 * dtype.itemsize)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", 2 * 8 * dtype.itemsize)
     tokens = torch.randn(8, 16, dtype=dtype, requires_grad=True)
     arena = torch.randn(5, 3 * 16 * 8, dtype=dtype, requires_grad=True)
     counts = [2, 0, 1, 3, 2] if few else [1, 0, 1, 5, 1]
@@ -138,10 +138,45 @@ def test_slots_of_few_rows_are_taken_at_once_and_change_nothing(
         found.append((out, *torch.autograd.grad(out, (tokens, arena), cotangent)))
         assert least == 1 or not asked
     assert asked[:2] == [counts] * 2 if few else [sum(one) for one in asked[:2]] == [1, 1]
-    assert len(grouped.shares(tokens, torch.tensor(counts), 8)) > 1
+    assert len(shares.shares(tokens, torch.tensor(counts), 8)) > 1
     for one, other in zip(*found, strict=True):
         close = 1e-6 if dtype == torch.float32 else 1e-2
         assert (one.double() - other).norm() <= close * one.double().norm()
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("share_rows", [1, 1000])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_without_gradients_the_same_comes_out(
+    weighted: bool, share_rows: int, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of guests too, of slots with few rows, many and none; and nothing is kept on the way."""
+    monkeypatch.setattr(shares, "_SHARE_BYTES", share_rows * 2 * 24 * 2)
+    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: turned)
+    monkeypatch.setattr(products, "_WORTH", 0)
+    routes, arena = routes_of(70, 5, 2), (0.2 * torch.randn(5, 3 * 16 * 24)).bfloat16()
+    tokens = torch.randn(70, 16, dtype=torch.bfloat16)
+    weights = torch.rand(70, 2, dtype=torch.bfloat16) if weighted else None
+    wide = None if weights is None else weights.float()
+    exact = GatedExperts.apply(tokens.float(), arena.float(), None, wide, 24, Total(), *routes)
+    for own in (5, 3):
+        mine, guests = (arena, None) if own == 5 else arena.split([own, 5 - own])
+        given = (tokens, mine, guests, weights, 24, Total())
+        with FlopCounterMode(display=False) as counter:
+            found = gated_experts(*given, *routes)
+        assert counter.get_total_flops() == 2 * len(routes.order_R) * 3 * 16 * 24
+        assert (found - exact).norm() < 0.02 * exact.norm()
+        if not turned:
+            assert torch.equal(found, GatedExperts.apply(*given, *routes))
+
+
+def test_the_bank_asks_whether_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, tokens = Bank(range(2), 16, 8), torch.randn(5, 16)
+    bank.arena.data.normal_()
+    with_gradients = through(bank, tokens, straight([2, 3]))
+    monkeypatch.setattr(GatedExperts, "apply", None)
+    with torch.no_grad():
+        assert torch.equal(through(bank, tokens, straight([2, 3])), with_gradients)
 
 
 def test_few_rows_of_guests_are_as_if_all_slots_were_of_one_arena(
@@ -238,8 +273,8 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         each(self, work, chosen)
 
     monkeypatch.setattr(threads.Crew, "each", watched)
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", 32 * 2 * 16 * 4)
-    monkeypatch.setattr(grouped, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", 32 * 2 * 16 * 4)
+    monkeypatch.setattr(shares, "_LEAST_BYTES", 0)
     yield taken
     torch.set_num_threads(before)
 

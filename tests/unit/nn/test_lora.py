@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from straight import experts_of, straight, through
 from torch import Tensor
 
-from moesaic.nn import grouped
+from moesaic.nn import shares
 from moesaic.nn.attention import Linear
 from moesaic.nn.bank import Bank
 from moesaic.nn.lora import Adapters
@@ -47,7 +47,7 @@ def twin(rows: Tensor, bank: Bank, adapters: Adapters, arena: Tensor, counts: li
 def test_experts_equal_their_twin(
     counts: list[int], share_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "_SHARE_BYTES", share_rows * 2 * FFN * 8)
+    monkeypatch.setattr(shares, "_SHARE_BYTES", share_rows * 2 * FFN * 8)
     bank, adapters = bank_of(torch.float64)
     rows = torch.randn(sum(counts), HIDDEN, dtype=torch.float64, requires_grad=True)
     out = through(bank, rows, straight(counts))
