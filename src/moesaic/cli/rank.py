@@ -50,6 +50,13 @@ class Part:
     plan: str | None = None
     """Path of the plan to obey; None: as the job says."""
 
+    @property
+    def goes_on_with(self) -> Path | None:
+        """The run whose checkpoint it starts from, if there is one."""
+        if self.resume in (None, "auto"):
+            return Path(self.out) if self.resume and self.out else None
+        return Path(self.resume).absolute().parent.parent
+
 
 def take_part(part: Part) -> tuple[Path, bool]:
     """Train; returns the run's directory and whether this rank speaks for all."""
@@ -57,7 +64,7 @@ def take_part(part: Part) -> tuple[Path, bool]:
         from moesaic.dist.world import World
         from moesaic.train.trainer import deadline, train
 
-    loaded = load_job(Path(part.job), part.sets)
+    loaded = load_job(Path(part.job), part.sets, part.goes_on_with)
     if part.plan is not None:
         loaded = obey(loaded, Path(part.plan), part.sets)
     with at_once():

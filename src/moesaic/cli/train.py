@@ -76,16 +76,15 @@ def train(  # noqa: PLR0913 - a parameter for each flag
         flags.explain_job(flags.JobAndPlan, explain, as_json)
         return 0
     path = flags.need(job, "JOB.toml", "train")
-    loaded = load_job(path, sets or ())
+    chosen, resume = _find_place(path, out, resume)
+    place, by = (str(one) if one else None for one in (chosen, plan))
+    part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv, by)
+    loaded = load_job(path, part.sets, part.goes_on_with)
     if plan is not None:
         loaded = obey(loaded, plan, sets or ())
     ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
     ruling = loaded.plan or planned(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
-    chosen, resume = _find_place(path, out, resume)
-    place = str(chosen) if chosen else None
-    by = str(plan) if plan else None
-    part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv, by)
     if leads():
         for warning in loaded.warnings:
             screen.warn(warning)

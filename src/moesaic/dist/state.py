@@ -25,6 +25,8 @@ ROOT_CODES, ROOT_SCALES = "second_moment_root_codes", "second_moment_root_scales
 
 ROWS = "rows"
 """Not of a tensor, but what came to each expert of a layer since homes were last decided on."""
+MAY_BEGIN = frozenset({ROWS})
+"""What a run begins with, as zeros, if what it goes on from has none of it."""
 
 PRECISIONS = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -79,7 +81,8 @@ class Source(Protocol):
     """Something that knows the values of state."""
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Write values into every piece's tensor; an error names what is missing."""
+        """Write values into every piece's tensor; an error names what is missing, unless it
+        `MAY_BEGIN`."""
 
 
 def overlap(

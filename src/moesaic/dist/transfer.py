@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.state import Piece, overlap
+from moesaic.dist.state import MAY_BEGIN, Piece, overlap
 from moesaic.dist.world import World
 from moesaic.facts.moves import Box, Move
 
@@ -36,20 +36,56 @@ class PeerSource:
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Every rank of the world calls this at once, each with what it wants."""
         rank = self.world.rank
-        moves = list_moves(
-            self._everywhere([_box(piece, rank) for piece in self.pieces]),
-            self._everywhere([_box(piece, rank) for piece in pieces]),
-        )
+        held, wanted = self._everywhere(self.pieces), self._everywhere(pieces)
+        there = _sorts(held)
+        wanted = [one for one in wanted if one.box.key in there or one.kind not in MAY_BEGIN]
+        _refuse_others(there, _sorts(wanted))
+        moves = list_moves([one.box for one in held], [one.box for one in wanted])
         have = {_box(piece, rank): piece.tensor for piece in self.pieces}
         want = {_box(piece, rank): piece.tensor for piece in pieces}
         obey(moves, have, want, self.world)
 
-    def _everywhere(self, boxes: list[Box]) -> list[Box]:
+    def _everywhere(self, pieces: Sequence[Piece]) -> list[_Said]:
+        """What all ranks say of theirs."""
+        rank = self.world.rank
+        said = [
+            _Said(_box(one, rank), one.kind, tuple(one.shape), str(one.tensor.dtype))
+            for one in pieces
+        ]
         if self.world.everyone is None:
-            return boxes
-        gathered: list[list[Box]] = [[] for _ in range(self.world.size)]
-        dist.all_gather_object(gathered, boxes, group=self.world.everyone)
-        return [box for part in gathered for box in part]
+            return said
+        gathered: list[list[_Said]] = [[] for _ in range(self.world.size)]
+        dist.all_gather_object(gathered, said, group=self.world.everyone)
+        return [one for part in gathered for one in part]
+
+
+class _Said(NamedTuple):
+    """A piece without its values."""
+
+    box: Box
+    kind: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+
+
+def _sorts(said: Sequence[_Said]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor."""
+    return {one.box.key: (one.shape, one.dtype) for one in said}
+
+
+def _refuse_others(
+    there: Mapping[str, tuple[tuple[int, ...], str]],
+    wanted: Mapping[str, tuple[tuple[int, ...], str]],
+) -> None:
+    """Raise if a tensor is of another shape or dtype there: raw bytes travel, part by part."""
+    for key, (shape, dtype) in wanted.items():
+        was = there.get(key, (shape, dtype))
+        if was != (shape, dtype):
+            raise StoreError(
+                f"'{key}' is {was[1]} {list(was[0])} on the ranks that hold it, and {dtype} "
+                f"{list(shape)} in the model: go on with the model and precision that they have"
+            )
 
 
 def list_moves(have: Sequence[Box], want: Sequence[Box]) -> list[Move]:

@@ -1,8 +1,8 @@
-"""Tools that an assistant may call, its calls, and what a template must not lose of them.
+"""Tools that an assistant may call, its calls, and what a template must not lose of a conversation.
 
-Templates that know no tools, or other ones than a conversation has, leave them out without a word.
-So a conversation is written once more with a mark in each tool, call and result: what is lost,
-lacks its mark.
+Templates that know no tools, or other ones than a conversation has, leave them out without a word,
+and some do so with what the system says. So a conversation is written once more with a mark in each
+tool, call, result and message of the system: what is lost, lacks its mark.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _RESULT = (
     "leaves out message {number}, which is of the role tool: take a model whose template writes "
     "those, or let the user say what it holds"
 )
+_SYSTEM = (
+    "leaves out message {number}, which is of the role system: take a model whose template writes "
+    "those, let the user say what it holds, or remove it (data.system, if that is where it is from)"
+)
 _TOOL = (
     "leaves out the tool '{name}': take a model whose template writes tools, say in the system "
     "message what there is, or leave 'tools' out"
@@ -41,7 +45,7 @@ class Mark(NamedTuple):
 
     text: str
     name: str
-    """What is there without a mark: the function's; empty of a result."""
+    """What is there without a mark: the function's; empty of messages."""
     said: bool
     """Whether the assistant says that part."""
     lost: str
@@ -49,7 +53,7 @@ class Mark(NamedTuple):
 
 
 class Marked:
-    """A conversation with a mark in each tool, call and result."""
+    """A conversation with a mark in each tool, call, result and message of the system."""
 
     def __init__(self, messages: Messages, tools: Tools) -> None:
         self.marks: list[Mark] = []
@@ -59,8 +63,9 @@ class Marked:
         self.tools = tools and [self._named(tool, False, _TOOL) for tool in tools]
 
     def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
-        if message["role"] == "tool":
-            return {**message, "content": message["content"] + self._put(False, _RESULT, number)}
+        lost = {"tool": _RESULT, "system": _SYSTEM}.get(message["role"])
+        if lost is not None:
+            return {**message, "content": message["content"] + self._put(False, lost, number)}
         if not message.get(CALLS):
             return message
         return {**message, CALLS: [self._named(one, True, _CALL, number) for one in message[CALLS]]}

@@ -111,7 +111,8 @@ class ChatTemplate:
         return text, [(start, stop) for start, stop in spans if start < stop]
 
     def _check(self, messages: Messages, tools: Tools, parts: Sequence[str]) -> None:
-        """That the template leaves out no tool, call or result of what it wrote in `parts`."""
+        """That the template leaves out no tool, call, result or message of the system of what it
+        wrote in `parts`."""
         program, marked = self._program(tools), Marked(messages, tools)
         if not marked.marks:
             return

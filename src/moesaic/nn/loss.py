@@ -88,10 +88,13 @@ class HeadLoss(torch.autograd.Function):
 
 
 def _own(targets: Tensor, present: Tensor, words: int, slices: Slices) -> tuple[Tensor, Tensor]:
-    """Which targets are among this slice's words, and each as one of them, [rows, 1]."""
+    """Which targets are among this slice's words, and each as one of them, [rows, 1]; one that is
+    no word of any slice stays what it is, for whoever looks it up to fail."""
     if slices.group is None:
         return present, targets.clamp(min=0)[:, None]
     targets = targets - slices.index * words
+    if slices.last:
+        return targets >= 0, targets.clamp(min=0)[:, None]
     return (targets >= 0) & (targets < words), targets.clamp(0, words - 1)[:, None]
 
 

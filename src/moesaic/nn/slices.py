@@ -33,6 +33,11 @@ class Slices:
     """The same ranks, for parameters to be whole tensors that they share out; None: a parameter is
     no more than this slice's part of it."""
 
+    @property
+    def last(self) -> bool:
+        """Whether none comes behind this one."""
+        return self.index == self.count - 1
+
     def parameter(self, *extents: int, cut: int) -> nn.Parameter:
         """A parameter of so many numbers in each dimension, of which `cut` is shared out."""
         here = list(extents)

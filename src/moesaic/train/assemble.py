@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist import device as devices
 from moesaic.dist.buckets import Buckets, Summed
-from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import ROWS, Piece, Source
+from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, stages
@@ -97,22 +96,13 @@ def assemble(
     run.counters.update(counters or {})
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
     try:
-        source.fill(_known(source, run.state().pieces))
+        source.fill(run.state().pieces)
         if priced:
             run.plan = balancing.begin(model, job, plan, world, say)
     except BaseException:
         run.close()  # Hooks of its parameters hold the model.
         raise
     return run
-
-
-def _known(source: Source, pieces: Sequence[Piece]) -> list[Piece]:
-    """`pieces`, without rows that homes are decided by where a checkpoint is of a run that did not
-    count them: then they begin with none."""
-    if not isinstance(source, Checkpoint):
-        return list(pieces)
-    tensors = source.tensors
-    return [piece for piece in pieces if piece.kind != ROWS or piece.key in tensors]
 
 
 def ranks_of(plan: Plan, world: World, *, copies: bool = False) -> Ranks:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,14 +51,15 @@ class LoadedJob:
         return [*self.told, *self.job.idle(self.given)]
 
 
-def load_job(path: Path, sets: Sequence[str] = ()) -> LoadedJob:
-    """The job that the file at `path` and the items of `sets` (`a.b=value`) mean."""
+def load_job(path: Path, sets: Sequence[str] = (), run: Path | None = None) -> LoadedJob:
+    """The job that the file at `path` and the items of `sets` (`a.b=value`) mean. A `run` that it
+    goes on with knows the model, should the directory that it came from be gone."""
     text, origin = read_text(path), str(path)
     raw = apply_sets(parse_toml(text, origin), sets)
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     told: list[str] = []
-    raw = fill_preset(fill_from(raw, origin, told), origin)
+    raw = fill_preset(fill_from(raw, origin, told, run), origin)
     job = parse(Job, raw, origin, sets)
     if job.finetune is not None and job.source is None:
         raise ConfigError(
@@ -104,8 +107,10 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     )
 
 
-def fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str, Any]:
-    """`raw` with `[model] from = DIR` replaced by the model that DIR holds."""
+def fill_from(
+    raw: dict[str, Any], origin: str, warnings: list[str], run: Path | None = None
+) -> dict[str, Any]:
+    """`raw` with `[model] from = DIR` replaced by the model that DIR holds, or `run` began with."""
     model = raw.get("model")
     if not isinstance(model, dict) or "from" not in model:
         return raw
@@ -114,10 +119,16 @@ def fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str
     if not isinstance(directory, str):
         raise ConfigError(f"{shown} is not a string: give a Hugging Face model directory")
     path = Path(directory).expanduser()
-    if not (path / CONFIG_NAME).is_file():
+    source = str(path.resolve())
+    if (path / CONFIG_NAME).is_file():
+        config, told = read_config(path)
+        found: dict[str, Any] | None = config.model_dump(by_alias=True)
+    else:
+        found = _begun_with(source, run)
         reason = f"holds no {CONFIG_NAME}" if path.is_dir() else "is no directory"
+        told = [f"{shown} {reason} any more: the model is what '{run}' says that it was"]
+    if found is None:
         raise ConfigError(f"{shown} {reason}: give a Hugging Face model directory")
-    config, told = read_config(path)
     warnings += told
     fixed = [key for key in rest if key not in INERT]
     if fixed:
@@ -126,8 +137,17 @@ def fill_from(raw: dict[str, Any], origin: str, warnings: list[str]) -> dict[str
             f"{shown} and model.{fixed[0]} = {keys.show(rest[fixed[0]])}: the directory says what "
             f"the model is, remove one of the two (beside it there may be {beside})"
         )
-    whole = {**config.model_dump(by_alias=True), **rest}
-    return {**raw, "model": whole, "source": str(path.resolve())}
+    return {**raw, "model": {**found, **rest}, "source": source}
+
+
+def _begun_with(source: str, run: Path | None) -> dict[str, Any] | None:
+    """The model of a run that began with what `source` held."""
+    if run is not None:
+        with suppress(OSError, ValueError):
+            job = json.loads((run / "job.json").read_text(encoding="utf-8"))
+            if job["source"] == source:
+                return dict(job["model"])
+    return None
 
 
 def _export_warnings(job: Job) -> list[str]:

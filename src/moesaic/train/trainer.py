@@ -226,7 +226,8 @@ def _compare(
             )
     for key in _changed(before, now):
         old, new = (_shown(one.get(key)) for one in (before, now))
-        if key.startswith("model.") and key not in ("model.init_std", "model.max_positions"):
+        named = key.removeprefix("model.")
+        if named not in (key, "init_std", "max_positions") and not named.startswith("extras."):
             raise ConfigError(
                 f"--resume: '{path}' is of a model with {key} = {old}, the job has {new}: "
                 "restore it, or start a new run"

@@ -31,7 +31,7 @@ from moesaic.dist.checkpoint.manifest import (
     commit_record,
     parse_manifest,
 )
-from moesaic.dist.state import Piece, overlap
+from moesaic.dist.state import MAY_BEGIN, Piece, overlap
 from moesaic.dist.world import World
 
 _TORCH_TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -136,6 +136,8 @@ class Checkpoint:
         """Write the saved values into every piece; nothing is written if one cannot be filled."""
         copies: dict[str, list[_Copy]] = {}
         for piece in pieces:
+            if piece.kind in MAY_BEGIN and piece.key not in self._manifest.tensors:
+                continue
             self._check(piece)
             record = self._manifest.tensors[piece.key]
             for stored in record.pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
@@ -173,26 +174,33 @@ class Job(Section):
 
     def _cut_block(self, tp: int, etp: int) -> str | None:
         """Which matrix slices would cut inside a block of its moments; None: none."""
-        model = self.model
+        finetune = self.finetune
         if self.optimizer.moments != "8bit":
             return None
-        values = model.head_dim if model.latent is None else model.latent.value
-        columns = {"the output of attention": ("tp", tp, model.heads * values)}
-        for layer in range(model.layers - len(model.expert_layers)):
-            name = f"the output of feed-forward network {layer}"
-            columns[name] = ("tp", tp, model.inner(layer))
-        if model.shared:
-            columns["the output of shared experts"] = ("tp", tp, model.shared * model.ffn)
-        if etp > 1:
-            columns["the output of experts"] = ("etp", etp, model.ffn)
-        for matrix, (key, slices, width) in columns.items():
-            if width // slices % MOMENT_BLOCK:
+        # Beside a matrix that does not learn its adapter does, whose A has as many columns.
+        learnt = None if finetune is None or finetune.method == "full" else finetune.targets
+        for target, key, slices, matrix, width in self._sliced_columns(tp, etp):
+            if (learnt is None or target in learnt) and width // slices % MOMENT_BLOCK:
                 return (
                     f'{key} = {slices} with optimizer.moments = "8bit", which has blocks of '
                     f"{MOMENT_BLOCK} columns: slices of {matrix} have {width // slices} columns, "
                     f'set optimizer.moments to "bf16" or "full", or {key} = 1'
                 )
         return None
+
+    def _sliced_columns(self, tp: int, etp: int) -> Iterator[tuple[str, str, int, str, int]]:
+        """What slices share out the columns of: what fine-tuning calls it, the axis and its size,
+        the matrix in words, how many there are."""
+        model = self.model
+        values = model.head_dim if model.latent is None else model.latent.value
+        yield "attention", "tp", tp, "the output of attention", model.heads * values
+        for layer in range(model.layers - len(model.expert_layers)):
+            name = f"the output of feed-forward network {layer}"
+            yield "ffn", "tp", tp, name, model.inner(layer)
+        if model.shared:
+            yield "shared", "tp", tp, "the output of shared experts", model.shared * model.ffn
+        if etp > 1:
+            yield "experts", "etp", etp, "the output of experts", model.ffn
 
     def _check_finetune(self) -> None:
         finetune, model = self.finetune, self.model

@@ -313,7 +313,10 @@ class Keys:
             raise ConfigError(
                 f"{self.origin}: {' and '.join(scalings)} contradict each other: remove one"
             )
-        return {"rope_theta": float(theta), "rope_scaling": scaling}
+        try:
+            return {"rope_theta": float(theta), "rope_scaling": scaling}
+        except OverflowError:
+            raise ConfigError(f"{self.origin}: rope_theta has more digits than any base") from None
 
     def _scaling(self, table_key: str, table: Mapping[str, Any]) -> dict[str, Any] | None:
         """`model.rope_scaling` as one table of the file has it; None for the default."""
@@ -460,5 +463,11 @@ def _refuse_unwritable(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.head_dim = {model.head_dim} has no place in an olmoe config.json, whose "
             f"readers take hidden / heads = {model.hidden} / {model.heads}: {remedy}keep to "
+            "checkpoints"
+        )
+    if model.family == "llama" and model.hidden % model.heads:
+        raise ConfigError(
+            f"model.heads = {model.heads} has no place in a llama config.json, whose readers want "
+            f"a divisor of hidden = {model.hidden}, whatever head_dim says: choose one, or keep to "
             "checkpoints"
         )

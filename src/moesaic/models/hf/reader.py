@@ -62,7 +62,7 @@ class HFSource:
         used = {place.tensor for place in self._places.values()}
         spare: dict[str | None, list[str]] = {}
         for tensor in sorted(self._stored.keys() - used - _scales(used, self._stored)):
-            spare.setdefault(names.spare(model, tensor), []).append(tensor)
+            spare.setdefault(_spare(model, self._stored, tensor), []).append(tensor)
         for reason, tensors in spare.items():
             self.notes.append(
                 f"'{directory}': {_listed(tensors)} left out, and no export will have "
@@ -257,6 +257,13 @@ def _opened(path: Path) -> Any:
         ) from None
 
 
+def _spare(model: ModelConfig, stored: Mapping[str, Stored], tensor: str) -> str | None:
+    """Why a tensor that no parameter is read from may be there, if it may."""
+    if 0 in stored[tensor].shape:  # As of no shared experts.
+        return "without a number in it"
+    return names.spare(model, tensor)
+
+
 def _check(
     directory: Path,
     model: ModelConfig,
@@ -267,7 +274,7 @@ def _check(
     missing = [written[name] for name, place in chosen.items() if place is None]
     placed = {place.tensor: place for place in chosen.values() if place is not None}
     used = placed.keys() | _scales(placed, stored)
-    unused = [t for t in stored if t not in used and names.spare(model, t) is None]
+    unused = [t for t in stored if t not in used and _spare(model, stored, t) is None]
     problems = []
     if missing:
         problems.append(f"{_listed(missing)} missing")

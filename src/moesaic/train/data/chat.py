@@ -42,7 +42,7 @@ _NEAR = 20
 
 FORMER_NAMES = {"function": "tool", "developer": "system"}
 """What others call roles, where more than the name may differ."""
-READING = 5
+READING = 6
 """Goes up when the same line comes to mean other tokens, or none."""
 
 Message = dict[str, Any]
