@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routing": {"router": "balanced"},
     },
     "tiny-deepseek": {
-        "model": {"dense_ffn": 40, "kv_heads": 4, "latent": LATENT, "experts": 8},
+        "model": {"dense_ffn": 40, "kv_heads": 4, "latent": LATENT, "experts": 8, "top_k": 3},
         "routing": {"bias_step": 0.02},
     },
 }  # fmt: skip

@@ -123,6 +123,22 @@ def test_slices_give_the_same_numbers(ranks: Ranks, name: str) -> None:
         check_same(other, one)
 
 
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"tp": 2}),
+        (4, {"pp": 2, "shard": 2, "schedule": "zero-bubble"}),
+        (8, {"pp": 2, "tp": 2, "shard": 2, "ep": 2, "schedule": "gpipe"}),
+    ],
+)
+def test_where_some_have_nothing_to_learn(ranks: Ranks, size: int, layout: dict[str, Any]) -> None:
+    """Slices, and stages that are sharded, of a model whose experts alone are adapted."""
+    name = "lora of experts alone, none in the first layer"
+    tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
+    one = outcome(ranks, 1, tiny_job(**tables), STEPS)
+    check_same(outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS), one)
+
+
 def test_bf16_stays_close_to_fp32(ranks: Ranks) -> None:
     losses = {}
     for precision in ("fp32", "bf16"):

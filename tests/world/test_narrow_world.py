@@ -96,6 +96,32 @@ def test_any_layout_goes_on_from_any_other(ranks: Ranks, tmp_path: Path, moments
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_slices_stages_and_columns_go_on_from_one_another(
+    ranks: Ranks, tmp_path: Path, moments: str
+) -> None:
+    """With a tied head, round in a ring."""
+    tables = {
+        "optimizer": {"moments": moments, "lr": 0.01}, "train": {"micro_batches": 2},
+        "model": {
+            "family": "qwen3_moe", "tied": True, "vocab": 60, "head_dim": 64, "layers": 2,
+            "ffn": 256, "hidden": 256,
+        },
+    }  # fmt: skip
+    expected = whole(ranks.run(1, go, {}, tables, (2, 2), None, str(tmp_path / "one")), 1)
+    ring: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2, "etp": 2}), (2, {"pp": 2}), (4, {"pp": 2, "embedding": "columns"}),
+        (4, {"tp": 2, "shard": 2, "ep": 2}),
+    ]  # fmt: skip
+    for at, (size, layout) in enumerate(ring):
+        ran = ranks.run(size, go, layout, tables, (2, 0), None, str(tmp_path / str(at)))
+        checkpoint = str(tmp_path / str(at) / "step-00000002")
+        size, layout = ring[(at + 1) % len(ring)]
+        rest = ranks.run(size, go, layout, tables, (2, 0), checkpoint, None)
+        assert same(whole(rest, 0), whole(ran, 1))
+        assert_alike(whole(rest, 1), expected)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_moments_of_columns_are_those_of_a_whole_table(
     ranks: Ranks, tmp_path: Path, moments: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from test_workload_messages import Wire
 from torch import Tensor
 
 from moesaic.dist.state import PARAMETER, Piece, is_shared_out
-from moesaic.dist.world import World
+from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.models.lm import Embedding
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.loss import HeadLoss
+from moesaic.nn.loss import HeadLoss, _own
 from moesaic.nn.slices import Slices
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
@@ -106,6 +107,17 @@ def test_words_of_all_slices_make_the_loss(ranks: Ranks, tokens: int) -> None:
     torch.testing.assert_close(sum(shares), loss.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(sum(tokens_grads), x.grad, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(torch.cat(words_grads), weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_no_word_of_any_slice_is_no_zero() -> None:
+    """It fails on the slice that has the last words, as it does where there are no slices."""
+    last, first = (Slices(index, 2, cast(Group, object())) for index in (1, 0))
+    with pytest.raises(IndexError):
+        Embedding(10, 5, last)(torch.tensor([[3, 10]]), Context(Rotary(*[torch.empty(0)] * 2)))
+    present = torch.ones(3, dtype=torch.bool)
+    targets = torch.tensor([9, 12, 3])
+    assert _own(targets, present, 5, last)[1].flatten().tolist() == [4, 7, 0]
+    assert _own(targets, present, 5, first)[0].tolist() == [False, False, True]
 
 
 def boxes(world: World, job: Job) -> tuple[list[Piece], dict[str, torch.Size]]:

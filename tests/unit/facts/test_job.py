@@ -131,6 +131,10 @@ WRONG = [
      'job.toml: layout.etp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
      "slices of the output of experts have 64 columns, set optimizer.moments to "
      '"bf16" or "full", or etp = 1'),
+    (["layout.tp=2", 'optimizer.moments="8bit"', "model.head_dim=32", 'finetune.method="lora"'],
+     'job.toml: layout.tp = 2 with optimizer.moments = "8bit", which has blocks of 128 columns: '
+     "slices of the output of attention have 64 columns, set optimizer.moments to "
+     '"bf16" or "full", or tp = 1'),
     (["layout.tp=2", "layout.etp=2", 'finetune.method="lora"'],
      'job.toml: layout.etp = 2 with "experts" among finetune.targets: adapters of experts are not '
      "cut into slices, set etp = 1, or adapt what is not an expert's"),

@@ -127,6 +127,26 @@ def test_from_that_cannot_be_followed() -> None:
     )
 
 
+def test_a_run_knows_the_model_of_a_directory_that_is_gone(place: Path) -> None:
+    """Its own alone, and to go on with."""
+    model = write_model()
+    path, run = write('from = "hf"\nmax_positions = 64'), place / "run"
+    run.mkdir()
+    (run / "job.json").write_text(load_job(path).job.to_json())
+    Path("hf").rename("elsewhere")
+    loaded = load_job(path, run=run)
+    assert loaded.job.model == model.model_copy(update={"max_positions": 64})
+    assert loaded.job.source == str(place / "hf")
+    (warning,) = loaded.warnings
+    assert warning == (
+        f"job.toml: model.from = \"hf\" is no directory any more: the model is what '{run}' says "
+        "that it was"
+    )
+    for sets, given in (([], None), ([], place), (['model.from="other"'], run)):
+        with pytest.raises(ConfigError, match="is no directory: give"):
+            load_job(path, sets, given)
+
+
 def test_source_is_not_for_files() -> None:
     assert refusal("source=hf") == (
         "job.toml: 'source' is not a key of a job: write from = DIR in [model]"

@@ -158,6 +158,7 @@ def test_both_spellings_of_the_rotary_base(family: str, keys: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        ({"rope_theta": 10**400}, ("rope_theta has more digits",)),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_scaling.type", '"dynamic"')),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, ("rope_parameters.rope_type", '["yarn"]')),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, ("no low_freq_factor",)),
@@ -441,6 +442,8 @@ def test_what_a_config_json_cannot_say_is_not_written() -> None:
         to_huggingface(ModelConfig(**PRESETS["tiny-mixtral"] | {"renormalise": False}), "float32")
     with pytest.raises(ConfigError, match=r"model\.head_dim = 16"):
         to_huggingface(ModelConfig(**PRESETS["tiny-olmoe"] | {"head_dim": 16}), "float32")
+    with pytest.raises(ConfigError, match=r"model\.heads = 6 has no place in a llama"):
+        to_huggingface(ModelConfig(**PRESETS["tiny-dense"] | {"heads": 6}), "float32")
     for key in ("attention_bias", "quantization_config", "intermediate_size", "sliding_window"):
         model = ModelConfig(**PRESETS["tiny-dense"], extras={key: 1})
         with pytest.raises(ConfigError, match=rf"model\.extras\.{key}"):

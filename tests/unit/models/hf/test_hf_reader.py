@@ -174,6 +174,12 @@ def test_spare_tensors_are_passed_over_and_told(tmp_path: Path) -> None:
     assert "inv_freq" in notes[1]
     same(fill(tmp_path, tied), expected)
 
+    tensors["model.layers.0.mlp.shared_experts.up_proj.weight"] = torch.empty(0, 8)
+    put(tmp_path, tied, tensors)
+    assert "'model.layers.0.mlp.shared_experts.up_proj.weight' is left out" in " ".join(
+        HFSource(tmp_path, tied).notes
+    )
+
     tensors["lm_head.weight"][19, 7] += 1
     put(tmp_path, tied, tensors)
     with pytest.raises(WeightsError, match=r"'lm_head\.weight' differs .*tie_word_embeddings"):

@@ -165,8 +165,8 @@ def write_table(path: Path, records: list[Record], **more: Any) -> Path:
     return path
 
 
-def ours(path: Path) -> Rows:
-    config = configure(path)
+def ours(path: Path, **more: Any) -> Rows:
+    config = configure(path, **more)
     chat = Chat(config, open_tokenizer(config.tokenizer))
     found = chat.encode(list(chat.read(find_text("data.path", str(path), "chat", "text", "train"))))
     assert found.counted is not None
@@ -340,6 +340,26 @@ def test_tools_and_results_are_read_or_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     write_lines(path, [{"messages": result, "tools": []}])
     assert ours(path) == theirs(tmp_path / "tok", [{"messages": result}])
+
+
+def test_what_the_system_says_is_written_or_the_run_stops(tmp_path: Path) -> None:
+    """Where the line says it and where the job does; with tools, whose names alone are known."""
+    template = CHATML.replace(
+        "for message in messages", "for message in messages if message.role != 'system'"
+    )
+    assert template != CHATML
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": answered(content="yes")}])
+    write_tokenizer(tmp_path / "tok", template)
+    assert ours(path)
+    words = r"leaves out message 1, which is of the role system: .*remove it \(data\.system"
+    with pytest.raises(DataError, match=words):
+        ours(path, system="Speak French.")
+    said = [{"role": "system", "content": "Speak French."}, *answered(content="yes")]
+    write_lines(path, [{"messages": said}])
+    with pytest.raises(DataError, match=words):
+        ours(path)
+    write_tokenizer(tmp_path / "tok", CHATML)
+    assert ours(path) == theirs(tmp_path / "tok", [{"messages": said}])
 
 
 JSON, TEXT = datasets.Json(), datasets.Value("string")
