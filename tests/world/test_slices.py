@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from layouts import assert_same, outcome, worst_tensor
 from table import reference
 from test_workload_messages import Wire
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist.state import PARAMETER, Piece, is_shared_out
 from moesaic.dist.world import Group, World
@@ -172,18 +174,26 @@ def brought_together(world: World, job: Job) -> dict[str, Tensor]:
     return whole
 
 
+def meshes(world: World) -> int:
+    """How many there are in this process."""
+    del world
+    gc.unfreeze()
+    gc.collect()
+    return sum(isinstance(one, DeviceMesh) for one in gc.get_objects())
+
+
 def test_torch_brings_slices_and_shards_together(ranks: Ranks) -> None:
-    """In processes of their own: torch knows groups by a mesh's ranks, and once made keeps them."""
+    """In one world after another of the same ranks, whose meshes torch would take for one; and
+    when these are gone it has none."""
     row = reference("tiny-olmoe")
     ((wholes, _),) = ranks.run(1, boxes, row.job)
-    whole, fresh = {piece.name: piece.tensor for piece in wholes}, Ranks()
-    try:
-        found = fresh.run(4, brought_together, row._replace(ranks=4, tp=2, shard=2).job)
-    finally:
-        fresh.close()
-    for known in found:
-        assert known
-        assert all(torch.equal(one, whole[key]) for key, one in known.items())
+    whole = {piece.name: piece.tensor for piece in wholes}
+    for tp, shard in ((2, 2), (2, 1), (2, 2), (1, 4)):
+        job = row._replace(ranks=4, tp=tp, shard=shard).job
+        for known in ranks.run(4, brought_together, job):
+            assert known
+            assert all(torch.equal(one, whole[key]) for key, one in known.items())
+    assert ranks.run(4, meshes) == [0] * 4
 
 
 def count_collectives(world: World, job: Job) -> tuple[Counter[str], float, int]:

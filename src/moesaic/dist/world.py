@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,14 @@ from moesaic.dist import device as devices
 from moesaic.dist.exchange import ByGroup, Carrier
 from moesaic.dist.shared import carrier_of
 
+_TENSORS = "torch.distributed.tensor"
+_REMEMBERED = (
+    ("debug", "_clear_sharding_prop_cache"),
+    ("_redistribute", "clear_redistribute_planner_cache"),
+    ("_redistribute", "_gen_transform_infos.cache_clear"),
+    ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+)
+"""Where torch remembers meshes, and what makes it forget them."""
 Group = dist.ProcessGroup
 """A set of ranks that collectives run over; None stands for a set of one."""
 
@@ -204,5 +216,17 @@ class World:
         self.abandon()
         if self.everyone is not None:
             dist.destroy_process_group()
+            _forget_meshes()
         self.everyone = None
         self._groups.clear()
+
+
+def _forget_meshes() -> None:
+    """Torch remembers what it has worked out for DTensors, and with that their meshes, whose groups
+    live on: threads that wake a hundred times in a second each, and are taken for those of the next
+    world's meshes of the same ranks."""
+    if _TENSORS not in sys.modules:
+        return
+    for where, forget in _REMEMBERED:
+        with suppress(AttributeError):  # A version that has no such memory, or another name for it.
+            attrgetter(forget)(import_module(f"{_TENSORS}.{where}"))()
