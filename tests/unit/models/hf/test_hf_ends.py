@@ -43,6 +43,12 @@ def base(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "base"))
 
 
+def word(directory: Path, token: int) -> str:
+    found = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).id_to_token(token)
+    assert found is not None
+    return str(found)
+
+
 def ours(line: str, capfd: pytest.CaptureFixture[str], prompt: str = PROMPT) -> list[int]:
     capfd.readouterr()
     sets = ["--set", "temperature=0", "--set", "max_tokens=20", "--json", "--prompt", prompt]
@@ -87,6 +93,18 @@ def test_greedy_text_ends_as_theirs(
     assert ours(str(base), capfd) == expected
 
 
+def test_what_the_tokenizer_alone_names_is_no_end(
+    base: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    free = list(dict.fromkeys(theirs(base, eos_token_id=-1)[3:]))
+    write(base / "tokenizer_config.json", eos_token=word(base, free[0]))
+    for name in ("config", "generation_config"):
+        write(base / f"{name}.json", eos_token_id=free[2])
+    expected = theirs(base)
+    assert free[0] in expected[:-1]
+    assert ours(str(base), capfd) == expected
+
+
 @pytest.mark.parametrize("generation", [{}, {"eos_token_id": None}])
 def test_a_text_ends_though_no_end_is_named(
     generation: dict[str, Any], base: Path, capfd: pytest.CaptureFixture[str]
@@ -97,8 +115,7 @@ def test_a_text_ends_though_no_end_is_named(
     write(base / "config.json", eos_token_id=free[4])
     assert ours(str(base), capfd) == free[: free.index(free[4]) + 1]
     write(base / "config.json", eos_token_id=None)
-    word = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json")).id_to_token(free[4])
-    write(base / "tokenizer_config.json", eos_token=word)
+    write(base / "tokenizer_config.json", eos_token=word(base, free[4]))
     assert ours(str(base), capfd) == free[: free.index(free[4]) + 1]
 
 
