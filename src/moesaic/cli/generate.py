@@ -18,6 +18,7 @@ from moesaic.cli.start import at_once
 from moesaic.serve.config import GenerateConfig
 
 if TYPE_CHECKING:
+    from moesaic.models.chat import ChatTemplate
     from moesaic.models.hf.origin import Origin
     from moesaic.models.tokenizer import Tokenizer
 
@@ -69,7 +70,8 @@ def generate(
     for warning in origin.warnings:
         screen.warn(warning)
     tokenizer = _tokenizer(origin, config)
-    ids = _encode(tokenizer, prompts, chat, config.system)
+    template = _template(tokenizer) if chat else None
+    ids = _encode(tokenizer, prompts, template, config.system)
     _check(origin, config, prompts, ids)
     if dry_run:
         _tell(origin, config, ids, as_json)
@@ -77,7 +79,7 @@ def generate(
     stream = Stream(tokenizer) if len(prompts) == 1 and not as_json and out is None else None
     if stream is not None and sys.stdout.isatty():
         screen.out().print(Text(prompts[0], style="dim"), end="\n" if chat else "")
-    rows = _generate(origin, config, tokenizer, ids, stream)
+    rows = _generate(origin, config, ids, _ends(origin, tokenizer, template), stream)
     if stream is not None:
         stream.close()
         return 0
@@ -124,21 +126,41 @@ def _tokenizer(origin: Origin, config: GenerateConfig) -> Tokenizer:
     return tokenizer
 
 
-def _encode(
-    tokenizer: Tokenizer, prompts: Sequence[str], chat: bool, system: str | None
-) -> list[list[int]]:
-    if not chat:
-        if system is not None:
-            raise UserError(f"system = {keys.show(system)} needs a chat: add --chat, or remove it")
-        return [tokenizer.encode(text) for text in prompts]
+def _template(tokenizer: Tokenizer) -> ChatTemplate:
     if tokenizer.name == "bytes":
         raise UserError("--chat needs a chat template, and plain bytes have none: leave it out")
     from moesaic.models.chat import ChatTemplate
 
-    template = ChatTemplate(Path(tokenizer.name).expanduser(), "leave out --chat")
+    return ChatTemplate(Path(tokenizer.name).expanduser(), "leave out --chat")
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    template: ChatTemplate | None,
+    system: str | None,
+) -> list[list[int]]:
+    if template is None:
+        if system is not None:
+            raise UserError(f"system = {keys.show(system)} needs a chat: add --chat, or remove it")
+        return [tokenizer.encode(text) for text in prompts]
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = [[*opening, {"role": "user", "content": text}] for text in prompts]
     return [tokenizer.encode(template.render(said), whole=True) for said in messages]
+
+
+def _ends(origin: Origin, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+    """What ends a row: what the model's files name, else the tokenizer's own; in a chat the end of
+    an answer too."""
+    ends = set(origin.end_ids() or [tokenizer.end_id])
+    if template is not None:
+        from moesaic.models.chat import end_of_turn
+        from moesaic.models.tokenizer import FileTokenizer
+
+        assert isinstance(tokenizer, FileTokenizer), "bytes have no template"
+        end = end_of_turn(template, tokenizer)
+        ends |= set() if end is None else {end}
+    return sorted(ends)
 
 
 def _check(
@@ -160,8 +182,8 @@ def _check(
 def _generate(
     origin: Origin,
     config: GenerateConfig,
-    tokenizer: Tokenizer,
     ids: Sequence[Sequence[int]],
+    ends: Sequence[int],
     stream: Callable[[int, int], None] | None,
 ) -> list[list[int]]:
     with at_once():
@@ -172,12 +194,8 @@ def _generate(
     place = device.resolve(config.device, key="device")
     device.activate(place)
     model = load_model(origin, place, config.precision)
-    named = origin.model.extras.get("eos_token_id") or []
-    ends = {tokenizer.end_id, *(named if isinstance(named, list) else [named])}
     sampling = Sampling(config.temperature, config.top_p, config.seed)
-    return generate(
-        model, ids, config.max_tokens, end_ids=sorted(ends), sampling=sampling, on_token=stream
-    )
+    return generate(model, ids, config.max_tokens, end_ids=ends, sampling=sampling, on_token=stream)
 
 
 class Stream:

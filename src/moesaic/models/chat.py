@@ -30,7 +30,12 @@ from jinja2.utils import Namespace
 
 from moesaic.base.errors import DataError
 from moesaic.models.calls import CALLS, Marked, Messages, Tools
-from moesaic.models.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, TOOL_USE_FILE
+from moesaic.models.tokenizer import (
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    TOOL_USE_FILE,
+    FileTokenizer,
+)
 
 TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
@@ -40,6 +45,7 @@ TOOL_USE = "tool_use"
 Span = tuple[int, int]
 """A stretch of text: from here up to there."""
 
+_ANSWER = "Quite so."
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -110,6 +116,20 @@ class ChatTemplate:
             spans = [self._answer(messages[: i + 1], tools, text, tuple(ends)) for i in said]
         return text, [(start, stop) for start, stop in spans if start < stop]
 
+    def closing(self, ends: Sequence[str]) -> str | None:
+        """Which of `ends` the template closes an answer by; None: by none of them."""
+        messages = [
+            {"role": "user", "content": "Are you there?"},
+            {"role": "assistant", "content": _ANSWER},
+        ]
+        try:
+            text = self._run(messages, None, answered=True).replace(self._mark, "")
+        except DataError:  # It takes no talk as plain as this.
+            return None
+        _, found, rest = text.rpartition(_ANSWER)
+        closing = [end for end in ends if found and end and rest.lstrip().startswith(end)]
+        return max(closing, key=len, default=None)
+
     def _check(self, messages: Messages, tools: Tools, parts: Sequence[str]) -> None:
         """That the template leaves out no tool, call, result or message of the system of what it
         wrote in `parts`."""
@@ -166,6 +186,13 @@ class ChatTemplate:
             raise DataError(
                 f"{program.origin} fails ({type(error).__name__}: {error}): {_remedy(messages)}"
             ) from None
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: FileTokenizer) -> int | None:
+    """The token by which `template` closes an answer; None: it closes answers by plain text."""
+    closing = template.closing(tokenizer.added())
+    ids = [] if closing is None else tokenizer.encode(closing, whole=True)
+    return ids[0] if len(ids) == 1 else None
 
 
 class TemplateRefusal(TemplateError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 TOKENIZER_FILE = "tokenizer.json"
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers without one of the above, which are not read here."""
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_USE_FILE = "additional_chat_templates/tool_use.jinja"
@@ -33,6 +36,8 @@ COMPANION_FILES = (
 """Files that other libraries keep beside tokenizer.json; they travel with it."""
 
 USUAL_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+_SMALL = 50_000
+"""Bytes of a file that may be that of `ByteTokenizer`."""
 _SETTINGS = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
 
 
@@ -80,6 +85,26 @@ def check_vocabulary(vocab: int, tokenizer: Tokenizer) -> None:
             f"{keys.show(tokenizer.name)}: set model.vocab = {-(-tokenizer.size // 64) * 64} (any "
             f"number from {tokenizer.size}), or choose another tokenizer"
         )
+
+
+def tokenizer_in(directory: Path) -> str | None:
+    """The data.tokenizer that takes what lies in `directory`: `bytes`, if that is what an export
+    has in their place; None: there is none that is read here."""
+    path = directory / TOKENIZER_FILE
+    if not path.is_file():
+        return None
+    with suppress(OSError, ValueError, LookupError, TypeError):  # Whoever opens it will complain.
+        if path.stat().st_size < _SMALL:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            model, added = content["model"], content["added_tokens"]
+            of_bytes = {character: byte for byte, character in enumerate(_byte_characters())}
+            ends = [(one["id"], one["content"]) for one in added]
+            plain = (content["normalizer"], content["post_processor"], model["merges"])
+            if (model["vocab"], ends, plain) == (
+                of_bytes, [(ByteTokenizer.end_id, USUAL_END_TOKENS[0])], (None, None, []),
+            ):  # fmt: skip
+                return ByteTokenizer.name
+    return str(directory)
 
 
 class ByteTokenizer:

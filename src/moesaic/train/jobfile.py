@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import json
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ from moesaic.base.errors import ConfigError, UserError
 from moesaic.facts.job import Job, LayoutConfig
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan, basis, check, load_plan, ruled
-from moesaic.models.hf.config import CONFIG_NAME, read_config, to_huggingface
+from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
+from moesaic.models.tokenizer import OTHER_FORMS, TOKENIZER_FILE, tokenizer_in
 
 INERT = frozenset({"max_positions", "init_std"})
 """Keys of [model] that may stand beside `from`: they change nothing of what the weights mean."""
@@ -59,6 +61,7 @@ def load_job(path: Path, sets: Sequence[str] = (), run: Path | None = None) -> L
     if "source" in raw:
         raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
     told: list[str] = []
+    raw = fill_tokenizer(raw, origin, told, run)
     raw = fill_preset(fill_from(raw, origin, told, run), origin)
     job = parse(Job, raw, origin, sets)
     if job.finetune is not None and job.source is None:
@@ -128,7 +131,7 @@ def fill_from(
         reason = f"holds no {CONFIG_NAME}" if path.is_dir() else "is no directory"
         told = [f"{shown} {reason} any more: the model is what '{run}' says that it was"]
     if found is None:
-        raise ConfigError(f"{shown} {reason}: give a Hugging Face model directory")
+        raise ConfigError(f"{shown} {reason}{_instead(path)}")
     warnings += told
     fixed = [key for key in rest if key not in INERT]
     if fixed:
@@ -140,13 +143,74 @@ def fill_from(
     return {**raw, "model": {**found, **rest}, "source": source}
 
 
+def _instead(path: Path) -> str:
+    """What to do where `path` is no Hugging Face directory."""
+    if (path / ADAPTER_NAME).is_file():
+        return (
+            ", as it is an adapter, which holds no model of its own: give the merged model, for a "
+            "run of moesaic that of `moesaic convert RUN --out DIR`"
+        )
+    if any((path / name).exists() for name in ("job.json", "checkpoints", "COMMIT")):
+        return (
+            ", as it is a run or a checkpoint: write its model out (moesaic convert "
+            f"{shlex.quote(str(path))} --out DIR), and give DIR"
+        )
+    return ": give a Hugging Face model directory"
+
+
+def fill_tokenizer(
+    raw: dict[str, Any], origin: str, warnings: list[str], run: Path | None = None
+) -> dict[str, Any]:
+    """`raw` with the tokenizer that lies in the DIR of `[model] from = DIR`, where it names none; a
+    `run` that it goes on with knows which one it began with."""
+    model, data = raw.get("model"), raw.get("data")
+    directory = model.get("from") if isinstance(model, dict) else None
+    if not isinstance(directory, str) or not isinstance(data, dict):
+        return raw
+    path = Path(directory).expanduser()
+    own = tokenizer_in(path)
+    chosen = data.get("tokenizer")
+    if "tokenizer" not in data:
+        chosen = _tokenizer_begun_with(str(path.resolve()), run) or own or "bytes"
+    unread = [name for name in OTHER_FORMS if own is None and (path / name).is_file()]
+    if chosen == "bytes" and (unread or own not in (None, "bytes")):
+        remedy = "remove data.tokenizer to learn with that one"
+        if unread:
+            remedy = (
+                f"save that ({unread[0]}) as {TOKENIZER_FILE}, which is read here (transformers: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+            )
+        warnings.append(
+            f"{origin}: model.from = {keys.show(directory)} has a tokenizer, and data.tokenizer = "
+            '"bytes" is another: its ids mean other text than the model has learnt, and an export '
+            f"will have it in place of the model's own; {remedy}"
+        )
+    return {**raw, "data": {**data, "tokenizer": chosen}}
+
+
+def _tokenizer_begun_with(source: str, run: Path | None) -> str | None:
+    """The tokenizer of a run that began with what `source` held; if it is gone, the run's copy."""
+    job = _job_of(source, run)
+    if run is None or job is None:
+        return None
+    name, copy = str(job["data"]["tokenizer"]), run / "tokenizer"
+    gone = name != "bytes" and not Path(name).expanduser().exists()
+    return str(copy) if gone and tokenizer_in(copy) is not None else name
+
+
 def _begun_with(source: str, run: Path | None) -> dict[str, Any] | None:
     """The model of a run that began with what `source` held."""
+    job = _job_of(source, run)
+    return None if job is None else dict(job["model"])
+
+
+def _job_of(source: str, run: Path | None) -> dict[str, Any] | None:
+    """The job of a run that began with what `source` held."""
     if run is not None:
-        with suppress(OSError, ValueError):
-            job = json.loads((run / "job.json").read_text(encoding="utf-8"))
-            if job["source"] == source:
-                return dict(job["model"])
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            job: dict[str, Any] = json.loads((run / "job.json").read_text(encoding="utf-8"))
+            if job["source"] == source and {*job["model"], *job["data"]} >= {"vocab", "tokenizer"}:
+                return job
     return None
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import lay_out
 from moesaic.models.hf.config import config_text
 from moesaic.models.tokenizer import open_tokenizer
+from moesaic.testing.talks import write_tokenizer
 from moesaic.train.jobfile import check_inputs, load_job, obey
 
 JOB = """# what a person wrote
@@ -145,6 +147,81 @@ def test_a_run_knows_the_model_of_a_directory_that_is_gone(place: Path) -> None:
     for sets, given in (([], None), ([], place), (['model.from="other"'], run)):
         with pytest.raises(ConfigError, match="is no directory: give"):
             load_job(path, sets, given)
+
+
+def test_from_that_names_what_is_to_be_exported_first() -> None:
+    for name, mark in (("run", "job.json"), ("step", "COMMIT"), ("lora", "adapter_config.json")):
+        Path(name).mkdir()
+        Path(name, mark).write_text("{}")
+    for name in ("run", "step"):
+        assert refusal(model=f'from = "{name}"') == (
+            f'job.toml: model.from = "{name}" holds no config.json, as it is a run or a '
+            f"checkpoint: write its model out (moesaic convert {name} --out DIR), and give DIR"
+        )
+    assert refusal(model='from = "lora"') == (
+        'job.toml: model.from = "lora" holds no config.json, as it is an adapter, which holds no '
+        "model of its own: give the merged model, for a run of moesaic that of `moesaic convert "
+        "RUN --out DIR`"
+    )
+
+
+def test_from_takes_the_tokenizer_along() -> None:
+    write_model(vocab=320)
+    write_tokenizer(Path("hf"))
+    write_tokenizer(Path("other"))
+    loaded = load_job(write('from = "hf"'), ["data.end_token=<|end|>"])
+    assert (loaded.job.data.tokenizer, loaded.warnings) == ("hf", [])
+    assert json.loads(loaded.job.to_json())["data"]["tokenizer"] == "hf"
+    check_inputs(loaded.job, "job.toml")
+    loaded = load_job(write('from = "hf"'), ["data.tokenizer=other"])
+    assert (loaded.job.data.tokenizer, loaded.warnings) == ("other", [])
+    loaded = load_job(write('from = "hf"'), ["data.tokenizer=bytes"])
+    assert loaded.job.data.tokenizer == "bytes"
+    assert loaded.warnings == [
+        'job.toml: model.from = "hf" has a tokenizer, and data.tokenizer = "bytes" is another: its '
+        "ids mean other text than the model has learnt, and an export will have it in place of the "
+        "model's own; remove data.tokenizer to learn with that one"
+    ]
+
+
+def test_from_without_a_tokenizer_that_is_read() -> None:
+    write_model(vocab=320)
+    loaded = load_job(write('from = "hf"'))
+    assert (loaded.job.data.tokenizer, loaded.warnings) == ("bytes", [])
+    for name, data in open_tokenizer("bytes").files().items():  # As a run on bytes exports them.
+        Path("hf", name).write_bytes(data)
+    for sets in ((), ("data.tokenizer=bytes",)):
+        loaded = load_job(write('from = "hf"'), sets)
+        assert (loaded.job.data.tokenizer, loaded.warnings) == ("bytes", [])
+    for text in ("{}", "[]", "nonsense"):
+        Path("hf/tokenizer.json").write_text(text)
+        assert "tokenizer.json' is not a tokenizer" in refusal(model='from = "hf"')
+    Path("hf/tokenizer.json").unlink()
+    Path("hf/tokenizer.model").write_text("pieces")
+    (warning,) = load_job(write('from = "hf"')).warnings
+    assert 'has a tokenizer, and data.tokenizer = "bytes" is another' in warning
+    assert "save that (tokenizer.model) as tokenizer.json" in warning
+
+
+def test_what_goes_on_keeps_its_tokenizer() -> None:
+    """Whatever has become of the directory that it came from."""
+    write_model(vocab=320)
+    write_tokenizer(Path("hf"))
+    runs = {name: Path(name) for name in ("of-bytes", "of-file")}
+    for run in runs.values():
+        sets = ["data.tokenizer=bytes"] if run.name == "of-bytes" else []
+        run.mkdir()
+        (run / "job.json").write_text(load_job(write('from = "hf"'), sets).job.to_json())
+    write_tokenizer(Path("of-file/tokenizer"))
+    found = {
+        name: load_job(write('from = "hf"'), (), run).job.data.tokenizer
+        for name, run in runs.items()
+    }
+    assert found == {"of-bytes": "bytes", "of-file": "hf"}
+    shutil.rmtree("hf")
+    loaded = load_job(write('from = "hf"'), (), runs["of-file"])
+    assert loaded.job.data.tokenizer == "of-file/tokenizer"
+    assert load_job(write('from = "hf"'), (), runs["of-bytes"]).job.data.tokenizer == "bytes"
 
 
 def test_source_is_not_for_files() -> None:

@@ -25,7 +25,7 @@ class DataConfig(Section):
     """Column that holds the text (jsonl, parquet, dataset)."""
     tokenizer: str = "bytes"
     """`bytes` (256 values and an end-of-document mark), or the path of a tokenizer.json or of the
-    directory that holds it."""
+    directory that holds it; unset, with `model.from`: the one that lies there."""
     system: str | None = None
     """Of chat: what conversations begin with that have no system message of their own; unset:
     nothing."""

@@ -68,7 +68,7 @@ def convert(
     else:
         write_model(
             target, origin.model, origin.tensors, dtype=dtype, max_shard_bytes=max_shard_bytes,
-            companions=origin.companions, progress=progress,
+            companions=origin.companions, special=origin.special, progress=progress,
         )  # fmt: skip
     return Converted(origin.path, origin.model, origin.warnings)
 
@@ -112,4 +112,4 @@ def _write_checkpoint(
         data = manifest.to_bytes()
         (partial / MANIFEST).write_bytes(data)
         (partial / COMMIT).write_bytes(commit_record(manifest, data))
-        copy_companions(origin.companions, partial / TOKENIZER)
+        copy_companions(origin.companions, partial / TOKENIZER, origin.special)

@@ -7,6 +7,7 @@ travel along.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moesaic.base.config import parse
-from moesaic.base.errors import ConfigError, StoreError, WeightsError
+from moesaic.base.errors import ConfigError, DataError, StoreError, WeightsError
 from moesaic.dist.checkpoint import Checkpoint, newest_intact
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 from moesaic.dist.state import PARAMETER, Piece
@@ -26,12 +27,20 @@ from moesaic.facts.workload.finetune import A, B, adapter_stem, adapters
 from moesaic.models.hf.config import CONFIG_NAME, read_config, what_else
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import Tensors
-from moesaic.models.hf.tokens import ROLES, special_token_ids
+from moesaic.models.hf.tokens import (
+    END,
+    GENERATION_NAME,
+    ROLES,
+    as_ids,
+    read_object,
+    renamed,
+    special_token_ids,
+)
 from moesaic.models.hf.writer import find_companions
+from moesaic.models.tokenizer import FileTokenizer
 
 TOKENIZER = "tokenizer"
 """Directory of a run, or of a bare checkpoint, that holds the files that travel along."""
-GENERATION_NAME = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,19 @@ class Origin:
     """What a person should know."""
     finetune: FinetuneConfig | None = None
     """How the weights were learnt, if adapters may lie beside them."""
+    special: dict[str, Any] = field(default_factory=dict)
+    """Ids of special tokens by the tokenizer that a run learnt with: generation settings that come
+    from elsewhere may name others."""
+
+    def end_ids(self) -> list[int]:
+        """What ends a text, as transformers has it: what generation settings name; without such a
+        file, or where it names no end, config.json."""
+        for path in self.companions:
+            if path.name == GENERATION_NAME:
+                settings = renamed(read_object(path), self.special, f"'{path}'")
+                if ends := as_ids(settings.get(END), f"'{path}'"):
+                    return ends
+        return as_ids(self.model.extras.get(END), f"'{self.path}'")
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Write parameters into pieces of any layout and dtype: an origin is a `Source`."""
@@ -107,9 +129,11 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
             "config.json: whoever reads the model routes by the router's scores"
         )
     companions: list[Path] = []
+    special: dict[str, Any] = {}
     for directory in (path / TOKENIZER, path.parent.parent / TOKENIZER):
         if not companions and (companions := find_companions(directory)):
-            model = _with_special_tokens(model, directory)
+            special = _special_tokens(directory, job)
+            model = _with_special_tokens(model, special, trained=bool(job), origin=f"'{path}'")
     generation = Path(job.get("source") or path) / GENERATION_NAME
     if generation.is_file() and GENERATION_NAME not in {c.name for c in companions}:
         companions.append(generation)
@@ -118,7 +142,8 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
         finetune = parse(FinetuneConfig, job["finetune"], f"checkpoint '{path}'")
         facts = {**facts, "job": {**job, "finetune": None}}  # What is read is merged.
     tensors = CheckpointTensors(checkpoint, model, finetune)
-    return Origin(path, model, tensors, companions, facts, warnings, finetune)
+    special = special if job else {}
+    return Origin(path, model, tensors, companions, facts, warnings, finetune, special)
 
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -129,11 +154,33 @@ def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:
     return parse(ModelConfig, raw, f"checkpoint '{path}'")
 
 
-def _with_special_tokens(model: ModelConfig, directory: Path) -> ModelConfig:
-    """`model` with the ids of the tokenizer in `directory`, where nothing else names any."""
-    if any(f"{role}_id" in model.extras for role in ROLES):
+def _special_tokens(directory: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids of special tokens by the tokenizer in `directory`; a run on conversations has learnt to
+    end by the end of a turn too."""
+    special = special_token_ids(directory)
+    if (job.get("data") or {}).get("format") == "chat":
+        from moesaic.models.chat import ChatTemplate, end_of_turn  # Jinja, which others spare.
+
+        with suppress(DataError):  # Files that somebody has changed since.
+            tokenizer = FileTokenizer(str(directory))
+            end = end_of_turn(ChatTemplate(directory, "restore it", clock=False), tokenizer)
+            if end not in (None, tokenizer.end_id):
+                special[END] = [tokenizer.end_id, end]
+    return special
+
+
+def _with_special_tokens(
+    model: ModelConfig, special: Mapping[str, Any], *, trained: bool, origin: str
+) -> ModelConfig:
+    """`model` naming the `special` tokens: all where it names none; else, if it was `trained` with
+    them, where it names others."""
+    if not any(f"{role}_id" in model.extras for role in ROLES):
+        named = {**model.extras, **special}
+    elif trained:
+        named = renamed(model.extras, special, origin)
+    else:
         return model
-    return model.model_copy(update={"extras": {**model.extras, **special_token_ids(directory)}})
+    return model.model_copy(update={"extras": named})
 
 
 class CheckpointTensors:

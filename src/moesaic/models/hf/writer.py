@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moesaic.base.errors import StoreError
 from moesaic.base.tensorfile import ITEM_BYTES
@@ -30,6 +31,7 @@ from moesaic.models.hf.shards import (
     staged,
     total_bytes,
 )
+from moesaic.models.hf.tokens import GENERATION_NAME, rewritten
 from moesaic.models.tokenizer import TEMPLATE_FILE, TOOL_USE_FILE
 
 SHARD_BYTES = 5_000_000_000
@@ -37,10 +39,10 @@ SHARD_BYTES = 5_000_000_000
 
 COMPANIONS = (
     "added_tokens.json", TEMPLATE_FILE, TOOL_USE_FILE, "chat_template.json",
-    "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json",
+    GENERATION_NAME, "merges.txt", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
-"""Files that travel with a model, byte for byte."""
+"""Files that travel with a model, byte for byte; but see `copy_companions`."""
 
 
 def find_companions(directory: Path) -> list[Path]:
@@ -51,8 +53,11 @@ def find_companions(directory: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def copy_companions(companions: Sequence[Path], directory: Path) -> None:
-    """Put what `find_companions` found to its place in `directory`."""
+def copy_companions(
+    companions: Sequence[Path], directory: Path, special: Mapping[str, Any]
+) -> None:
+    """Put what `find_companions` found to its place in `directory`; generation settings name the
+    `special` tokens then."""
     for path in companions:
         place = directory / next(name for name in COMPANIONS if path.match(name))
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +67,7 @@ def copy_companions(companions: Sequence[Path], directory: Path) -> None:
             raise StoreError(
                 f"'{path}' cannot be read ({error.strerror}): mend or remove it"
             ) from error
-        place.write_bytes(data)
+        place.write_bytes(rewritten(path, data, special) if path.name == GENERATION_NAME else data)
 
 
 def write_model(
@@ -73,6 +78,7 @@ def write_model(
     dtype: Precision = "keep",
     max_shard_bytes: int = SHARD_BYTES,
     companions: Sequence[Path] = (),
+    special: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write `model` with the values of `tensors` as the Hugging Face directory `directory`.
@@ -84,6 +90,7 @@ def write_model(
         dtype: of the weights on file; keep leaves each tensor its own.
         max_shard_bytes: size of a file, unless one tensor alone is larger.
         companions: files copied beside the weights.
+        special: ids of tokens that generation settings among them are to name.
         progress: told of every tensor.
     """
     refuse_occupied(directory)
@@ -94,7 +101,7 @@ def write_model(
         with Stream(tensors, total_bytes(items), progress) as stream:
             _write_shards(partial, shards, stream)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
-        copy_companions(companions, partial)
+        copy_companions(companions, partial, special or {})
 
 
 def _dominant(items: Sequence[Item]) -> str:
