@@ -129,10 +129,7 @@ def _find_start(
         initial = InitialSource(job.seed, job.model.init_std)
         if job.source is None:
             return initial, None, None
-        weights = HFSource(Path(job.source), job.model)
-        for note in weights.notes:
-            progress.message(note)
-        return PretrainedSource(weights, initial), None, None
+        return PretrainedSource(HFSource(Path(job.source), job.model), initial), None, None
     path = Path(resume)
     if resume == "auto":
         path = Path(world.led(lambda: str(_newest(out / "checkpoints"))))
