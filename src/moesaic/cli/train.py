@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from moesaic.base.errors import ConfigError, UserError
+from moesaic.base.errors import ConfigError, DivergedError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
@@ -39,6 +39,9 @@ from moesaic.facts.plan import Plan, idle_words, in_words, planned
 from moesaic.facts.workload import count
 from moesaic.facts.workload.finetune import describe as describe_learnt
 from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
+
+if TYPE_CHECKING:
+    from moesaic.report import RunFacts
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
@@ -258,7 +261,19 @@ def _close(out: Path, as_json: bool) -> None:
     facts = summary(run)
     if as_json:
         screen.as_json({**facts, "report": str(page)})
-        return
+    else:
+        _say(out, run, facts, page)
+    if facts["skipped"] and facts["skipped"] == facts["step"]:
+        raise DivergedError(
+            f"all {facts['step']:,} steps were skipped for an overflow of fp16, and nothing was "
+            f"learnt: the loss scale, {run.steps.loss_scale[-1]:g} in the last one, halves with "
+            "each, so raise train.steps and go on with --resume, or start again with "
+            'train.precision = "bf16" or "fp32"'
+        )
+
+
+def _say(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) -> None:
+    """What came of the run, for a person."""
     screen.say(_headline(facts))
     chat = " --chat" if run.setting("data.format") == "chat" else ""
     prompt = f'moesaic generate {shlex.quote(str(out))}{chat} --prompt "..."'
@@ -278,6 +293,8 @@ def _close(out: Path, as_json: bool) -> None:
 
 def _headline(facts: dict[str, Any]) -> str:
     text = f"trained {facts['step']:,} steps in {duration(facts['seconds'] or 0.0)}"
+    if facts["skipped"]:
+        text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped for an overflow of fp16"
     if facts["loss"] is not None:
         text += f": loss {facts['first_loss']:.3f} -> {facts['loss']:.3f}"
     if facts["validation_loss"] is not None:

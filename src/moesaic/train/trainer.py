@@ -27,6 +27,7 @@ from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.nn.context import NARROW
+from moesaic.train import scale
 from moesaic.train.assemble import assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
@@ -353,7 +354,8 @@ class _Session:
         try:
             facts = self.run.step(self.data.train)
         except DivergedError as error:
-            raise DivergedError(f"{error}: {self._advise()}") from None
+            joint = "; else" if scale.EXPONENT in self.run.counters else ":"
+            raise DivergedError(f"{error}{joint} {self._advise()}") from None
         step_s = time.perf_counter() - began
         self.expectation.add(step_s, facts.phases)
         self.figures = {**self.figures, **self.record.step(facts, step_s)}

@@ -17,6 +17,7 @@ from moesaic.cli.main import main
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
+from moesaic.train import scale
 
 JOB = """
 [model]
@@ -96,6 +97,47 @@ def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixtu
     assert out.name.startswith("job-")
     assert (facts["status"], facts["step"]) == ("finished", 1)
     assert Path(facts["report"]).is_file()
+
+
+FP16 = ("--set", "train.precision=fp16")
+
+
+def test_skipped_steps_are_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale, "INITIAL_EXPONENT", 30)
+    facts = loaded("train job.toml --out over --set train.steps=20", capfd, *FP16)
+    skipped = facts["skipped"]
+    assert 1 < skipped < 20
+    said = run("train job.toml --out over2 --set train.steps=20", capfd, *FP16)
+    assert f", {skipped} of 20 steps skipped for an overflow of fp16: loss " in said
+    line = f"train job.toml --out none --set train.steps={skipped}".split()
+    words = f"error: all {skipped} steps were skipped for an overflow of fp16, and nothing was lear"
+    assert main([*line, *FP16]) == 2
+    told = capfd.readouterr()
+    assert told.err.splitlines()[-1].startswith(words)
+    assert f", {skipped} of {skipped} steps skipped for an overflow" in told.out
+    assert Path("none/report.html").exists()
+    facts = loaded(f"train job.toml --out none --resume --set train.steps={skipped + 1}", capfd,
+                   *FP16)  # fmt: skip
+    assert facts["skipped"] == skipped
+    assert main([*line[:3], "none2", *line[4:], "--json", *FP16]) == 2
+    told = capfd.readouterr()
+    assert json.loads(told.out)["skipped"] == skipped
+    assert words in told.err
+
+
+def test_a_loss_of_fp16_that_is_no_number_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["train", "job.toml", "--out", "nan", "--set", "model.init_std=30.0", *FP16]
+    assert main(line) == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        "error: step 1: the gradient's norm is nan as the loss is nan, for which "
+    )
+    assert said.endswith(
+        'set train.precision = "bf16" or "fp32"; else lower optimizer.lr or lengthen '
+        "schedule.warmup, and start again"
+    )
 
 
 def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
