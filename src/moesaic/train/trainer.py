@@ -28,7 +28,7 @@ from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.nn.context import NARROW
 from moesaic.train import scale
-from moesaic.train.assemble import assemble
+from moesaic.train.assemble import DTYPES, assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
 from moesaic.train.expectation import Expectation, most_bytes
@@ -214,6 +214,14 @@ def _compare(
             f"--resume: '{path}' has moments of optimizer.moments = {_shown(kept)}, the job has "
             f"{_shown(wanted)}: restore it, or start a new run from its weights (moesaic convert, "
             "then [model] from)"
+        )
+    kept, wanted = before.get("train.precision", "fp32"), now["train.precision"]
+    if DTYPES[kept] != DTYPES[wanted]:
+        bits = {key: 8 * DTYPES[key].itemsize for key in (kept, wanted)}
+        raise ConfigError(
+            f"--resume: '{path}' has weights of train.precision = {_shown(kept)}, which are kept "
+            f"in {bits[kept]} bits, the job has {_shown(wanted)}, of {bits[wanted]}: restore it, "
+            "or start a new run from its weights (moesaic convert, then [model] from)"
         )
     for key in (key for key in (*now, *before) if key.startswith("finetune")):
         if before.get(key) != now.get(key):

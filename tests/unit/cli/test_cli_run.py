@@ -164,6 +164,28 @@ def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert Path("branched/job.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("kept", "other"), [("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")]
+)
+def test_a_run_goes_on_in_a_precision_that_keeps_weights_in_as_many_bits(
+    kept: str, other: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, refused = f"{kept}-to-{other}", "fp64" in (kept, other)
+    run("train job.toml --out", capfd, out, "--set", f"train.precision={kept}")
+    more = ["--out", out, "--resume", "--set", "train.steps=5", "--set", f"train.precision={other}"]
+    assert main(["train", "job.toml", *more]) == (2 if refused else 0)
+    told = capfd.readouterr()
+    changed = f'changed since the checkpoint: train.precision = "{other}", was "{kept}"'
+    assert (changed in told.out) == (not refused)
+    if refused:
+        was, now = (64, 32) if kept == "fp64" else (32, 64)
+        assert (
+            f'step-00000004\' has weights of train.precision = "{kept}", which are kept in {was} '
+            f'bits, the job has "{other}", of {now}: restore it, or start a new run from its '
+            "weights (moesaic convert, then [model] from)\n"
+        ) in told.err
+
+
 def test_text_is_continued_from_any_form(capfd: pytest.CaptureFixture[str]) -> None:
     tokens = []
     for model in ("run", "run/checkpoints/step-00000004", "hf"):
