@@ -372,7 +372,11 @@ def test_every_key_is_documented() -> None:
         (['finetune.method="lora"', "finetune.rank=4"], []),
         (['finetune.method="lora"', 'finetune.targets=["ffn", "attention"]'],
          ['finetune.targets: the model has no "ffn", leave it out']),
-        ([DENSE, 'finetune.method="lora"'], []),
+        ([DENSE, 'finetune.method="lora"'],
+         ['finetune.targets is by default ["attention", "experts"], and the model has no '
+          '"experts": set it to ["attention", "ffn"] to adapt all that it has, or to '
+          '["attention"] to leave it at that']),
+        ([DENSE, 'finetune.method="lora"', 'finetune.targets=["attention"]'], []),
         (['model.preset="tiny-deepseek"', 'finetune.router="frozen"', "routing.bias_step=0.5"],
          ['routing.bias_step has no effect: finetune.router = "frozen"']),
         (['model.preset="tiny-deepseek"', 'finetune.router="train"', "routing.bias_step=0.5"], []),

@@ -246,14 +246,23 @@ class Job(Section):
                 f'finetune.{key} has no effect: finetune.method = "full"'
                 for key in sorted(given & {"targets", "rank", "alpha"})
             ]
-        elif "targets" in given:
-            found += [
-                f'finetune.targets: the model has no "{target}", leave it out'
-                for target in sorted(set(finetune.targets) - _targets(self.model))
-            ]
+        else:
+            found += self._absent_targets(finetune)
         if "router" in given and not self.model.experts:
             found.append("finetune.router has no effect: the model is dense")
         return found
+
+    def _absent_targets(self, finetune: FinetuneConfig) -> list[str]:
+        here, targets = _targets(self.model), set(finetune.targets)
+        absent = sorted(targets - here)
+        if "targets" in finetune.model_fields_set or not absent:
+            return [f'finetune.targets: the model has no "{one}", leave it out' for one in absent]
+        return [
+            f"finetune.targets is by default {keys.show(finetune.targets)}, and the model has no "
+            f"{keys.listed([keys.show(one) for one in absent])}: set it to "
+            f"{keys.show(sorted(here))} to adapt all that it has, or to "
+            f"{keys.show(sorted(here & targets))} to leave it at that"
+        ]
 
     def _biases_stay(self) -> bool:
         return self.finetune is not None and self.finetune.router == "frozen"

@@ -162,9 +162,9 @@ def test_conversations_that_are_held_out_are_told_of(tmp_path: Path) -> None:
     told: list[str] = []
     TextData.open(configure(tmp_path, validation_share=0.25), 0, World.solo(), told.append)
     rest, held = told
-    number = int(re.findall(r"(\d+) of its 20 documents", rest)[0])
+    count = int(re.findall(r"(\d+) of its 20 documents", rest)[0])
     assert held.startswith(
-        f"data.validation_share = 0.25 ({number} of 20 documents): {number} conversations (messages)"
+        f"data.validation_share = 0.25 ({count} of 20 documents): {count} conversations (messages)"
     )
 
 
