@@ -24,6 +24,8 @@ from moesaic.facts.plan import (
     RankPlace,
     basis,
     completed,
+    idle_ranks,
+    idle_words,
     misplaced,
     planned,
     ruled,
@@ -142,7 +144,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         flags.write_new("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
         words = shlex.join(_train_words(path, out, sets or ()))
         after += [f"{'next':<18} {words}"] * facts["fits"]
-    _warn(facts)
+    _warn(facts, idle_words(chosen, job_))
     for doubt in doubtful(where):
         screen.warn(doubt)
     travel.warn_of_hosts(chosen)
@@ -159,15 +161,12 @@ def _tell(facts: dict[str, Any], after: Sequence[str], as_json: bool) -> None:
         screen.say(line)
 
 
-def _warn(facts: dict[str, Any]) -> None:
+def _warn(facts: dict[str, Any], idle: str | None) -> None:
     """Say on stderr what nobody should train by."""
     if not facts["fits"]:
         screen.warn(f"it does not fit: {facts['binds']}")
-    if facts["idle_ranks"]:
-        screen.warn(
-            f"{facts['idle_ranks']} of {facts['plan']['ranks']} ranks have no sample in a "
-            "micro-batch: raise train.batch, or lower train.micro_batches"
-        )
+    if idle is not None:
+        screen.warn(idle)
 
 
 def _chosen(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:
@@ -312,7 +311,7 @@ def predict(
         "memory_per_rank": {**held.needs.by_kind(), "peak_bytes": held.needs.peak_bytes},
         "memory_bytes": held.device.memory_bytes,
         "memory_rank": held.rank,
-        "fits": held.share <= 1, "idle_ranks": _idle(job, layout),
+        "fits": held.share <= 1, "idle_ranks": idle_ranks(layout, job),
         "step_s": timeline.step_s, "steps": job.train.steps,
         "phases_s": phases, "blocks_s": blocks, "spent_s": spent,
         "messages": outlook.messages(costs.work(slowest), job.train.micro_batches),
@@ -338,12 +337,6 @@ def _spent(costs: Costs, timeline: Timeline) -> dict[str, float]:
         "messages": timeline.speaking_s(timeline.slowest) + queueing_s,
         "waiting": timeline.waiting_s(timeline.slowest) - queueing_s,
     }
-
-
-def _idle(job: Job, layout: Plan) -> int:
-    """Ranks that have no tokens in a micro-batch."""
-    size = job.train.batch // job.train.micro_batches
-    return sum(not layout.rows(rank, size) for rank in range(layout.ranks))
 
 
 def _pipeline(timeline: Timeline, layout: Plan, job: Job) -> dict[str, Any] | None:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from moesaic.base.errors import ConfigError, UserError
+from moesaic.base.errors import ConfigError, DivergedError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
@@ -35,10 +35,13 @@ from moesaic.cli.progress import duration
 from moesaic.cli.rank import Part, default_out, encode, take_part
 from moesaic.cli.start import at_once
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, in_words, planned
+from moesaic.facts.plan import Plan, idle_words, in_words, planned
 from moesaic.facts.workload import count
 from moesaic.facts.workload.finetune import describe as describe_learnt
 from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
+
+if TYPE_CHECKING:
+    from moesaic.report import RunFacts
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
@@ -85,12 +88,12 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
     ruling = loaded.plan or planned(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
+    warnings = _warnings(loaded, ruling, fresh=resume is None)
     if leads():
-        for warning in loaded.warnings:
+        for warning in warnings:
             screen.warn(warning)
     if dry_run:
-        _check_weights(loaded.job)
-        _tell(path, loaded, ruling, as_json)
+        _tell(path, loaded, ruling, warnings, as_json)
         return 0
     _check_machine(loaded.job, 1 if launched() else ranks)
     return _run(part, 1 if launched() else ranks)
@@ -158,12 +161,24 @@ def _holds_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/COMMIT"))
 
 
-def _check_weights(job: Job) -> None:
-    """Hold the headers of the weights that the job starts from against its model."""
-    if job.source is not None:
+def _warnings(loaded: LoadedJob, plan: Plan, *, fresh: bool) -> list[str]:
+    """What a person should know before ranks start; only a `fresh` run takes weights that the job
+    starts from."""
+    idle = idle_words(plan, loaded.job)
+    found = [*loaded.warnings, *([] if idle is None else [idle])]
+    return [*found, *_check_weights(loaded.job)] if fresh else found
+
+
+def _check_weights(job: Job) -> list[str]:
+    """Hold the headers of the weights that the job starts from against its model; returns what of
+    them is left out."""
+    if job.source is None:
+        return []
+    with at_once():
         from moesaic.models.hf.reader import HFSource
 
-        HFSource(Path(job.source), job.model).close()
+    with HFSource(Path(job.source), job.model) as weights:
+        return weights.notes
 
 
 def _check_machine(job: Job, ranks: int) -> None:
@@ -246,7 +261,19 @@ def _close(out: Path, as_json: bool) -> None:
     facts = summary(run)
     if as_json:
         screen.as_json({**facts, "report": str(page)})
-        return
+    else:
+        _say(out, run, facts, page)
+    if facts["skipped"] and facts["skipped"] == facts["step"]:
+        raise DivergedError(
+            f"all {facts['step']:,} steps were skipped for an overflow of fp16, and nothing was "
+            f"learnt: the loss scale, {run.steps.loss_scale[-1]:g} in the last one, halves with "
+            "each, so raise train.steps and go on with --resume, or start again with "
+            'train.precision = "bf16" or "fp32"'
+        )
+
+
+def _say(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) -> None:
+    """What came of the run, for a person."""
     screen.say(_headline(facts))
     chat = " --chat" if run.setting("data.format") == "chat" else ""
     prompt = f'moesaic generate {shlex.quote(str(out))}{chat} --prompt "..."'
@@ -266,6 +293,8 @@ def _close(out: Path, as_json: bool) -> None:
 
 def _headline(facts: dict[str, Any]) -> str:
     text = f"trained {facts['step']:,} steps in {duration(facts['seconds'] or 0.0)}"
+    if facts["skipped"]:
+        text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped for an overflow of fp16"
     if facts["loss"] is not None:
         text += f": loss {facts['first_loss']:.3f} -> {facts['loss']:.3f}"
     if facts["validation_loss"] is not None:
@@ -275,7 +304,7 @@ def _headline(facts: dict[str, Any]) -> str:
     return text
 
 
-def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
+def _tell(path: Path, loaded: LoadedJob, plan: Plan, warnings: list[str], as_json: bool) -> None:
     """What a run of the job would be."""
     from moesaic.policy.cost.room import fullest
 
@@ -293,7 +322,7 @@ def _tell(path: Path, loaded: LoadedJob, plan: Plan, as_json: bool) -> None:
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
                 "memory_per_rank": held,
-                "warnings": loaded.warnings,
+                "warnings": warnings,
             }
         )
         return

@@ -132,7 +132,7 @@ class Run:
             norm = self.gradient_norm() / factor
             finite = math.isfinite(norm)  # The same on all ranks, whoever met an overflow.
         with phases("optimizer"):
-            lr = self._update(norm, factor) if finite else self._skip(norm)
+            lr = self._update(norm, factor) if finite else self._skip(norm, losses)
             if finite:
                 self._rebalance(losses)
         self.counters["step"] += 1
@@ -310,9 +310,9 @@ class Run:
         scale.keep(self.counters)
         return lr
 
-    def _skip(self, norm: float) -> float:
+    def _skip(self, norm: float, losses: list[lm.Losses]) -> float:
         """Update nothing, for a gradient that has overflowed; the scale of the loss changes."""
-        scale.shrink(self.counters, norm)
+        scale.shrink(self.counters, norm, self._summed(losses)[0])
         for item in self.holdings:
             item.parameter.grad = None
         return self._learning_rate()
@@ -341,9 +341,8 @@ class Run:
             self.plan, moved = self.rehoming.settle(self.plan)
         return moved
 
-    def _facts(
-        self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: Phases
-    ) -> StepFacts:
+    def _summed(self, losses: list[lm.Losses]) -> tuple[float, float, float, float, float]:
+        """All losses weighed, each by itself, and flips, over all ranks."""
         flips = sum(f.flips for one in losses for f in one.context.layers.values())
         columns = [
             torch.stack([part.double() for part in (one.loss, one.balance, one.z)])
@@ -351,6 +350,14 @@ class Run:
         ]
         local = torch.cat((torch.stack(columns).sum(0), columns[0].new_tensor([flips])))
         loss, balance, z, all_flips = sum_(local, self.world.everyone).tolist()
+        routing = self.job.routing
+        total = loss + routing.balance_loss * balance + routing.z_loss * z
+        return total, loss, balance, z, all_flips
+
+    def _facts(
+        self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: Phases
+    ) -> StepFacts:
+        total, loss, balance, z, flips = self._summed(losses)
         by_rank: dict[int, Tensor] = {}
         dropped: dict[int, int] = {}
         for one in losses:
@@ -360,13 +367,10 @@ class Run:
         counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
         if self.pipeline is not None:
             counts, dropped = self.pipeline.all_layers(counts, dropped)
-        routing = self.job.routing
         return StepFacts(
-            step=self.counters["step"], loss=loss,
-            total_loss=loss + routing.balance_loss * balance + routing.z_loss * z,
-            balance_loss=balance, z_loss=z, grad_norm=norm, lr=lr, tokens=targets,
-            flips=int(all_flips), dropped=dropped, counts=counts, by_rank=by_rank,
-            phases=phases.seconds,
+            step=self.counters["step"], loss=loss, total_loss=total, balance_loss=balance,
+            z_loss=z, grad_norm=norm, lr=lr, tokens=targets, flips=int(flips), dropped=dropped,
+            counts=counts, by_rank=by_rank, phases=phases.seconds,
         )  # fmt: skip
 
     @torch.no_grad()

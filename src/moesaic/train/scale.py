@@ -7,6 +7,8 @@ The counters of a run that computes in another type have no scale, and may count
 
 from __future__ import annotations
 
+import math
+
 from moesaic.base.errors import DivergedError
 
 EXPONENT = "scale_exponent"
@@ -19,6 +21,8 @@ SKIPPED = "skipped"
 INITIAL_EXPONENT = 16
 GROWTH_STEPS = 2000
 """Updates in a row after which the scale doubles."""
+
+_WIDER = 'if it is the range of fp16 that is too small, set train.precision = "bf16" or "fp32"'
 
 
 def begin(counters: dict[str, int], *, scaled: bool) -> None:
@@ -51,15 +55,20 @@ def keep(counters: dict[str, int]) -> None:
         counters[GOOD_STEPS] = 0
 
 
-def shrink(counters: dict[str, int], norm: float) -> None:
-    """After a gradient whose `norm` is not finite: half the scale, or an error if none helps."""
+def shrink(counters: dict[str, int], norm: float, loss: float) -> None:
+    """After a gradient whose `norm` is not finite: half the scale, or an error if none helps, as
+    where the `loss` before any scale, the same on all ranks, is not finite either."""
     step = f"step {counters['step'] + 1}: the gradient's norm is {norm}"
     if EXPONENT not in counters:
         raise DivergedError(f"{step}, and nothing was updated")
+    if not math.isfinite(loss):
+        raise DivergedError(
+            f"{step} as the loss is {loss}, for which no loss scale helps, and nothing was "
+            f"updated: {_WIDER}"
+        )
     if counters[EXPONENT] == 0:
         raise DivergedError(
-            f"{step} at the smallest loss scale, 1, and nothing was updated: if it is the range of "
-            'fp16 that is too small, set train.precision = "bf16" or "fp32"'
+            f"{step} at the smallest loss scale, 1, and nothing was updated: {_WIDER}"
         )
     counters[EXPONENT] -= 1
     counters[GOOD_STEPS] = 0

@@ -27,7 +27,8 @@ from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.nn.context import NARROW
-from moesaic.train.assemble import assemble
+from moesaic.train import scale
+from moesaic.train.assemble import DTYPES, assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
 from moesaic.train.expectation import Expectation, most_bytes
@@ -129,10 +130,7 @@ def _find_start(
         initial = InitialSource(job.seed, job.model.init_std)
         if job.source is None:
             return initial, None, None
-        weights = HFSource(Path(job.source), job.model)
-        for note in weights.notes:
-            progress.message(note)
-        return PretrainedSource(weights, initial), None, None
+        return PretrainedSource(HFSource(Path(job.source), job.model), initial), None, None
     path = Path(resume)
     if resume == "auto":
         path = Path(world.led(lambda: str(_newest(out / "checkpoints"))))
@@ -216,6 +214,14 @@ def _compare(
             f"--resume: '{path}' has moments of optimizer.moments = {_shown(kept)}, the job has "
             f"{_shown(wanted)}: restore it, or start a new run from its weights (moesaic convert, "
             "then [model] from)"
+        )
+    kept, wanted = before.get("train.precision", "fp32"), now["train.precision"]
+    if DTYPES[kept] != DTYPES[wanted]:
+        bits = {key: 8 * DTYPES[key].itemsize for key in (kept, wanted)}
+        raise ConfigError(
+            f"--resume: '{path}' has weights of train.precision = {_shown(kept)}, which are kept "
+            f"in {bits[kept]} bits, the job has {_shown(wanted)}, of {bits[wanted]}: restore it, "
+            "or start a new run from its weights (moesaic convert, then [model] from)"
         )
     for key in (key for key in (*now, *before) if key.startswith("finetune")):
         if before.get(key) != now.get(key):
@@ -356,7 +362,8 @@ class _Session:
         try:
             facts = self.run.step(self.data.train)
         except DivergedError as error:
-            raise DivergedError(f"{error}: {self._advise()}") from None
+            joint = "; else" if scale.EXPONENT in self.run.counters else ":"
+            raise DivergedError(f"{error}{joint} {self._advise()}") from None
         step_s = time.perf_counter() - began
         self.expectation.add(step_s, facts.phases)
         self.figures = {**self.figures, **self.record.step(facts, step_s)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moesaic.cli.main import main
 from moesaic.dist.checkpoint import Saver
@@ -191,7 +193,24 @@ def test_dry_run_looks_at_the_weights(place: Path, capfd: pytest.CaptureFixture[
         )
     )
     assert main(["train", "tune.toml", "--dry-run"]) == 0
-    (place / "hf" / "model.safetensors").unlink()
+    capfd.readouterr()
+    weights = place / "hf" / "model.safetensors"
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**load_file(weights), buffer: torch.ones(4)}, weights)
+    for line in (["inspect", "hf"], ["train", "tune.toml", "--dry-run"],
+                 ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=1"]):  # fmt: skip
+        assert main(line) == 0
+        told = capfd.readouterr()
+        (said,) = (one for one in told.err.splitlines() if "left out" in one)
+        directory = "hf" if line[0] == "inspect" else f"{place}/hf"
+        words = f"warning: '{directory}': tensor '{buffer}' is left out, and no export will have it"
+        assert said.startswith(words), line
+        assert "left out" not in told.out
+    assert main(["train", "tune.toml", "--dry-run", "--json"]) == 0
+    assert buffer in " ".join(json.loads(capfd.readouterr().out)["warnings"])
+    weights.unlink()
+    line = ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=2", "--resume"]
+    assert main(line) == 0, "a checkpoint has all weights"
     capfd.readouterr()
     assert main(["train", "tune.toml", "--dry-run"]) == 2
     assert "has neither model.safetensors nor" in capfd.readouterr().err

@@ -215,6 +215,19 @@ def test_a_dry_run_of_a_pipeline_tells_of_its_fullest_rank(
     ]  # fmt: skip
 
 
+def test_a_dry_run_tells_of_ranks_without_samples(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "job.toml", "--dry-run", "--nproc", "4", "--json"]) == 0
+    told = capfd.readouterr()
+    words = (
+        "2 of 4 ranks have no sample in a micro-batch (train.batch = 2, train.micro_batches = 1): "
+        "take fewer ranks, or raise train.batch to 4"
+    )
+    assert words in json.loads(told.out)["warnings"]
+    assert f"warning: {words}\n" in told.err
+    assert main(["train", "job.toml", "--dry-run", "--nproc", "2"]) == 0
+    assert "no sample" not in capfd.readouterr().err
+
+
 def test_a_dry_run_tells_all_and_writes_nothing(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -430,7 +430,10 @@ def test_ranks_without_tokens_are_told(capfd: pytest.CaptureFixture[str]) -> Non
     assert main([*LINE, "--json", "--set", "train.micro_batches=8"]) == 0
     told = capfd.readouterr()
     assert json.loads(told.out)["idle_ranks"] == 8
-    assert "8 of 16 ranks have no sample in a micro-batch: raise train.batch, or lower" in told.err
+    assert (
+        "warning: 8 of 16 ranks have no sample in a micro-batch (train.batch = 64, "
+        "train.micro_batches = 8): lower train.micro_batches to 4, or raise train.batch to 128\n"
+    ) in told.err
 
 
 def test_every_rank_is_held_against_its_own_device(

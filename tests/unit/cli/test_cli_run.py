@@ -17,6 +17,7 @@ from moesaic.cli.main import main
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
+from moesaic.train import scale
 
 JOB = """
 [model]
@@ -98,6 +99,47 @@ def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixtu
     assert Path(facts["report"]).is_file()
 
 
+FP16 = ("--set", "train.precision=fp16")
+
+
+def test_skipped_steps_are_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale, "INITIAL_EXPONENT", 30)
+    facts = loaded("train job.toml --out over --set train.steps=20", capfd, *FP16)
+    skipped = facts["skipped"]
+    assert 1 < skipped < 20
+    said = run("train job.toml --out over2 --set train.steps=20", capfd, *FP16)
+    assert f", {skipped} of 20 steps skipped for an overflow of fp16: loss " in said
+    line = f"train job.toml --out none --set train.steps={skipped}".split()
+    words = f"error: all {skipped} steps were skipped for an overflow of fp16, and nothing was lear"
+    assert main([*line, *FP16]) == 2
+    told = capfd.readouterr()
+    assert told.err.splitlines()[-1].startswith(words)
+    assert f", {skipped} of {skipped} steps skipped for an overflow" in told.out
+    assert Path("none/report.html").exists()
+    facts = loaded(f"train job.toml --out none --resume --set train.steps={skipped + 1}", capfd,
+                   *FP16)  # fmt: skip
+    assert facts["skipped"] == skipped
+    assert main([*line[:3], "none2", *line[4:], "--json", *FP16]) == 2
+    told = capfd.readouterr()
+    assert json.loads(told.out)["skipped"] == skipped
+    assert words in told.err
+
+
+def test_a_loss_of_fp16_that_is_no_number_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["train", "job.toml", "--out", "nan", "--set", "model.init_std=30.0", *FP16]
+    assert main(line) == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        "error: step 1: the gradient's norm is nan as the loss is nan, for which "
+    )
+    assert said.endswith(
+        'set train.precision = "bf16" or "fp32"; else lower optimizer.lr or lengthen '
+        "schedule.warmup, and start again"
+    )
+
+
 def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     run("train job.toml --out resumed --set train.steps=2", capfd)
     line = "train job.toml --out resumed"
@@ -120,6 +162,28 @@ def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     )
     assert "train.steps = 3" in capfd.readouterr().err
     assert Path("branched/job.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("kept", "other"), [("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")]
+)
+def test_a_run_goes_on_in_a_precision_that_keeps_weights_in_as_many_bits(
+    kept: str, other: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, refused = f"{kept}-to-{other}", "fp64" in (kept, other)
+    run("train job.toml --out", capfd, out, "--set", f"train.precision={kept}")
+    more = ["--out", out, "--resume", "--set", "train.steps=5", "--set", f"train.precision={other}"]
+    assert main(["train", "job.toml", *more]) == (2 if refused else 0)
+    told = capfd.readouterr()
+    changed = f'changed since the checkpoint: train.precision = "{other}", was "{kept}"'
+    assert (changed in told.out) == (not refused)
+    if refused:
+        was, now = (64, 32) if kept == "fp64" else (32, 64)
+        assert (
+            f'step-00000004\' has weights of train.precision = "{kept}", which are kept in {was} '
+            f'bits, the job has "{other}", of {now}: restore it, or start a new run from its '
+            "weights (moesaic convert, then [model] from)\n"
+        ) in told.err
 
 
 def test_text_is_continued_from_any_form(capfd: pytest.CaptureFixture[str]) -> None:

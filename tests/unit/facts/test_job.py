@@ -150,6 +150,27 @@ WRONG = [
     (["routing.router=gshard", "model.top_k=2"],
      'job.toml: routing.router = "gshard" drops tokens beyond a capacity: '
      "set routing.capacity (1.2 is usual)"),
+    (["model.preset=tiny-deepseek", "routing.router=gshard"],
+     'job.toml: routing.router = "gshard" with model.family = "deepseek_v3", whose routers choose '
+     'by sigmoids, in groups, with a bias: set routing.router = "top-k"'),
+    (["model.preset=tiny-deepseek", "routing.router=switch", "routing.noise=0.1"],
+     'job.toml: routing.router = "switch" with model.family = "deepseek_v3", whose routers choose '
+     'by sigmoids, in groups, with a bias: set routing.router = "top-k" and routing.noise = 0'),
+    (["model.preset=tiny-mixtral", "routing.router=switch"],
+     'job.toml: routing.router = "switch" chooses 1 of the experts, but model.top_k = 2: '
+     "set model.top_k = 1 and model.renormalise = false"),
+    (["source=hf", "routing.router=switch", "routing.noise=0.1"],
+     'job.toml: routing.router = "switch" chooses 1 of the experts, but model.top_k = 4: '
+     'set routing.router = "top-k" and routing.noise = 0, or start from a model that chooses 1'),
+    (["source=hf", "routing.router=gshard"],
+     'job.toml: routing.router = "gshard" chooses 2 of the experts, but model.top_k = 4: '
+     'set routing.router = "top-k", or start from a model that chooses 2'),
+    (["source=hf", "model.top_k=1", "model.renormalise=true"],
+     "job.toml: model.renormalise = true with model.top_k = 1 makes every weight 1, so that the "
+     "router learns nothing from the loss: start from another model"),
+    ([DENSE, "routing.router=gshard"],
+     'job.toml: routing.router = "gshard" with a dense model (model.experts = 0): '
+     "remove it, or choose a model with experts"),
     (["model.preset=tiny-deepseek", "routing.router=switch"],
      'job.toml: routing.router = "switch" with model.family = "deepseek_v3", whose routers choose '
      'by sigmoids, in groups, with a bias: set routing.router = "top-k"'),
@@ -355,7 +376,11 @@ def test_every_key_is_documented() -> None:
         (['finetune.method="lora"', "finetune.rank=4"], []),
         (['finetune.method="lora"', 'finetune.targets=["ffn", "attention"]'],
          ['finetune.targets: the model has no "ffn", leave it out']),
-        ([DENSE, 'finetune.method="lora"'], []),
+        ([DENSE, 'finetune.method="lora"'],
+         ['finetune.targets is by default ["attention", "experts"], and the model has no '
+          '"experts": set it to ["attention", "ffn"] to adapt all that it has, or to '
+          '["attention"] to leave it at that']),
+        ([DENSE, 'finetune.method="lora"', 'finetune.targets=["attention"]'], []),
         (['model.preset="tiny-deepseek"', 'finetune.router="frozen"', "routing.bias_step=0.5"],
          ['routing.bias_step has no effect: finetune.router = "frozen"']),
         (['model.preset="tiny-deepseek"', 'finetune.router="train"', "routing.bias_step=0.5"], []),

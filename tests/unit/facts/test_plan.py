@@ -22,6 +22,8 @@ from moesaic.facts.plan import (
     basis,
     check,
     check_places,
+    idle_ranks,
+    idle_words,
     in_words,
     lay_out,
     load_plan,
@@ -183,8 +185,10 @@ def test_layers_are_cut_evenly() -> None:
         ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than layout.pp = 2, and the parts of"),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 5, "batch": 10},
-            'train.micro_batches = 5 with layout.schedule = "zero-bubble", which takes them in eq',
+            'train.micro_batches = 5 with layout.schedule = "zero-bubble", which takes them in '
+            "5 // 2 = 2 equal rounds (layout.pp = 2), and 2 does not divide 5: choose 2 or 10",
         ),
+        ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 3, "batch": 9}, None),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 2, "recompute": True},
             'train.recompute = true with layout.schedule = "zero-bubble", whose backward comes in',
@@ -204,6 +208,47 @@ def test_a_pipeline_that_a_job_cannot_have(
     with pytest.raises(ConfigError) as caught:
         planned(job, 4)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "train", "ranks", "words"),
+    [
+        ({}, {"batch": 4, "micro_batches": 1}, 4, None),
+        ({}, {"batch": 8, "micro_batches": 2}, 3, None),
+        ({"tp": 2}, {"batch": 4, "micro_batches": 2}, 4, None),
+        (
+            {}, {"batch": 4, "micro_batches": 4}, 4,
+            "3 of 4 ranks have no sample in a micro-batch (train.batch = 4, train.micro_batches = "
+            "4): lower train.micro_batches to 1, or raise train.batch to 16",
+        ),
+        ({}, {"batch": 8}, 16, "8 of 16 ranks have no sample in a micro-batch (train.batch = 8, "
+         "train.micro_batches = 1): take fewer ranks, or raise train.batch to 16"),
+        ({"tp": 2, "ep": 2, "etp": 2}, {"batch": 8, "micro_batches": 8}, 4,
+         "2 of 4 ranks have no sample in a micro-batch (train.batch = 8, train.micro_batches = 8): "
+         "lower train.micro_batches to 4, or raise train.batch to 16"),
+        ({"pp": 2}, {"batch": 8, "micro_batches": 8}, 4, "2 of 4 ranks have no sample in a "
+         "micro-batch (train.batch = 8, train.micro_batches = 8): lower train.micro_batches to 4"),
+        ({"pp": 2}, {"batch": 2, "micro_batches": 2}, 4, "2 of 4 ranks have no sample in a "
+         "micro-batch (train.batch = 2, train.micro_batches = 2): take fewer ranks, or raise "),
+        ({}, {"batch": 2}, 3, "1 of 3 ranks has no sample in a micro-batch (train.batch = 2, "),
+    ],
+)  # fmt: skip
+def test_ranks_without_a_sample_are_told_with_what_gives_them_some(
+    layout: dict[str, Any], train: dict[str, Any], ranks: int, words: str | None
+) -> None:
+    job = tiny_job(layout=layout, train=train, model={"vocab": 64})
+    plan = planned(job, ranks)
+    size = job.train.batch // job.train.micro_batches
+    idle = [rank for rank in range(ranks) if len(plan.rows(rank, size)) == 0]
+    assert idle_ranks(plan, job) == len(idle)
+    said = idle_words(plan, job)
+    assert (said is None) == (words is None) == (not idle)
+    if said is None or words is None:
+        return
+    assert said.startswith(words)
+    for key, value in re.findall(r"train\.(\w+) to (\d+)", said):
+        job = tiny_job(layout=layout, train={**train, key: int(value)}, model={"vocab": 64})
+        assert idle_words(planned(job, ranks), job) is None
 
 
 def test_no_more_ranks_than_a_plan_can_be_for() -> None:

@@ -22,6 +22,20 @@ SIGMOID = {"family": "deepseek_v3", "kv_heads": 4, "dense_layers": 1, "shared": 
            "latent": {"width": 10, "rotary": 4, "value": 6}}  # fmt: skip
 
 
+class Struck(torch.autograd.Function):
+    """The same numbers; in backward one gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        grad = grads[0].clone()
+        grad.view(-1)[0] = torch.inf
+        return grad
+
+
 def start(counters: dict[str, int] | None = None, **tables: dict[str, Any]) -> Run:
     tables["train"] = {"precision": "fp16", **tables.get("train", {})}
     job = tiny_job(**tables)
@@ -98,10 +112,20 @@ def test_it_doubles_after_many_updates() -> None:
     assert run.counters["scale_good_steps"] == 1
 
 
-def test_no_scale_helps_against_what_is_no_number() -> None:
-    run = start(at(1))
+def test_no_scale_helps_against_a_loss_that_is_no_number() -> None:
+    run = start(at(16))
     with torch.no_grad():
         run.model.embed.weight[3, 0] = torch.nan
+    words = r'step 1: .* as the loss is nan, for which no .* train.precision = "bf16" or "fp32"'
+    with pytest.raises(DivergedError, match=words):
+        run.step(samples())
+    assert run.counters == at(16, scale_good_steps=0, skipped=0)
+
+
+def test_nothing_helps_against_an_overflow_without_a_scale() -> None:
+    """Of a gradient that is no number while the loss is one."""
+    run = start(at(1))
+    run.model.layers[1].register_forward_hook(lambda *a: Struck.apply(a[2]))
     run.step(samples())
     with pytest.raises(DivergedError, match=r'scale, 1, .* train.precision = "bf16" or "fp32"'):
         run.step(samples())

@@ -80,7 +80,7 @@ class Job(Section):
         return self
 
     def _check_experts(self) -> None:
-        model, ep, router = self.model, self.layout.ep, self.routing.router
+        model, ep = self.model, self.layout.ep
         if ep > 1 and not model.experts:
             raise ValueError(
                 f"layout.ep = {ep} with a dense model (model.experts = 0): set layout.ep = 1, or "
@@ -92,27 +92,44 @@ class Job(Section):
                 "choose a divisor of the number of experts"
             )
         if model.top_k == 1 and model.renormalise:
+            fixed = "start from another model" if self.source else "set model.renormalise = false"
             raise ValueError(
                 "model.renormalise = true with model.top_k = 1 makes every weight 1, so that the "
-                "router learns nothing from the loss: set model.renormalise = false"
+                f"router learns nothing from the loss: {fixed}"
             )
+        self._check_router()
+
+    def _check_router(self) -> None:
+        """Whether the model's routers can be of the kind that is asked for."""
+        model, router = self.model, self.routing.router
         needs = {"switch": 1, "gshard": 2}.get(router)
-        if needs is not None and model.score == "sigmoid":
-            raise ValueError(
-                f'routing.router = "{router}" with model.family = "{model.family}", whose routers '
-                'choose by sigmoids, in groups, with a bias: set routing.router = "top-k"'
-            )
-        if needs is None or model.top_k == needs:
+        if needs is None:
             return
+        own = 'set routing.router = "top-k"' + " and routing.noise = 0" * bool(self.routing.noise)
         if not model.experts:
             raise ValueError(
                 f'routing.router = "{router}" with a dense model (model.experts = 0): '
                 "remove it, or choose a model with experts"
             )
-        raise ValueError(
-            f'routing.router = "{router}" chooses {needs} of the experts, '
-            f"but model.top_k = {model.top_k}: set model.top_k = {needs}"
-        )
+        if model.score == "sigmoid":
+            raise ValueError(
+                f'routing.router = "{router}" with model.family = "{model.family}", whose routers '
+                f"choose by sigmoids, in groups, with a bias: {own}"
+            )
+        if model.top_k != needs:
+            also = " and model.renormalise = false" * (needs == 1 and model.renormalise)
+            remedy = f"set model.top_k = {needs}{also}"
+            if self.source is not None:  # Which says what the model is.
+                remedy = f"{own}, or start from a model that chooses {needs}"
+            raise ValueError(
+                f'routing.router = "{router}" chooses {needs} of the experts, '
+                f"but model.top_k = {model.top_k}: {remedy}"
+            )
+        if router == "gshard" and self.routing.capacity is None:
+            raise ValueError(
+                'routing.router = "gshard" drops tokens beyond a capacity: set routing.capacity '
+                "(1.2 is usual)"
+            )
 
     def _check_balance(self) -> None:
         finetune, policy = self.finetune, self.balance.policy
@@ -229,14 +246,23 @@ class Job(Section):
                 f'finetune.{key} has no effect: finetune.method = "full"'
                 for key in sorted(given & {"targets", "rank", "alpha"})
             ]
-        elif "targets" in given:
-            found += [
-                f'finetune.targets: the model has no "{target}", leave it out'
-                for target in sorted(set(finetune.targets) - _targets(self.model))
-            ]
+        else:
+            found += self._absent_targets(finetune)
         if "router" in given and not self.model.experts:
             found.append("finetune.router has no effect: the model is dense")
         return found
+
+    def _absent_targets(self, finetune: FinetuneConfig) -> list[str]:
+        here, targets = _targets(self.model), set(finetune.targets)
+        absent = sorted(targets - here)
+        if "targets" in finetune.model_fields_set or not absent:
+            return [f'finetune.targets: the model has no "{one}", leave it out' for one in absent]
+        return [
+            f"finetune.targets is by default {keys.show(finetune.targets)}, and the model has no "
+            f"{keys.listed([keys.show(one) for one in absent])}: set it to "
+            f"{keys.show(sorted(here))} to adapt all that it has, or to "
+            f"{keys.show(sorted(here & targets))} to leave it at that"
+        ]
 
     def _biases_stay(self) -> bool:
         return self.finetune is not None and self.finetune.router == "frozen"

@@ -42,11 +42,6 @@ class RoutingConfig(Section):
                 f'routing.noise = {self.noise} belongs to routing.router = "switch", '
                 f'not "{self.router}": set it to 0'
             )
-        if self.router == "gshard" and self.capacity is None:
-            raise ValueError(
-                'routing.router = "gshard" drops tokens beyond a capacity: set routing.capacity '
-                "(1.2 is usual)"
-            )
         if self.record and self.replay:
             raise ValueError(
                 f'routing.record = "{self.record}" and routing.replay = "{self.replay}" exclude '

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job, LayoutConfig, ModelConfig
 from moesaic.facts.job.train import MOMENT_BLOCK, Embedding
 from moesaic.facts.plan.plan import MOST_RANKS, Plan
+
+_IN_ROUNDS = ("interleaved", "zero-bubble")
+"""Schedules that take micro-batches round by round."""
 
 
 def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
@@ -127,10 +133,12 @@ def pipeline_fault(plan: Plan, job: Job, table: str = "") -> str | None:
             f'schedule "1f1b" work on as many at a time: raise it to {pp} or more, or set '
             f'{table}schedule = "gpipe"'
         )
-    if schedule in ("interleaved", "zero-bubble") and micro % max(1, micro // pp):
+    if schedule in _IN_ROUNDS and not _even(micro, pp):
+        near = _nearest(micro, [one for one in _divisors(job.train.batch) if _even(one, pp)])
         return (
             f'train.micro_batches = {micro} with {table}schedule = "{schedule}", which takes them '
-            f"in equal rounds of about {table}pp = {pp}: choose a multiple of {pp}"
+            f"in {micro} // {pp} = {micro // pp} equal rounds ({table}pp = {pp}), and "
+            f"{micro // pp} does not divide {micro}: choose {keys.listed(near)}"
         )
     recompute = job.train.recompute if plan.recompute is None else plan.recompute
     if schedule == "zero-bubble" and recompute:
@@ -140,6 +148,51 @@ def pipeline_fault(plan: Plan, job: Job, table: str = "") -> str | None:
             "pieces that would each compute a layer again: set one of them otherwise"
         )
     return None
+
+
+def _even(micro: int, pp: int) -> bool:
+    """Whether so many micro-batches come in equal rounds, each of `pp` of them or somewhat more."""
+    return micro % max(1, micro // pp) == 0
+
+
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
+
+
+def _nearest(number: int, others: Sequence[int]) -> list[str]:
+    """The largest of ascending `others` below `number`, and the smallest above, if there are."""
+    below, above = (one for one in others if one < number), [one for one in others if one > number]
+    return [str(one) for one in (*list(below)[-1:], *above[:1])]
+
+
+def idle_ranks(plan: Plan, job: Job) -> int:
+    """Ranks of `plan` that have no sample of a micro-batch of `job`."""
+    size = job.train.batch // job.train.micro_batches
+    return sum(not plan.rows(rank, size) for rank in range(plan.ranks))
+
+
+def idle_words(plan: Plan, job: Job) -> str | None:
+    """What a person should know of ranks that have no sample, and the remedy; None: all have."""
+    idle, batch, micro = idle_ranks(plan, job), job.train.batch, job.train.micro_batches
+    if not idle:
+        return None
+    fewer = [
+        one
+        for one in _divisors(batch)
+        if one < micro and batch // one >= plan.replicas and _can_pipe(plan, job, one)
+    ]
+    lower = f"lower train.micro_batches to {fewer[-1]}" if fewer else "take fewer ranks"
+    return (
+        f"{idle} of {plan.ranks} ranks {'has' if idle == 1 else 'have'} no sample in a micro-batch "
+        f"(train.batch = {batch}, train.micro_batches = {micro}): {lower}, or raise train.batch to "
+        f"{plan.replicas * micro}"
+    )
+
+
+def _can_pipe(plan: Plan, job: Job, micro: int) -> bool:
+    train = job.train.model_copy(update={"micro_batches": micro})
+    return pipeline_fault(plan, job.model_copy(update={"train": train})) is None
 
 
 def columns_fault(plan: Plan, job: Job, table: str = "") -> str | None:

@@ -136,7 +136,7 @@ def _parts(
     held_out = choose_documents(corpora[0].num_documents, seed, share)
     num_held = int(held_out.sum())
     rest = f"{path} without {num_held} of its {len(held_out)} documents (data.validation_share)"
-    other = f"data.validation_share = {share}, {num_held} of {len(held_out)} documents,"
+    other = f"data.validation_share = {share} ({num_held} of {len(held_out)} documents)"
     return [(rest, corpora[0], ~held_out), (other, corpora[0], held_out)]
 
 

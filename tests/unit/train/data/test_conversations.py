@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,18 @@ def test_every_form_means_the_same(tmp_path: Path) -> None:
     TextData.open(configure(tmp_path), 0, World.solo(), told.append)
     assert len(told) == 1
     assert "4 conversations (messages, conversations, prompt) in 2 samples" in told[0]
+
+
+def test_conversations_that_are_held_out_are_told_of(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", CHATML)
+    write(tmp_path, *({"messages": say("Hi", f"Hello {number}")} for number in range(20)))
+    told: list[str] = []
+    TextData.open(configure(tmp_path, validation_share=0.25), 0, World.solo(), told.append)
+    rest, held = told
+    count = int(re.findall(r"(\d+) of its 20 documents", rest)[0])
+    assert held.startswith(
+        f"data.validation_share = 0.25 ({count} of 20 documents): {count} conversations (messages)"
+    )
 
 
 def test_a_system_message_where_there_is_none(tmp_path: Path) -> None:

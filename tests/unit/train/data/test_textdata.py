@@ -130,7 +130,7 @@ def test_too_little_text_is_said_in_numbers(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", 100)
     held = int(choose_documents(100, 0, 0.02).sum())
     with pytest.raises(
-        DataError, match=rf"data\.validation_share = 0\.02, {held} of 100 documents"
+        DataError, match=rf"data\.validation_share = 0\.02 \({held} of 100 documents\) gives"
     ):
         open_data(tmp_path, validation_share=0.02, sequence=8 * held)
     with pytest.raises(DataError, match=r"data\.path = '.*' without \d+ of its 100 documents"):
