@@ -317,12 +317,16 @@ def grouped_mm(
     return out
 
 
-def turns(rows: Tensor, matrices: Tensor, most: int) -> bool:
-    """Whether `grouped_gated` is the faster way to take so many `rows` a slot, at most, through
-    networks whose matrices are as large as these."""
+def turns(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
+    """Whether `grouped_gated` is the faster way to take `rows` through slots whose matrices are as
+    large as these: not if most have so few that reading is all there is to wait for."""
     worth = matrices.shape[1] * matrices.shape[2] * _FEW >= _WORTH
-    narrow = rows.device.type == "cpu" and rows.dtype == torch.bfloat16
-    return worth and narrow and multiplies_in_tiles() and not only_reads(rows, matrices, most)
+    if not worth or not multiplies_in_tiles():
+        return False
+    if rows.device.type != "cpu" or rows.dtype != torch.bfloat16:
+        return False
+    busy = int(counts.count_nonzero())
+    return busy > 0 and not only_reads(rows, matrices, len(rows) // busy)
 
 
 def grouped_gated(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, out: Tensor) -> None:

@@ -145,14 +145,15 @@ def gated_experts(
     gate_up, down = views(_arenas(arena, guests), ffn, tokens.shape[1])
     parts = shares_forward(tokens, way.counts, ffn, down)
     results, own = Returned(parts, tokens, way), Copies(tokens, way)
-    turned = turns(tokens, down[0], max(way.counts.tolist(), default=0))
 
     def compute(place: int) -> None:
         share = parts[place]
-        if turned:
-            results.put(share, share.network(own[share], gate_up, down, results.place(share)))
+        rows = own[share]
+        if turns(rows, down[share.arena], share.counts):
+            results.put(share, share.network(rows, gate_up, down, results.place(share)))
         else:
-            inner = share.multiply(own[share], gate_up, transposed=True)
+            inner = share.multiply(rows, gate_up, transposed=True)
+            del rows
             results.multiply(share, activate(inner), down, transposed=True)
 
     for_both(parts, compute, partial(total.forward, waited_for=guests_have_rows(parts)))

@@ -142,15 +142,16 @@ def test_networks_of_slots_equal_a_loop(counts: list[int]) -> None:
 
 def test_what_stands_turned_between_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in bf16 where tiles are multiplied, unless matrices are small or rows few."""
-    large, small = torch.empty(2, 1024, 512).bfloat16(), torch.empty(2, 32, 32).bfloat16()
-    rows = torch.empty(8, 512).bfloat16()
+    large, small = torch.empty(3, 1024, 512).bfloat16(), torch.empty(3, 32, 32).bfloat16()
+    rows, counts = torch.empty(8, 512).bfloat16(), torch.tensor([7, 0, 1])
     monkeypatch.setattr(products, "multiplies_in_tiles", lambda: True)
-    assert turns(rows, large, 4)
-    assert not turns(rows, large, 3)
-    assert not turns(rows, small, 4)
-    assert not turns(rows.float(), large.float(), 8)
+    assert turns(rows, large, counts)
+    assert not turns(rows[:7], large, torch.tensor([6, 0, 1])), "three a slot are few"
+    assert not turns(rows[:0], large, torch.zeros(3, dtype=torch.int64))
+    assert not turns(rows, small, counts)
+    assert not turns(rows.float(), large.float(), counts)
     monkeypatch.setattr(products, "multiplies_in_tiles", lambda: False)
-    assert not turns(rows, large, 4)
+    assert not turns(rows, large, counts)
 
 
 def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

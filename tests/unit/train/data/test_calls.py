@@ -232,7 +232,7 @@ def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(saved))
     own = saved / "additional_chat_templates" / "tool_use.jinja"
     assert tokenizer.files()["additional_chat_templates/tool_use.jinja"] == own.read_bytes()
-    copy_companions(find_companions(saved), tmp_path / "copy")
+    copy_companions(find_companions(saved), tmp_path / "copy", {})
     assert theirs(tmp_path / "copy") == expected
     digest = Chat(configure(path), tokenizer).digest
     own.write_text(TOOLS + "{#- #}")
