@@ -35,6 +35,9 @@ _FEW, _MANY = 16, 64
 _MOST = 256
 """Rows of a product from which on more of them make it no faster; results stand beside the place
 where they belong, and this many are few."""
+_WIDE = 768
+"""Columns of a right factor from which on a left one that stands turned is copied for units that
+multiply in tiles."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -201,12 +204,15 @@ def _outer(left: Tensor, right: Tensor, out: Tensor, added: bool) -> None:
         return
     if even:
         left, right = (_padded(rows, _even(len(rows))) for rows in (left, right))
+    turned = left.T
+    if even and right.shape[1] >= _WIDE and multiplies_in_tiles():
+        turned = turned.contiguous()  # Which is quicker than to multiply by it as it lies.
     if out.dtype != left.dtype:
-        _put(out, left.T @ right, added)
+        _put(out, turned @ right, added)
     elif added:
-        out.addmm_(left.T, right)
+        out.addmm_(turned, right)
     else:
-        torch.mm(left.T, right, out=out)
+        torch.mm(turned, right, out=out)
 
 
 def _put(place: Tensor, values: Tensor, added: bool) -> None:

@@ -26,6 +26,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(products, "_WORTH", 0)
     monkeypatch.setattr(products, "_LARGE_MATRIX", 0)
     monkeypatch.setattr(products, "_SPARE", 0)
+    monkeypatch.setattr(products, "_WIDE", 0)
     return str(request.param)
 
 
