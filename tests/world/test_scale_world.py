@@ -9,6 +9,7 @@ import pytest
 import torch
 from layouts import plain, put_together, worst_tensor
 
+from moesaic.base.errors import DivergedError
 from moesaic.dist.world import World
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
@@ -72,6 +73,28 @@ def test_an_overflow_of_one_rank_is_skipped_by_all(ranks: Ranks, name: str) -> N
     before, after, last = (put_together([r[1][step] for r in results]) for step in range(3))
     assert all(np.array_equal(before[key], after[key]) for key in before)
     assert not all(np.array_equal(after[key], last[key]) for key in after)
+
+
+def diverge(world: World, layout: dict[str, Any]) -> str:
+    """What the first step says of weights so large that the loss itself is no number."""
+    model = {"family": "qwen3_moe", "tied": True, "vocab": 60}
+    job = tiny_job(layout=layout, model=model, train={"precision": "fp16", "micro_batches": 2})
+    run = assemble(job, lay_out(job.layout, job.model, world.size), world, InitialSource(1, 3e3))
+    try:
+        run.step(RandomSamples(job.model.vocab, job.data.sequence))
+    except DivergedError as error:
+        return str(error)
+    finally:
+        run.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_loss_that_no_scale_helps_ends_all_ranks_at_once(ranks: Ranks, name: str) -> None:
+    size, layout = LAYOUTS[name]
+    said = ranks.run(size, diverge, layout)
+    assert "no loss scale helps" in said[0]
+    assert said == [said[0]] * size
 
 
 def steps(world: World, layout: dict[str, Any], tables: dict[str, Any]) -> Any:

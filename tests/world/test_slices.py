@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import assert_same, outcome, worst_tensor
+from layouts import SIGMOID, assert_same, outcome, worst_tensor
 from table import reference
 from test_workload_messages import Wire
 from torch import Tensor
@@ -40,6 +40,16 @@ def test_bf16_stays_close_to_fp64(ranks: Ranks) -> None:
     tables |= {"layout": {"tp": 2, "ep": 2}, "train": {"precision": "bf16"}}
     half = outcome(ranks, 2, tiny_job(**tables), 1)
     assert 0 < worst_tensor(half.gradients, one.gradients) < 0.06
+
+
+def test_queries_of_latent_attention_may_be_of_the_whole_stream(ranks: Ranks) -> None:
+    """The table has them narrowed first, as DeepSeek's larger models do."""
+    latent = {"width": 10, "rotary": 4, "value": 6}
+    model = {**SIGMOID["model"], "vocab": 60, "layers": 4, "shared": 2, "latent": latent}
+    tables = {**SIGMOID, "model": model, "train": {"micro_batches": 4}}
+    one = outcome(ranks, 1, tiny_job(**tables), STEPS)
+    for size, layout in ((2, {"tp": 2}), (8, {"tp": 2, "pp": 2, "shard": 2, "ep": 2, "etp": 2})):
+        assert_same(outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS), one)
 
 
 def test_recorded_routes_know_no_slices(ranks: Ranks, tmp_path: Path) -> None:
