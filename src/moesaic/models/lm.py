@@ -48,9 +48,7 @@ class Embedding(nn.Module):
         weight = here(self.weight)
         words = weight.shape[0]
         x = x - self.slices.index * words
-        absent = x < 0
-        if not self.slices.last:  # Beyond the last words there are none: looking up fails.
-            absent |= x >= words
+        absent = (x < 0) | (x >= self.slices.end(words))
         found = F.embedding(x.masked_fill(absent, 0), weight)
         return self.slices.sum_runs(found.masked_fill(absent[..., None], 0.0))
 

@@ -77,13 +77,17 @@ def open_tokenizer(
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_token, key)
 
 
-def check_vocabulary(vocab: int, tokenizer: Tokenizer) -> None:
-    """Raise unless a model with `vocab` embeddings can take every id of `tokenizer`."""
+def check_vocabulary(vocab: int, tokenizer: Tokenizer, *, fixed: bool = False) -> None:
+    """Raise unless a model with `vocab` embeddings can take every id of `tokenizer`; the number of
+    a model with weights is `fixed`."""
     if vocab < tokenizer.size:
+        more = f"set model.vocab = {-(-tokenizer.size // 64) * 64} (any number from "
+        remedy = "choose the tokenizer that the model has learnt with"
+        if not fixed:
+            remedy = f"{more}{tokenizer.size}), or choose another tokenizer"
         raise ConfigError(
             f"model.vocab = {vocab} is less than the {tokenizer.size} ids of data.tokenizer = "
-            f"{keys.show(tokenizer.name)}: set model.vocab = {-(-tokenizer.size // 64) * 64} (any "
-            f"number from {tokenizer.size}), or choose another tokenizer"
+            f"{keys.show(tokenizer.name)}: {remedy}"
         )
 
 

@@ -92,10 +92,8 @@ def _own(targets: Tensor, present: Tensor, words: int, slices: Slices) -> tuple[
     no word of any slice stays what it is, for whoever looks it up to fail."""
     if slices.group is None:
         return present, targets.clamp(min=0)[:, None]
-    targets = targets - slices.index * words
-    if slices.last:
-        return targets >= 0, targets.clamp(min=0)[:, None]
-    return (targets >= 0) & (targets < words), targets.clamp(0, words - 1)[:, None]
+    targets, end = targets - slices.index * words, slices.end(words)
+    return (targets >= 0) & (targets < end), targets.clamp(0, end - 1)[:, None]
 
 
 def _log_softmax(logits: Tensor, slices: Slices) -> Tensor:

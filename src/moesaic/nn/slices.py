@@ -7,6 +7,7 @@ all tokens, and hands back sums over the slices, as runs again.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,10 @@ class Slices:
     """The same ranks, for parameters to be whole tensors that they share out; None: a parameter is
     no more than this slice's part of it."""
 
-    @property
-    def last(self) -> bool:
-        """Whether none comes behind this one."""
-        return self.index == self.count - 1
+    def end(self, words: int) -> int:
+        """Where the words of this slice end, each having so many; those of the last one never do,
+        so that what is no word of any slice fails where it is looked up."""
+        return words if self.index < self.count - 1 else sys.maxsize
 
     def parameter(self, *extents: int, cut: int) -> nn.Parameter:
         """A parameter of so many numbers in each dimension, of which `cut` is shared out."""

@@ -277,6 +277,7 @@ def _check_tokenizer(job: Job, origin: str) -> None:
     from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
 
     try:
-        check_vocabulary(job.model.vocab, open_tokenizer(job.data.tokenizer, job.data.end_token))
+        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+        check_vocabulary(job.model.vocab, tokenizer, fixed=job.source is not None)
     except UserError as error:
         raise ConfigError(f"{origin}: {error}") from None

@@ -184,6 +184,10 @@ def test_layers_are_cut_evenly() -> None:
         ),
         ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than layout.pp = 2, and the parts of"),
         (
+            {"pp": 2}, {"batch": 9},
+            'parts of schedule "1f1b" work on as many at a time: raise it to 3, or set layout.sche',
+        ),
+        (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 5, "batch": 10},
             'train.micro_batches = 5 with layout.schedule = "zero-bubble", which takes them in '
             "5 // 2 = 2 equal rounds (layout.pp = 2), and 2 does not divide 5: choose 2 or 10",

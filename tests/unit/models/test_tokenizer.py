@@ -168,6 +168,8 @@ def test_vocabulary_check(tmp_path: Path) -> None:
     check_vocabulary(257, tokenizer)
     with pytest.raises(ConfigError, match=r'model\.vocab = 256 .* 257 .*"bytes".* = 320'):
         check_vocabulary(256, tokenizer)
+    with pytest.raises(ConfigError, match=r"choose the tokenizer that the model has learnt with$"):
+        check_vocabulary(256, tokenizer, fixed=True)
 
 
 def test_errors_name_key_and_remedy(tmp_path: Path) -> None:

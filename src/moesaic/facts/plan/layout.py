@@ -128,9 +128,10 @@ def pipeline_fault(plan: Plan, job: Job, table: str = "") -> str | None:
             f"layer at least, lower {table}pp"
         )
     if schedule == "1f1b" and micro < pp:
+        enough = [f"raise it to {one}, or " for one in _divisors(job.train.batch) if one >= pp]
         return (
             f"train.micro_batches = {micro} is fewer than {table}pp = {pp}, and the parts of "
-            f'schedule "1f1b" work on as many at a time: raise it to {pp} or more, or set '
+            f'schedule "1f1b" work on as many at a time: {"".join(enough[:1])}set '
             f'{table}schedule = "gpipe"'
         )
     if schedule in _IN_ROUNDS and not _even(micro, pp):
