@@ -86,8 +86,9 @@ def launch(module: str, part: str, ranks: int) -> None:
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
+            begin = ("-m", "moesaic.cli.start", str(os.getpid()), module, part)
             with holding_back():
-                elastic_launch(config, sys.executable)("-m", "moesaic.cli.start", module, part)
+                elastic_launch(config, sys.executable)(*begin)
         except ChildFailedError as error:
             raise _cause(Path(logs), error.failures) from None
         except SignalException as error:

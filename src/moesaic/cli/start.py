@@ -96,11 +96,11 @@ def holding_back() -> Iterator[None]:
         done.set()
 
 
-def end_with_parent() -> None:
-    """End this process when its parent is gone, however that ended."""
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone, however that ended: already, if an interrupt met it
+    while it started this one, which then has another parent from the beginning."""
     import ctypes  # Nothing that every process has to wait for.
 
-    parent = os.getppid()
     if sys.platform == "linux":  # At once: before a lost connection has much to say.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
@@ -125,6 +125,6 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start MODULE PART-AS-JSON`.
-    end_with_parent()
+if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start PARENT MODULE PART-AS-JSON`.
+    end_with_parent(int(sys.argv.pop(1)))
     leave(begin(sys.argv.pop(1), held=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,3 +162,13 @@ def test_every_end_has_its_status(
     line = "train job.toml --nproc 2 --set train.device=cpu --set data.format=text"
     assert main(line.split()) == status
     assert capfd.readouterr().err.splitlines()[-1] == last
+
+
+def test_a_rank_whose_parent_is_gone_when_it_begins_ends(tmp_path: Path) -> None:
+    """As one that was started while an interrupt ended its parent: nobody else would end it."""
+    line = [sys.executable, "-m", "moesaic.cli.start", str(os.getpid() + 1), "moesaic.cli.rank"]
+    part = '{"job": "job.toml", "sets": [], "out": "run", "resume": null, "as_json": false, '
+    done = subprocess.run(
+        [*line, part + '"command": []}'], cwd=tmp_path, capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
