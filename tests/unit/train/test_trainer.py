@@ -1,0 +1,36 @@
+"""What a run that goes on may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.base.errors import ConfigError
+from moesaic.testing.jobs import tiny_job
+from moesaic.train.trainer import Progress, _compare
+
+
+class Heard(Progress):
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    facts = {"data": "same", "job": tiny_job(model=before).model_dump(mode="json")}
+    heard = Heard()
+    _compare(facts, tiny_job(model=now), "same", Path("step"), heard)
+    return heard.messages
+
+
+def test_bookkeeping_of_a_base_changes_no_arithmetic() -> None:
+    versions = [{"extras": {"transformers_version": one}} for one in ("4.40.0", "4.57.0")]
+    assert compare(*versions) == [
+        'changed since the checkpoint: model.extras.transformers_version = "4.57.0", was "4.40.0"'
+    ]
+    with pytest.raises(ConfigError, match=r"is of a model with model\.hidden = 32, the job has 64"):
+        compare({"hidden": 32}, {"hidden": 64})
