@@ -102,7 +102,7 @@ def run_layout(
     ahead = [Ahead(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
-    gradients = gradients_of(run, samples, world.rank)
+    gradients = first_gradients(run, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
@@ -196,14 +196,16 @@ def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
     return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
 
 
-def gradients_of(run: Any, samples: RandomSamples, rank: int) -> list[Any]:
-    """Of a step that is not taken, as this rank has them."""
-    run.gradients(samples)
-    found = [
-        plain(piece) for item in run.holdings for piece in item.pieces("gradient", item.grad, rank)
-    ]
-    for item in run.holdings:
-        item.parameter.grad = None
+def first_gradients(run: Any, rank: int) -> list[Any]:
+    """To be filled with those of the run's next step, as this rank has them."""
+    found: list[Any] = []
+
+    def enter(phase: str) -> None:
+        if phase == "clip" and not found:  # They are reduced, and nothing is updated.
+            for item in run.holdings:
+                found.extend(map(plain, item.pieces("gradient", item.grad, rank)))
+
+    run.hook = enter
     return found
 
 

@@ -14,7 +14,7 @@ from layouts import (
     Outcome,
     Shaken,
     assert_same,
-    gradients_of,
+    first_gradients,
     outcome,
     plain,
     put_together,
@@ -164,7 +164,7 @@ def one_expert(world: World, job: Job, shaken: int | None) -> Any:
     """Gradients, and losses of steps."""
     run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = ToOne(job)  # type: ignore[assignment]
-    gradients = gradients_of(run, samples, world.rank)
+    gradients = first_gradients(run, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
     state = [plain(piece) for piece in run.state().pieces]
     made = sum(one.copies for step in facts for one in step.spread.values())
