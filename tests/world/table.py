@@ -65,9 +65,17 @@ class Row(NamedTuple):
     recompute: bool
 
     @property
+    def micro_batches(self) -> int:
+        """Of two samples each, of which half of the ranks have none if there are eight.
+
+        As many as the stages that there may be; where there are none, those that begin and end
+        what adds up.
+        """
+        return 4 if self.pp > 1 else 2
+
+    @property
     def job(self) -> Job:
-        """Micro-batches of two samples, of which half of the ranks have none if there are eight."""
-        given = FAMILIES[self.family]
+        """The family's under the layout."""
         layout = {axis: getattr(self, axis) for axis in AXES}
         if self.way is not None:
             layout |= WAYS[self.way]
@@ -75,12 +83,7 @@ class Row(NamedTuple):
             layout |= {"schedule": self.schedule}
         if self.embedding is not None:
             layout |= {"embedding": self.embedding}
-        return tiny_job(
-            model={**PRESETS[self.family], **SMALL, **given["model"]},
-            routing=given.get("routing", {}),
-            train={"micro_batches": 4, "recompute": self.recompute},
-            layout=layout,
-        )
+        return job(self.family, self.micro_batches, layout, self.recompute)
 
     def __str__(self) -> str:
         axes = (f"{name} {value}" for name, value in self._asdict().items() if name in AXES)
@@ -92,8 +95,23 @@ class Row(NamedTuple):
 AXES = ("pp", "tp", "ep", "etp", "shard")
 
 
+def job(
+    family: str, micro_batches: int, layout: dict[str, Any] | None = None, recompute: bool = False
+) -> Job:
+    """A family's, for one rank that does everything by itself unless a layout is given."""
+    given = FAMILIES[family]
+    return tiny_job(
+        model={**PRESETS[family], **SMALL, **given["model"]},
+        routing=given.get("routing", {}),
+        train={
+            "batch": 2 * micro_batches, "micro_batches": micro_batches, "recompute": recompute,
+        },
+        layout=layout or {},
+    )  # fmt: skip
+
+
 def reference(family: str) -> Row:
-    """The row that all others of a family are held against."""
+    """The row of a family that shares nothing out."""
     return Row(family, 1, 1, 1, 1, 1, 1, None, None, None, False)
 
 

@@ -8,20 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from layouts import Outcome, assert_same, outcome
-from table import AXES, FAMILIES, Row, covering, meetings, reference, rows
+from table import AXES, FAMILIES, Row, covering, job, meetings, rows
 
 from moesaic.testing.ranks import Ranks
 
 ROWS = rows()
 FEW = [row for row in ROWS if max(row.ep, row.shard, row.tp) <= 4]
-_references: dict[tuple[str, int], Outcome] = {}
+_references: dict[tuple[str, int, int], Outcome] = {}
 
 
 def hold(ranks: Ranks, row: Row, steps: int) -> None:
     """Hold a row against one rank that does everything by itself."""
-    if (row.family, steps) not in _references:
-        _references[row.family, steps] = outcome(ranks, 1, reference(row.family).job, steps)
-    one = _references[row.family, steps]
+    asked = row.family, row.micro_batches, steps
+    if asked not in _references:
+        _references[asked] = outcome(ranks, 1, job(row.family, row.micro_batches), steps)
+    one = _references[asked]
     several = outcome(ranks, row.ranks, row.job, steps)
     assert_same(several, one)
     for key, bias in one.state.items():
