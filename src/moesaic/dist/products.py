@@ -8,13 +8,15 @@ is decided here, by device and dtype. (A profiler of one thread does not see tho
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moesaic.base.errors import ConfigError
 from moesaic.dist import threads, vectors
 from moesaic.dist.device import (
     multiplies_bf16,
@@ -22,7 +24,25 @@ from moesaic.dist.device import (
     prefers_copies,
     prefers_onednn,
 )
+from moesaic.facts.job.train import Products
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+@dataclass
+class _Kernels:
+    """Those of our own, if they are to multiply."""
+
+    tiles: ModuleType | None = None
+    eight: bool = False
+
+    def take(self, dtype: torch.dtype) -> bool:
+        """Whether they multiply rows of that type."""
+        return self.tiles is not None and dtype in self.tiles.TYPES
+
+
+_kernels = _Kernels()
 _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
 _LARGE_MATRIX = 1 << 19
@@ -35,6 +55,8 @@ _FEW, _MANY = 16, 64
 _MOST = 256
 """Rows of a product from which on more of them make it no faster; results stand beside the place
 where they belong, and this many are few."""
+_MULTIPLIES_EIGHT = (8, 9)
+"""Generation of GPUs from which on they do."""
 _WIDE = 768
 """Columns of a right factor from which on a left one that stands turned is copied for units that
 multiply in tiles."""
@@ -75,8 +97,39 @@ def _product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -
         torch.mm(rows, weight.T if transposed else weight, out=out)
 
 
+def use(products: Products, device: torch.device) -> None:
+    """Have those multiply rows of experts in this process, whose device is `device`."""
+    _kernels.tiles, _kernels.eight = None, False
+    if products == "torch":
+        return
+    _check(products, device)
+    try:
+        from moesaic.dist import tiles
+    except ImportError as error:
+        raise ConfigError(
+            f'layout.products = "{products}" needs Triton, which is not there ({error}): '
+            'install it (pip install triton), or set layout.products to "torch"'
+        ) from None
+    _kernels.tiles, _kernels.eight = tiles, products == "fp8"
+
+
+def _check(products: Products, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError(
+            f'layout.products = "{products}" is for GPUs, and this run computes on the '
+            f"{device.type.upper()}: leave it out"
+        )
+    generation = torch.cuda.get_device_capability(device)
+    if products == "fp8" and generation < _MULTIPLIES_EIGHT:
+        raise ConfigError(
+            f'layout.products = "fp8" needs a GPU that multiplies eight bits (compute capability '
+            f"8.9), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, generation))}: "
+            'set it to "triton" or "torch"'
+        )
+
+
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    if _by_library(rows, weight):
+    if not _kernels.take(rows.dtype) and _by_library(rows, weight):
         operand = weight.to(rows.dtype)
         operand = operand.transpose(1, 2) if transposed else operand
         product: Tensor = F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
@@ -89,6 +142,9 @@ def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
 def _grouped_mm_into(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
 ) -> None:
+    if _kernels.tiles and _kernels.take(rows.dtype):
+        _kernels.tiles.grouped_mm(rows, weight, counts, transposed, out, eight=_kernels.eight)
+        return
     start, numbers = 0, counts.tolist()
     if transposed and only_reads(rows, weight, max(numbers, default=0)):
         vectors.multiply(rows, weight, numbers, out)
@@ -180,6 +236,9 @@ def _turned(rows: Tensor, own: slice, gate_up: Tensor, down: Tensor, out: Tensor
 
 
 def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
+    if _kernels.tiles and _kernels.take(left.dtype):
+        _kernels.tiles.grouped_outer(left, right, counts, out, added)
+        return
     start = 0
     for slot, count in enumerate(counts.tolist()):
         if count:
@@ -359,6 +418,10 @@ def _refuse_graph(*tensors: Tensor) -> None:
 
 def engine(device: torch.device, dtype: torch.dtype) -> str:
     """What multiplies rows of experts there, for a person."""
+    if _kernels.take(dtype):
+        return (
+            "kernels of our own" + ", in eight bits but for gradients of matrices" * _kernels.eight
+        )
     if device.type != "cpu":
         return "torch's grouped product" if dtype == torch.bfloat16 else "torch.mm, one by one"
     by = "torch.mm"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist import device as devices
+from moesaic.dist import products
 from moesaic.dist.buckets import Buckets, Summed
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
@@ -57,6 +58,7 @@ def assemble(
         counters: position in the run; absent: its start.
         say: told what takes long.
     """
+    products.use(plan.products, world.device)
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)

@@ -67,6 +67,12 @@ class Job(Section):
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
         self._check_finetune()
+        products = self.layout.products
+        if products in ("triton", "fp8") and self.train.precision == "fp64":
+            raise ValueError(
+                f'layout.products = "{products}" with train.precision = "fp64", which its kernels '
+                'do not multiply: set layout.products to "torch", or choose another precision'
+            )
         if self.schedule.warmup > self.train.steps:
             raise ValueError(
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
@@ -282,6 +288,8 @@ class Job(Section):
             )
         elif layout.dispatch == "auto" and "hosts" in given:
             found.append('layout.hosts has no effect: layout.dispatch = "auto" finds the hosts')
+        if "products" in given and not self.model.experts:
+            found.append("layout.products has no effect: the model is dense")
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found

@@ -20,6 +20,9 @@ Local = Literal["along", "first"]
 Embedding = Literal["whole", "columns"]
 """What of the embedding's table a rank of a part of the pipeline has."""
 
+Products = Literal["torch", "triton", "fp8"]
+"""What multiplies rows of experts by their matrices on a GPU."""
+
 MOST_CHUNKS = 64
 """Chunks that a rank's tokens can be cut into."""
 
@@ -60,6 +63,12 @@ class LayoutConfig(Section):
     """Parts of a rank's tokens that go to experts of other ranks one after another: experts compute
     with one while the next one and the results of the last one travel. auto: `moesaic plan` takes
     what costs least; without a plan, 1."""
+    products: Literal["auto"] | Products = "auto"
+    """What multiplies tokens by matrices of experts on a GPU; on the CPU the processor decides.
+    torch: torch's grouped product, or one product after another where it has none. triton: kernels
+    of our own, for all types but fp64. fp8: these, which multiply in eight bits, each row and each
+    column scaled by its own largest number; gradients of matrices stay in the type of the rows.
+    auto: torch."""
     embedding: Literal["auto"] | Embedding = "auto"
     """What of the embedding's table each rank has, where `tp` does not share out its words. whole:
     all of it, and gradients are summed, or what `shard` leaves. columns: an equal share of every

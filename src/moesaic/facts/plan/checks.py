@@ -16,7 +16,7 @@ from moesaic.facts.plan.plan import Plan, RankPlace
 _DIGITS = 16
 _DECISIVE = {
     "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "local",
-    "chunks", "embedding", "homes_by_rank", "homes_of_layers", "stages",
+    "chunks", "products", "embedding", "homes_by_rank", "homes_of_layers", "stages",
 }  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
@@ -100,6 +100,8 @@ def ruled(job: Job, plan: Plan) -> Job:
         said["local"] = "along"
     if said["chunks"] == "auto":
         said["chunks"] = 1
+    if said["products"] == "auto":
+        said["products"] = "torch"
     if said["embedding"] == "auto":
         said["embedding"] = "whole"
     decided = plan.model_dump(include=set(said))
@@ -119,6 +121,8 @@ def basis(job: Job, plan: Plan) -> str:
     # So has every plan that does not say, and digests of those are kept.
     if plan.local == "along":
         del decided["local"]
+    if plan.products == "torch":
+        del decided["products"]
     if not plan.homes_of_layers:
         del decided["homes_of_layers"]
     work = {

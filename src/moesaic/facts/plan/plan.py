@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from moesaic.base.config import Section
 from moesaic.facts.job.balance import Prices
 from moesaic.facts.job.model import MOST_EXPERTS
-from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Local, Schedule
+from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Local, Products, Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -76,6 +76,8 @@ class Plan(Section):
     other ranks, or by itself, while that travels."""
     chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
     """Parts of a rank's tokens that go to experts of other ranks one after another."""
+    products: Products = "torch"
+    """What multiplies tokens by matrices of experts on a GPU."""
     embedding: Embedding = "whole"
     """What of the embedding's table each rank of a part has: all, but for what `tp` or `shard`
     share out; or equal columns."""
