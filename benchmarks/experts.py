@@ -63,6 +63,7 @@ class Case:
     dtype: torch.dtype
     tokens: int
     skewed: bool = False
+    device: str = "cpu"
 
     def choices(self) -> list[Tensor]:
         """Experts of each token: in turn, or by Zipf's law, step after step drawn anew."""
@@ -82,14 +83,14 @@ class Layer:
         shape, draw = case.shape, torch.Generator().manual_seed(0)
 
         def random(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=draw).mul_(0.02).to(case.dtype)
+            return torch.randn(*sizes, generator=draw).mul_(0.02).to(case.device, case.dtype)
 
         self.tokens = random(case.tokens, shape.hidden).requires_grad_()
-        self._steps = case.choices()
+        self._steps = [one.to(case.device) for one in case.choices()]
         self.choices = self._steps[0]
         self.weights = random(case.tokens, shape.top_k).abs_().requires_grad_()
         self.grad = random(case.tokens, shape.hidden)
-        self.bank = Bank(range(shape.experts), shape.hidden, shape.ffn).to(case.dtype)
+        self.bank = Bank(range(shape.experts), shape.hidden, shape.ffn).to(case.device, case.dtype)
         with torch.no_grad():
             self.bank.arena.copy_(random(*self.bank.arena.shape))
         self._dispatcher = Dispatcher(shape.experts, Ranks())
@@ -169,7 +170,7 @@ def _theirs(shape: Shape, bank: Bank) -> nn.Module:
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = OlmoeExperts(config).to(bank.arena.dtype)
+        theirs = OlmoeExperts(config).to(bank.arena.device, bank.arena.dtype)
     with torch.no_grad():
         for expert, part, view in bank.matrices(bank.arena):
             gate_up = theirs.gate_up_proj[expert]

@@ -81,6 +81,13 @@ def exchanges(rounds: int) -> Iterator[measure.Row]:
     yield from exchange.rows(rounds)
 
 
+def on_gpu(rounds: int) -> Iterator[measure.Row]:
+    """Experts of one layer on a GPU."""
+    from benchmarks import on_gpu
+
+    yield from on_gpu.rows(rounds)
+
+
 def steps(rounds: int) -> Iterator[measure.Row]:
     """Whole steps of one rank, as the theme `families` takes them."""
     from benchmarks import families
@@ -112,6 +119,7 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
 WHOLES = {
     "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
     "embedding": tables, "peers": against_peers, "exchange": exchanges, "step": steps,
+    "gpu": on_gpu,
 }  # fmt: skip
 OF_EXPERTS = {one.name.lower(): partial(experts.rows, shapes=[one]) for one in experts.SHAPES}
 """A shape at a time, each a quarter of the whole."""

@@ -223,3 +223,8 @@ def _status_bytes(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def generation(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)

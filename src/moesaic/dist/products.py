@@ -8,8 +8,7 @@ is decided here, by device and dtype. (A profiler of one thread does not see tho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from moesaic.base.errors import ConfigError
 from moesaic.dist import threads, vectors
 from moesaic.dist.device import (
+    generation,
     multiplies_bf16,
     multiplies_in_tiles,
     prefers_copies,
@@ -26,23 +26,6 @@ from moesaic.dist.device import (
 )
 from moesaic.facts.job.train import Products
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
-@dataclass
-class _Kernels:
-    """Those of our own, if they are to multiply."""
-
-    tiles: ModuleType | None = None
-    eight: bool = False
-
-    def take(self, dtype: torch.dtype) -> bool:
-        """Whether they multiply rows of that type."""
-        return self.tiles is not None and dtype in self.tiles.TYPES
-
-
-_kernels = _Kernels()
 _WORTH = 1 << 20
 """Multiplications of a slot from which on oneDNN makes up for what each call of it takes."""
 _LARGE_MATRIX = 1 << 19
@@ -56,7 +39,7 @@ _MOST = 256
 """Rows of a product from which on more of them make it no faster; results stand beside the place
 where they belong, and this many are few."""
 _MULTIPLIES_EIGHT = (8, 9)
-"""Generation of GPUs from which on they do."""
+"""Compute capability of GPUs from which on they multiply eight bits."""
 _WIDE = 768
 """Columns of a right factor from which on a left one that stands turned is copied for units that
 multiply in tiles."""
@@ -65,17 +48,21 @@ _OPS = torch.library.Library("moesaic", "DEF")
 # a second, and every call costs five times as much.
 _OPS.define("product(Tensor rows, Tensor weight, bool transposed) -> Tensor")
 _OPS.define("product_into(Tensor rows, Tensor weight, bool transposed, Tensor(a!) out) -> ()")
-_OPS.define("grouped_mm(Tensor rows, Tensor weight, Tensor counts, bool transposed) -> Tensor")
 _OPS.define(
-    "grouped_mm_into(Tensor rows, Tensor weight, Tensor counts, bool transposed, Tensor(a!) out)"
-    " -> ()"
+    "grouped_mm(Tensor rows, Tensor weight, Tensor counts, bool transposed, str by='torch')"
+    " -> Tensor"
+)
+_OPS.define(
+    "grouped_mm_into(Tensor rows, Tensor weight, Tensor counts, bool transposed, Tensor(a!) out,"
+    " str by='torch') -> ()"
 )
 _OPS.define(
     "grouped_gated_into(Tensor rows, Tensor gate_up, Tensor down, Tensor counts, Tensor(a!) out)"
     " -> ()"
 )
 _OPS.define(
-    "grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out, bool added) -> ()"
+    "grouped_outer(Tensor left, Tensor right, Tensor counts, Tensor(a!) out, bool added,"
+    " str by='torch') -> ()"
 )
 
 
@@ -97,53 +84,26 @@ def _product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tensor) -
         torch.mm(rows, weight.T if transposed else weight, out=out)
 
 
-def use(products: Products, device: torch.device) -> None:
-    """Have those multiply rows of experts in this process, whose device is `device`."""
-    _kernels.tiles, _kernels.eight = None, False
-    if products == "torch":
-        return
-    _check(products, device)
-    try:
-        from moesaic.dist import tiles
-    except ImportError as error:
-        raise ConfigError(
-            f'layout.products = "{products}" needs Triton, which is not there ({error}): '
-            'install it (pip install triton), or set layout.products to "torch"'
-        ) from None
-    _kernels.tiles, _kernels.eight = tiles, products == "fp8"
-
-
-def _check(products: Products, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ConfigError(
-            f'layout.products = "{products}" is for GPUs, and this run computes on the '
-            f"{device.type.upper()}: leave it out"
-        )
-    generation = torch.cuda.get_device_capability(device)
-    if products == "fp8" and generation < _MULTIPLIES_EIGHT:
-        raise ConfigError(
-            f'layout.products = "fp8" needs a GPU that multiplies eight bits (compute capability '
-            f"8.9), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, generation))}: "
-            'set it to "triton" or "torch"'
-        )
-
-
-def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    if not _kernels.take(rows.dtype) and _by_library(rows, weight):
+def _grouped_mm(
+    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, by: str = "torch"
+) -> Tensor:
+    if by == "torch" and _by_library(rows, weight):
         operand = weight.to(rows.dtype)
         operand = operand.transpose(1, 2) if transposed else operand
         product: Tensor = F.grouped_mm(rows, operand, offs=_ends(counts, rows.device))
         return product
-    out = _empty(rows, weight, counts, transposed)
-    _grouped_mm_into(rows, weight, counts, transposed, out)
+    out = _empty(rows, weight, counts, transposed, by)
+    _grouped_mm_into(rows, weight, counts, transposed, out, by)
     return out
 
 
 def _grouped_mm_into(
-    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
+    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor, by: str = "torch"
 ) -> None:
-    if _kernels.tiles and _kernels.take(rows.dtype):
-        _kernels.tiles.grouped_mm(rows, weight, counts, transposed, out, eight=_kernels.eight)
+    if by != "torch":
+        from moesaic.dist import tiles
+
+        tiles.grouped_mm(rows, weight, counts, transposed, out, eight=by == "fp8")
         return
     start, numbers = 0, counts.tolist()
     if transposed and only_reads(rows, weight, max(numbers, default=0)):
@@ -235,9 +195,13 @@ def _turned(rows: Tensor, own: slice, gate_up: Tensor, down: Tensor, out: Tensor
     out[own] = results.T[own.start - first : own.stop - first]
 
 
-def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
-    if _kernels.tiles and _kernels.take(left.dtype):
-        _kernels.tiles.grouped_outer(left, right, counts, out, added)
+def _grouped_outer(
+    left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool, by: str = "torch"
+) -> None:
+    if by != "torch":
+        from moesaic.dist import tiles
+
+        tiles.grouped_outer(left, right, counts, out, added)
         return
     start = 0
     for slot, count in enumerate(counts.tolist()):
@@ -281,7 +245,9 @@ def _put(place: Tensor, values: Tensor, added: bool) -> None:
         place.copy_(values)
 
 
-def _empty(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+def _empty(
+    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, by: str = "torch"
+) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[1] if transposed else weight.shape[2]))
 
 
@@ -294,7 +260,7 @@ def _fake_product_into(rows: Tensor, weight: Tensor, transposed: bool, out: Tens
 
 
 def _fake_mm_into(
-    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor
+    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor, by: str = "torch"
 ) -> None:
     return None
 
@@ -305,7 +271,9 @@ def _fake_gated_into(
     return None
 
 
-def _fake_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
+def _fake_outer(
+    left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool, by: str = "torch"
+) -> None:
     return None
 
 
@@ -370,15 +338,44 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and multiplies_bf16()
 
 
+def check(products: Products, device: torch.device) -> None:
+    """Raise unless `products` multiply on `device`."""
+    if products == "torch":
+        return
+    if device.type == "cpu":
+        raise ConfigError(
+            f'layout.products = "{products}" is for GPUs, and this run computes on the CPU: leave '
+            "it out"
+        )
+    least, has = (".".join(map(str, one)) for one in (_MULTIPLIES_EIGHT, generation(device)))
+    if products == "fp8" and generation(device) < _MULTIPLIES_EIGHT:
+        raise ConfigError(
+            f'layout.products = "fp8" needs a GPU of compute capability {least} or more, and this '
+            f'one has {has}: set it to "triton" or "torch"'
+        )
+    try:
+        from moesaic.dist import tiles  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f'layout.products = "{products}" needs Triton, which is not there ({error}): '
+            'install it (pip install triton), or set layout.products to "torch"'
+        ) from None
+
+
 def grouped_mm(
-    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor | None = None
+    rows: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    transposed: bool,
+    out: Tensor | None = None,
+    by: Products = "torch",
 ) -> Tensor:
     """rows[s] @ weight[s] for every slot s, or rows[s] @ weight[s].T if `transposed`."""
     _refuse_graph(rows, weight)
     if out is None:
-        out = torch.ops.moesaic.grouped_mm.default(rows, weight, counts, transposed)
+        out = torch.ops.moesaic.grouped_mm.default(rows, weight, counts, transposed, by)
     else:
-        torch.ops.moesaic.grouped_mm_into.default(rows, weight, counts, transposed, out)
+        torch.ops.moesaic.grouped_mm_into.default(rows, weight, counts, transposed, out, by)
     return out
 
 
@@ -402,12 +399,17 @@ def grouped_gated(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, o
 
 
 def grouped_outer(
-    left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool = False
+    left: Tensor,
+    right: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    added: bool = False,
+    by: Products = "torch",
 ) -> None:
     """left[s].T @ right[s] for every slot s, into out[s] or `added` to it; zero for a slot without
     rows."""
     _refuse_graph(left, right)
-    torch.ops.moesaic.grouped_outer.default(left, right, counts, out, added)
+    torch.ops.moesaic.grouped_outer.default(left, right, counts, out, added, by)
 
 
 def _refuse_graph(*tensors: Tensor) -> None:
@@ -416,12 +418,11 @@ def _refuse_graph(*tensors: Tensor) -> None:
         raise NotImplementedError("products of slots record no gradients: call them without")
 
 
-def engine(device: torch.device, dtype: torch.dtype) -> str:
+def engine(device: torch.device, dtype: torch.dtype, products: Products = "torch") -> str:
     """What multiplies rows of experts there, for a person."""
-    if _kernels.take(dtype):
-        return (
-            "kernels of our own" + ", in eight bits but for gradients of matrices" * _kernels.eight
-        )
+    if products != "torch":
+        narrow = ", in eight bits but for gradients of matrices"
+        return "kernels of our own" + narrow * (products == "fp8")
     if device.type != "cpu":
         return "torch's grouped product" if dtype == torch.bfloat16 else "torch.mm, one by one"
     by = "torch.mm"

@@ -171,7 +171,8 @@ class LanguageModel(nn.Module):
         config = self.config
         ffn: FeedForward | MoE
         if index in config.expert_layers:
-            bank = Bank(plan.homes_at(ranks.rank, index), config.hidden, config.ffn, ranks.slices)
+            homes, sizes = plan.homes_at(ranks.rank, index), (config.hidden, config.ffn)
+            bank = Bank(homes, *sizes, ranks.slices, plan.products)
             dispatcher = Dispatcher(
                 config.experts, ranks, routing.capacity, plan.slots(index),
                 visits=plan.dispatch == "visits", chunks=plan.chunks,

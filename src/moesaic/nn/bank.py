@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.clock import Clock, during
+from moesaic.facts.job.train import Products
 from moesaic.nn.grouped import FORWARD, GatedExperts, Total, arena_views, gated_experts
 from moesaic.nn.guests import Guests
-from moesaic.nn.lora import AdaptedExperts, Adapters
+from moesaic.nn.lora import AdaptedExperts, Adapters, Shape
 from moesaic.nn.routes import Routes
 from moesaic.nn.slices import WHOLE, Slices
 
@@ -31,17 +32,24 @@ class Bank(nn.Module):
     own of every expert."""
 
     def __init__(
-        self, experts: Sequence[int], hidden: int, ffn: int, slices: Slices = WHOLE
+        self,
+        experts: Sequence[int],
+        hidden: int,
+        ffn: int,
+        slices: Slices = WHOLE,
+        by: Products = "torch",
     ) -> None:
+        """`by` that, on a GPU, rows are multiplied."""
         super().__init__()
-        self.experts, self.slices = list(experts), slices
+        self.experts, self.slices, self.by = list(experts), slices, by
         self.hidden, self.ffn = hidden, ffn // slices.count
         self.arena = nn.Parameter(torch.empty(len(self.experts), 3 * self.ffn * hidden))
         self.adapters: Adapters | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
         """Put low-rank adapters beside the experts."""
-        self.adapters = Adapters(self.experts, self.hidden, self.ffn, rank, scale)
+        shape = Shape(self.hidden, self.ffn, rank, scale, self.by)
+        self.adapters = Adapters(self.experts, shape)
 
     def rehome(self, experts: Sequence[int]) -> None:
         """Other experts are in the slots from now on; whoever says so has put them there."""
@@ -63,9 +71,11 @@ class Bank(nn.Module):
         """What computes so many times in one forward pass of the layer, with `guests` or none; what
         it takes, backward too, goes to `clock`."""
         if guests is None:
-            yield partial(self._compute, self.acquire(), None, Total(times, clock=clock))
+            yield partial(
+                self._compute, self.acquire(), None, Total(times, clock=clock, by=self.by)
+            )
         else:
-            total = Total(times, guests.flights, clock)
+            total = Total(times, guests.flights, clock, self.by)
             yield partial(self._compute, guests.arena, guests.guests, total)
         self.release()
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
-from moesaic.dist.products import grouped_outer, turns
+from moesaic.dist.products import turns
+from moesaic.facts.job.train import Products
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
 from moesaic.nn.shares import (
@@ -60,7 +61,7 @@ class GatedExperts(torch.autograd.Function):
         and of `guests` go to `total`."""
         way, arenas = Routes.of(routes), _arenas(arena, guests)
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = shares_forward(tokens, way.counts, ffn, down)
+        parts = shares_forward(tokens, way.counts, ffn, down, total.by)
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -94,7 +95,7 @@ class GatedExperts(torch.autograd.Function):
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
         total = ctx.total.begun(arenas, ffn, tokens.shape[1]) if of_arena else None
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = shares(tokens, way.counts, ffn, len(arena)) if known is None else known.parts
+        parts = known.parts if known else shares(tokens, way.counts, ffn, len(arena), ctx.total.by)
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
         weighed = Weighed(weights_NK, way) if known is None else known.weighed
         own, spread = Copies(tokens, way), Copies(grads[0], way)
@@ -143,13 +144,13 @@ def gated_experts(
     and where a processor gains by it all of that stands turned."""
     way = Routes.of(routes)
     gate_up, down = views(_arenas(arena, guests), ffn, tokens.shape[1])
-    parts = shares_forward(tokens, way.counts, ffn, down)
+    parts = shares_forward(tokens, way.counts, ffn, down, total.by)
     results, own = Returned(parts, tokens, way), Copies(tokens, way)
 
     def compute(place: int) -> None:
         share = parts[place]
         rows = own[share]
-        if turns(rows, down[share.arena], share.counts):
+        if share.by == "torch" and turns(rows, down[share.arena], share.counts):
             results.put(share, share.network(rows, gate_up, down, results.place(share)))
         else:
             inner = share.multiply(rows, gate_up, transposed=True)
@@ -169,9 +170,13 @@ class Total:
     """
 
     def __init__(
-        self, times: int = 1, flights: Sequence[Flight] = (), clock: Clock | None = None
+        self,
+        times: int = 1,
+        flights: Sequence[Flight] = (),
+        clock: Clock | None = None,
+        by: Products = "torch",
     ) -> None:
-        self.clock = clock
+        self.clock, self.by = clock, by
         self._times, self._gone, self._come, self._flights = times, 0, 0, flights
         self._landed = False
 
@@ -205,7 +210,7 @@ class Total:
 
     def _put(self, share: Share, grad: Tensor, rows: Tensor, matrices: Matrices) -> None:
         whole = matrices[share.arena][share.slots]
-        grouped_outer(grad, rows, share.counts, whole, self._come > 1)
+        share.outer(grad, rows, whole, added=self._come > 1)
 
     def send_guests_home(self) -> None:
         """Launch the gradients of guests, if all of them are there: those who came last are the

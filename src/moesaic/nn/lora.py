@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.dist.products import grouped_outer
+from moesaic.facts.job.train import Products
 from moesaic.nn.grouped import Weighed, activate, activate_apart, go_back, views
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
@@ -22,13 +22,10 @@ from moesaic.nn.shares import Copies, Joined, Returned, Share, for_both, shares
 class Adapters(nn.Module):
     """The adapters of one layer's home slots on this rank."""
 
-    def __init__(
-        self, experts: Sequence[int], hidden: int, ffn: int, rank: int, scale: float
-    ) -> None:
+    def __init__(self, experts: Sequence[int], shape: Shape) -> None:
         super().__init__()
-        self.experts = list(experts)
-        self.shape = Shape(hidden, ffn, rank, scale)
-        width = 3 * rank * (hidden + ffn)
+        self.experts, self.shape = list(experts), shape
+        width = 3 * shape.rank * (shape.hidden + shape.ffn)
         self.arena = nn.Parameter(torch.empty(len(self.experts), width))
 
     def matrices(self, arena: Tensor) -> Iterator[tuple[int, str, Tensor]]:
@@ -54,19 +51,19 @@ class Pair(NamedTuple):
 
     def add(self, share: Share, rows: Tensor, out: Tensor) -> None:
         """Add scale * B A rows to `out`."""
-        out += share.multiply(self._thin(share, rows), (self.b,), transposed=True)
+        out += share.whole.multiply(self._thin(share, rows), (self.b,), transposed=True)
 
     def back(self, share: Share, rows: Tensor, grad: Tensor, grads: Pair | None) -> Tensor:
         """What `grad`, the gradient of `out`, brings to `rows`; those of A and B go to `grads`, if
         they are asked for."""
-        grad_thin = share.multiply(grad, (self.b,), transposed=False).mul_(self.scale)
+        grad_thin = share.whole.multiply(grad, (self.b,), transposed=False).mul_(self.scale)
         if grads is not None:
-            grouped_outer(grad, self._thin(share, rows), share.counts, grads.b[share.slots])
-            grouped_outer(grad_thin, rows, share.counts, grads.a[share.slots])
-        return share.multiply(grad_thin, (self.a,), transposed=False)
+            share.outer(grad, self._thin(share, rows), grads.b[share.slots])
+            share.outer(grad_thin, rows, grads.a[share.slots])
+        return share.whole.multiply(grad_thin, (self.a,), transposed=False)
 
     def _thin(self, share: Share, rows: Tensor) -> Tensor:
-        return share.multiply(rows, (self.a,), transposed=True).mul_(self.scale)
+        return share.whole.multiply(rows, (self.a,), transposed=True).mul_(self.scale)
 
 
 class Shape(NamedTuple):
@@ -76,6 +73,8 @@ class Shape(NamedTuple):
     ffn: int
     rank: int
     scale: float
+    by: Products = "torch"
+    """What multiplies on a GPU."""
 
     def pairs(self, arena: Tensor) -> tuple[Pair, Pair, Pair]:
         """gate, up and down as views of an arena."""
@@ -107,7 +106,7 @@ class AdaptedExperts(torch.autograd.Function):
         """Compute in the dtype of `tokens`, along `Routes.of(routes)`."""
         way, (gate_pair, up_pair, down_pair) = Routes.of(routes), shape.pairs(adapters)
         gate_up, down = views([arena], shape.ffn, shape.hidden)
-        parts = shares(tokens, way.counts, shape.ffn)
+        parts = shares(tokens, way.counts, shape.ffn, by=shape.by)
         inners, results = Joined(parts, tokens, 2 * shape.ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -143,7 +142,7 @@ class AdaptedExperts(torch.autograd.Function):
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
         )
         gate_up, down = views([arena], shape.ffn, shape.hidden)
-        parts = shares(tokens, way.counts, shape.ffn)
+        parts = shares(tokens, way.counts, shape.ffn, by=shape.by)
         own, spread, weighed = Copies(tokens, way), Copies(grads[0], way), Weighed(weights_NK, way)
         grad_tokens = Returned(parts, tokens, way) if of_tokens else None
 

@@ -4,13 +4,14 @@ from and results go."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moesaic.dist import threads
-from moesaic.dist.products import grouped_gated, grouped_mm, only_reads
+from moesaic.dist.products import grouped_gated, grouped_mm, grouped_outer, only_reads
+from moesaic.facts.job.train import Products
 from moesaic.nn.routes import Routes
 
 _SHARE_BYTES = 1 << 20
@@ -39,13 +40,24 @@ class Share:
     core holds what stands between its products."""
     arena: int = 0
     """1: of guests."""
+    by: Products = "torch"
+    """What multiplies on a GPU."""
 
     def multiply(
         self, rows: Tensor, weights: Matrices, *, transposed: bool, out: Tensor | None = None
     ) -> Tensor:
         """The share's `rows` times its slots of `weights`, in the dtype of `rows`."""
         weight = weights[self.arena][self.slots]
-        return grouped_mm(rows, weight, self.counts, transposed, out)
+        return grouped_mm(rows, weight, self.counts, transposed, out, self.by)
+
+    def outer(self, left: Tensor, right: Tensor, out: Tensor, *, added: bool = False) -> None:
+        """left.T @ right of every slot's rows into its place in `out`, or `added` to it."""
+        grouped_outer(left, right, self.counts, out, added, self.by)
+
+    @property
+    def whole(self) -> Share:
+        """The same with nothing narrowed below the type of the rows."""
+        return replace(self, by="triton") if self.by == "fp8" else self
 
     def network(
         self, rows: Tensor, gate_up: Matrices, down: Matrices, out: Tensor | None
@@ -123,7 +135,9 @@ class Copies:
         return self._tokens.index_select(0, self._tokens_R[share.rows])
 
 
-def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> list[Share]:
+def shares(
+    tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None, by: Products = "torch"
+) -> list[Share]:
     """All slots of an arena at once on a GPU; on the CPU as many as have few enough rows, or one.
     The first slots are `own`, if not all are, and guests' follow."""
     limit, most_alone = int(counts.sum()), 0
@@ -141,19 +155,21 @@ def shares(tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None) -> 
         for first, stop, num_rows in _cut(slots.tolist(), limit):
             rows = slice(row, row + num_rows)
             alone = num_rows <= most_alone
-            found.append(Share(slice(first, stop), rows, slots[first:stop], alone, arena))
+            found.append(Share(slice(first, stop), rows, slots[first:stop], alone, arena, by))
             row += num_rows
     return found
 
 
-def shares_forward(tokens: Tensor, counts: Tensor, ffn: int, down: Matrices) -> list[Share]:
+def shares_forward(
+    tokens: Tensor, counts: Tensor, ffn: int, down: Matrices, by: Products = "torch"
+) -> list[Share]:
     """Shares for products forward alone: all slots are in one where these only read matrices, of
     which those of `down` are the smaller."""
     own = len(down[0])
-    may = len(down) == 1 and own > 0 and only_reads(tokens, down[0], 1)
+    may = by == "torch" and len(down) == 1 and own > 0 and only_reads(tokens, down[0], 1)
     if may and only_reads(tokens, down[0], int(counts.max())):
         return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
-    return shares(tokens, counts, ffn, own)
+    return shares(tokens, counts, ffn, own, by)
 
 
 def _cut(counts: Sequence[int], limit: int) -> Iterable[tuple[int, int, int]]:

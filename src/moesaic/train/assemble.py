@@ -58,14 +58,13 @@ def assemble(
         counters: position in the run; absent: its start.
         say: told what takes long.
     """
-    products.use(plan.products, world.device)
+    products.check(plan.products, world.device)
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)
-    mesh, slices = _shared_out(plan, world)
-    columns = _columns(plan, world)
-    mine = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
-    names = [name for stage in mine for name in stage]
+    (mesh, slices), columns = _shared_out(plan, world), _columns(plan, world)
+    part = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
+    names = [name for stage in part for name in stage]
     with torch.device("meta"):
         model = LanguageModel(job.model, job.routing, plan, ranks, slices, names, columns)
         if job.finetune is not None:

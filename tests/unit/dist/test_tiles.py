@@ -9,11 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+
+from moesaic.base.errors import ConfigError
+from moesaic.dist import products
+from moesaic.facts.job.train import Products
+from moesaic.facts.plan.layout import planned
+from moesaic.nn.bank import Bank
+from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.travel import Ranks
+from moesaic.testing.jobs import tiny_job
 
 pytest.importorskip("triton")
 
@@ -116,6 +125,84 @@ def test_narrow_numbers_stay_what_they_are(tiles: Any) -> None:
     assert back[1, 1] == numbers[1, 1]
     assert bool(back[2].isnan().any())
     assert bool(back[3].isfinite().all())
+
+
+def passed(bank: Bank, choices: Tensor, seed: int) -> list[Tensor]:
+    """Results of a layer's experts, and gradients of tokens, weights of rows and matrices."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, cotangent = (torch.randn(len(choices), bank.hidden, generator=draw) for _ in range(2))
+    weights = torch.rand(choices.shape, generator=draw)
+    leaves = [tokens.to(DEVICE).requires_grad_(), weights.to(DEVICE).requires_grad_()]
+    dispatcher = Dispatcher(len(bank.experts), Ranks())
+    placed = dispatcher.place(dispatcher.count(choices.to(DEVICE), training=True))
+    sent = dispatcher.start(*leaves, placed)
+    with bank.at_work() as compute:
+        out = sent.through(compute)
+    out.backward(cotangent.to(DEVICE))
+    own = bank.arena if bank.adapters is None else bank.adapters.arena
+    found = [out.detach(), *(leaf.grad for leaf in [*leaves, own])]
+    own.grad = None
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("spread", ["even", "all to one", "by chance"])
+def test_a_layer_by_them_is_the_same(tiles: Any, adapted: bool, spread: str) -> None:
+    """Forward and backward, and near enough in eight bits, but for what comes of adapters alone."""
+    del tiles
+    choices = {
+        "even": torch.arange(24).view(12, 2) % 4,
+        "all to one": torch.tensor([[2, 0]] * 12),
+        "by chance": torch.rand(12, 4, generator=torch.Generator().manual_seed(3)).argsort()[:, :2],
+    }[spread]
+    found = {}
+    for by in get_args(Products):
+        bank = Bank(range(4), 24, 40, by=by)
+        if adapted:
+            bank.adapt(3, 2.0)
+        bank.to(DEVICE)
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for one in bank.parameters():
+                one.copy_(torch.randn(one.shape, generator=draw) * 0.3)
+        found[by] = passed(bank, choices, 5)
+    assert len(found["torch"]) == 4
+    for one, other, eight in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert 0 < float((eight - one).norm() / one.norm()) < 0.1
+    outside = torch.device("cuda")
+    assert products.engine(outside, torch.bfloat16, "triton") == "kernels of our own"
+    assert "eight bits" in products.engine(outside, torch.bfloat16, "fp8")
+
+
+def test_what_cannot_multiply_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU; on a GPU that is too old; without Triton."""
+    outside = torch.device("cuda")
+    products.check("torch", torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r'layout.products = "triton" is for GPUs.*leave it out'):
+        products.check("triton", torch.device("cpu"))
+    monkeypatch.setattr(products, "generation", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"capability 8.9 or more, and this one has 8.0"):
+        products.check("fp8", outside)
+    products.check("triton", outside)
+    monkeypatch.setattr(products, "generation", lambda device: (9, 0))
+    products.check("fp8", outside)
+    monkeypatch.setitem(sys.modules, "moesaic.dist.tiles", None)
+    monkeypatch.delattr("moesaic.dist.tiles", raising=False)
+    with pytest.raises(ConfigError, match=r"needs Triton, .*pip install triton"):
+        products.check("fp8", outside)
+
+
+def test_jobs_and_plans_say_what_multiplies() -> None:
+    """Nobody but the job takes eight bits; kernels have no fp64."""
+    job = tiny_job(train={"precision": "bf16"}, layout={"products": "fp8"})
+    assert planned(job, 1).products == "fp8"
+    assert planned(tiny_job(), 1).products == "torch"
+    with pytest.raises(ConfigError, match=r'layout.products = "triton" with train.precision'):
+        tiny_job(layout={"products": "triton"})
+    dense = {"family": "llama", "experts": 0, "top_k": 0}
+    idle = tiny_job(model=dense, train={"precision": "bf16"}, layout={"products": "triton"}).idle()
+    assert "layout.products has no effect: the model is dense" in idle
 
 
 COMPILE = """

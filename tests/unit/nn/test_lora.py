@@ -11,7 +11,7 @@ from torch import Tensor
 from moesaic.nn import shares
 from moesaic.nn.attention import Linear
 from moesaic.nn.bank import Bank
-from moesaic.nn.lora import Adapters
+from moesaic.nn.lora import Adapters, Shape
 
 COUNTS = [[3, 0, 2, 9], [0, 0, 5, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
 HIDDEN, FFN, RANK, SCALE = 6, 5, 3, 0.7
@@ -65,7 +65,7 @@ def test_experts_equal_their_twin(
 
 
 def test_adapters_name_every_element_once() -> None:
-    adapters = Adapters([4, 7], HIDDEN, FFN, RANK, SCALE)
+    adapters = Adapters([4, 7], Shape(HIDDEN, FFN, RANK, SCALE))
     mark = torch.zeros_like(adapters.arena)
     shapes = {}
     for expert, part, view in adapters.matrices(mark):
