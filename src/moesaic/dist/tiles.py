@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moesaic.dist.kernels import rows_by_matrices, rows_by_rows
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
 EIGHT = torch.float8_e4m3fn
 _LARGEST = torch.finfo(EIGHT).max
 _LEAST = torch.finfo(torch.float32).tiny
