@@ -62,9 +62,10 @@ class LayerFacts:
     z: Tensor
     """This rank's share of the z-loss. Carries gradient."""
     asked: Tensor
-    """Assignments to each expert over all ranks before drops, [experts], on the host."""
+    """Assignments to each expert over all ranks before drops, [experts]; on the host, or on the
+    device if nothing has waited for it."""
     counts: Tensor
-    """Tokens sent to each expert by each rank after drops, [ranks, experts], on the host."""
+    """Tokens sent to each expert by each rank after drops, [ranks, experts]; likewise."""
     dropped: int
     """Assignments dropped for want of capacity, over all ranks."""
     visits: Tensor | None

@@ -364,6 +364,7 @@ class Run:
             for layer, facts in one.context.layers.items():
                 by_rank[layer] = facts.counts + by_rank.get(layer, 0)
                 dropped[layer] = facts.dropped + dropped.get(layer, 0)
+        by_rank = _on_host(by_rank)
         counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
         if self.pipeline is not None:
             counts, dropped = self.pipeline.all_layers(counts, dropped)
@@ -409,3 +410,10 @@ class Run:
         self.buckets.close()
         self.pipeline = self.rehoming = None
         del self.model
+
+
+def _on_host(tables: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Tables of one shape by layer, brought from the device, if they are there, at one go."""
+    if all(one.device.type == "cpu" for one in tables.values()):
+        return tables
+    return dict(zip(tables, torch.stack(list(tables.values())).cpu(), strict=True))
