@@ -26,18 +26,32 @@ from moesaic.nn.bank import Compute
 from moesaic.nn.guests import Homes
 from moesaic.nn.placement import Placement
 from moesaic.nn.router import NOBODY
-from moesaic.nn.travel import ByRows, Leaving, Ranks, RowsByHosts, Sent, Stay, There, routes
+from moesaic.nn.routes import Routes
+from moesaic.nn.travel import (
+    ByRows,
+    Leaving,
+    Ranks,
+    RowsByHosts,
+    Sent,
+    Stay,
+    There,
+    bounds,
+    routes,
+    routes_of_all,
+)
 from moesaic.nn.visits import ByHosts, ByVisits, Visits, stops
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Where tokens go; R ranks, K choices, E experts. All tensors on the host but `experts_TK`."""
+    """Where tokens go; R ranks, K choices, E experts. All tensors but `experts_TK` are on the host,
+    or, if rows are placed already, where tokens are."""
 
     experts_TK: Tensor
     """Choices of this rank's tokens, NOBODY where given up or dropped."""
     asked_KE: Tensor
-    """Assignments that routers asked for, over all ranks."""
+    """Assignments that routers asked for, over all ranks; [1, E], all choices together, if rows are
+    placed already."""
     counts_RCE: Tensor
     """Assignments that are carried out, of each chunk of a rank's tokens."""
     num_tokens: int
@@ -46,11 +60,18 @@ class Counted:
     """Assignments dropped for want of capacity, over all ranks."""
     visits: list[Visits]
     """Where tokens go, of each chunk, that travel once to each rank; none: they do not."""
+    placed: Placed | None = None
+    """Where rows are computed, if counting them has found that too."""
+
+    @property
+    def asked_E(self) -> Tensor:
+        """Assignments that routers asked for."""
+        return self.asked_KE.sum(0) if self.placed is None else self.asked_KE[0]
 
     @property
     def counts_RE(self) -> Tensor:
         """Assignments that are carried out."""
-        return self.counts_RCE.sum(1)
+        return self.counts_RCE.sum(1) if self.placed is None else self.counts_RCE[:, 0]
 
 
 @dataclass(frozen=True)
@@ -60,9 +81,12 @@ class Placed:
     slots_TK: Tensor
     """Of this rank's tokens; S where there is none."""
     counts_RCS: Tensor
-    """Rows of each chunk of a rank's tokens, of ranks of the group; on the host."""
+    """Rows of each chunk of a rank's tokens, of ranks of the group; on the host, or where tokens
+    are if there are `routes`."""
     visits: list[Visits]
     """As above."""
+    routes: Routes | None = None
+    """From all tokens to rows, of this rank alone, if they are known."""
 
     @property
     def slots(self) -> int:
@@ -100,6 +124,8 @@ class Dispatcher:
     ) -> None:
         self.chunks, self._pieces = chunks, (chunks + 1) * local_first
         self.experts, self.ranks, self.capacity = experts, ranks, capacity
+        self._alone = not ranks.carriers and ranks.everyone is None and self.computations == 1
+        self._bounds_S: Tensor | None = None
         self.rehome(slots or range(experts))
         self._stops = _stops(ranks) if visits else []
 
@@ -114,8 +140,14 @@ class Dispatcher:
         """How often the experts compute in a pass."""
         return self.chunks + self._pieces
 
-    def count(self, experts_TK: Tensor, *, training: bool) -> Counted:
-        """Count assignments over all ranks and drop those beyond capacity (while training)."""
+    def count(self, experts_TK: Tensor, *, training: bool, whole: bool = False) -> Counted:
+        """Count assignments over all ranks and drop those beyond capacity (while training).
+
+        They are `whole` if none is NOBODY's, nobody asks for them choice by choice, and no row is
+        to be balanced: a rank alone then leaves numbers on its device, and waits for none."""
+        limited = self.capacity is not None and training
+        if whole and self._alone and not limited and experts_TK.device.type != "cpu":
+            return self.count_there(experts_TK)
         num_tokens, top_k = experts_TK.shape
         known_TK = torch.where(experts_TK == NOBODY, self.experts, experts_TK)
         ids = known_TK + torch.arange(top_k, device=known_TK.device) * (self.experts + 1)
@@ -138,8 +170,24 @@ class Dispatcher:
         dropped = int(asked_RCKE.sum() - kept_RCKE.sum())
         return Counted(kept_TK, asked_KE, kept_RCKE.sum(2), tokens, dropped, visits)
 
+    def count_there(self, experts_TK: Tensor) -> Counted:
+        """Count assignments, all of which are carried out, of a rank alone, and place rows, with
+        nothing that the host would have to wait for."""
+        device = experts_TK.device
+        if self._bounds_S is None or self._bounds_S.device != device:
+            self._bounds_S = bounds(self.experts, device)
+        slots_TK = self._to_slots(experts_TK)
+        way = routes_of_all(slots_TK, self._bounds_S)
+        counts_E = way.counts if self._places_E is None else way.counts[self._places_E[:-1]]
+        asked_KE, counts_RCE = counts_E.view(1, -1), counts_E.view(1, 1, -1)
+        placed = Placed(slots_TK, way.counts.view(1, 1, -1), [], way)
+        return Counted(experts_TK, asked_KE, counts_RCE, len(experts_TK), 0, [], placed)
+
     def place(self, counted: Counted, balance: Balance | None = None) -> Placed:
         """Every row at home, or where `balance` has it."""
+        if counted.placed is not None:
+            assert balance is None, "rows are to be balanced, and have been placed"
+            return counted.placed
         experts_TK = counted.experts_TK
         experts_TK = torch.where(experts_TK == NOBODY, self.experts, experts_TK)
         if balance is None or not len(balance.copies):
@@ -176,6 +224,9 @@ class Dispatcher:
 
     def start(self, tokens_TH: Tensor, weights_TK: Tensor, placed: Placed) -> Underway:
         """Launch the exchange of tokens."""
+        if placed.routes is not None:
+            there = tokens_TH, placed.routes, weights_TK.to(tokens_TH.dtype)
+            return Underway([partial(Stay, there)])
         slots_TK, counts_RCS, slots = placed.slots_TK, placed.counts_RCS, placed.slots
         present_TK = slots_TK < slots
         stays: Iterator[There] = iter(())
@@ -216,7 +267,7 @@ class Dispatcher:
 
     def _depart(self, leaving: Leaving, visits: Visits | None) -> Sent:
         if not self.ranks.carriers:
-            return Stay(leaving, self.ranks)
+            return Stay((leaving.tokens_TH, leaving.home(self.ranks.rank), leaving.weights_TK))
         straight = len(self.ranks.carriers) == 1
         if visits is None:
             return (ByRows if straight else RowsByHosts)(leaving, self.ranks)

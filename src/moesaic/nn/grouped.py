@@ -61,7 +61,7 @@ class GatedExperts(torch.autograd.Function):
         and of `guests` go to `total`."""
         way, arenas = Routes.of(routes), _arenas(arena, guests)
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = shares_forward(tokens, way.counts, ffn, down, total.by)
+        parts = shares_forward(tokens, way, ffn, down, total.by)
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -95,7 +95,7 @@ class GatedExperts(torch.autograd.Function):
         known, ctx.ahead = ahead_of(ctx.ahead, grads[0]), None
         total = ctx.total.begun(arenas, ffn, tokens.shape[1]) if of_arena else None
         gate_up, down = views(arenas, ffn, tokens.shape[1])
-        parts = known.parts if known else shares(tokens, way.counts, ffn, len(arena), ctx.total.by)
+        parts = known.parts if known else shares(tokens, way, ffn, len(arena), ctx.total.by)
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
         weighed = Weighed(weights_NK, way) if known is None else known.weighed
         own, spread = Copies(tokens, way), Copies(grads[0], way)
@@ -144,7 +144,7 @@ def gated_experts(
     and where a processor gains by it all of that stands turned."""
     way = Routes.of(routes)
     gate_up, down = views(_arenas(arena, guests), ffn, tokens.shape[1])
-    parts = shares_forward(tokens, way.counts, ffn, down, total.by)
+    parts = shares_forward(tokens, way, ffn, down, total.by)
     results, own = Returned(parts, tokens, way), Copies(tokens, way)
 
     def compute(place: int) -> None:

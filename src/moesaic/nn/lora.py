@@ -106,7 +106,7 @@ class AdaptedExperts(torch.autograd.Function):
         """Compute in the dtype of `tokens`, along `Routes.of(routes)`."""
         way, (gate_pair, up_pair, down_pair) = Routes.of(routes), shape.pairs(adapters)
         gate_up, down = views([arena], shape.ffn, shape.hidden)
-        parts = shares(tokens, way.counts, shape.ffn, by=shape.by)
+        parts = shares(tokens, way, shape.ffn, by=shape.by)
         inners, results = Joined(parts, tokens, 2 * shape.ffn), Returned(parts, tokens, way)
         own = Copies(tokens, way)
 
@@ -142,7 +142,7 @@ class AdaptedExperts(torch.autograd.Function):
             (None, None, None) if grad_adapters is None else shape.pairs(grad_adapters)
         )
         gate_up, down = views([arena], shape.ffn, shape.hidden)
-        parts = shares(tokens, way.counts, shape.ffn, by=shape.by)
+        parts = shares(tokens, way, shape.ffn, by=shape.by)
         own, spread, weighed = Copies(tokens, way), Copies(grads[0], way), Weighed(weights_NK, way)
         grad_tokens = Returned(parts, tokens, way) if of_tokens else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -71,11 +72,13 @@ class MoE(nn.Module):
         tokens_TH = x.reshape(-1, x.shape[-1])
         routing, slices = self.router(tokens_TH, context), self.bank.slices
         experts_TK, weights_TK = slices.rows(routing.experts_TK), slices.rows(routing.weights_TK)
-        counted = self.dispatcher.count(experts_TK, training=context.training)
+        whole = routing.whole and asked is None
+        counted = self.dispatcher.count(experts_TK, training=context.training, whole=whole)
         balance = self._balance(counted, context)
         placed = self.dispatcher.place(counted, balance)
-        # A layer that is recomputed in backward must not leave its second graph here.
-        context.layers.setdefault(self.router.layer, self._facts(routing, counted, placed, balance))
+        report = partial(self._report, context, routing, counted, placed, balance)
+        if counted.placed is None:
+            report()
         tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
         sent = self.dispatcher.start(tokens_TH, weights_TK, placed)
         if balance is not None and not early:  # Behind the tokens, which come first.
@@ -88,6 +91,8 @@ class MoE(nn.Module):
         clock = self.clock if context.training else None
         with self.bank.at_work(self.dispatcher.computations, guests, clock) as compute:
             combined = slices.sum_runs(sent.through(compute)).view(x.shape)
+        if counted.placed is not None:  # Experts compute while the host launches this.
+            report()
         return combined if shared is None else combined + shared
 
     def rehome(self, slots: Sequence[int]) -> None:
@@ -165,10 +170,22 @@ class MoE(nn.Module):
         if guests is not None:
             guests.leave(ahead=False)
 
+    def _report(
+        self,
+        context: Context,
+        routing: Routing,
+        counted: Counted,
+        placed: Placed,
+        balance: Balance | None,
+    ) -> None:
+        facts = self._facts(routing, counted, placed, balance)
+        # A layer that is recomputed in backward must not leave its second graph here.
+        context.layers.setdefault(self.router.layer, facts)
+
     def _facts(
         self, routing: Routing, counted: Counted, placed: Placed, balance: Balance | None
     ) -> LayerFacts:
-        asked_E = counted.asked_KE.sum(0)
+        asked_E = counted.asked_E
         first_E = counted.asked_KE[0] if self.router.kind == "gshard" else asked_E
         return LayerFacts(
             balance=balance_share(routing, first_E, counted.num_tokens),

@@ -42,6 +42,8 @@ class Routing:
     """What softmax or sigmoid are taken of; carries gradient."""
     flips: int
     """Replayed choices that the router would not have made."""
+    whole: bool = False
+    """No choice was given up, and no loss tells first choices from others."""
 
 
 class Router(nn.Module):
@@ -90,7 +92,8 @@ class Router(nn.Module):
             context.choices[self.layer] = torch.where(
                 experts_TK == NOBODY, -1 - chosen_TK, chosen_TK
             )
-        return Routing(experts_TK, weights_TK, probabilities_TE, scores_TE, flips)
+        whole = given_up_TK is None and self.kind != "gshard"
+        return Routing(experts_TK, weights_TK, probabilities_TE, scores_TE, flips, whole)
 
     def _judge(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """What experts are chosen and weighed by, and the same as odds."""

@@ -18,13 +18,13 @@ class Routes(NamedTuple):
     """Which rows are whose."""
 
     counts: Tensor
-    """Rows of each slot, [slots], on the host."""
+    """Rows of each slot, [slots]; on the host, or where tokens are if nobody has waited for it."""
     order_R: Tensor
     """Flat (token, choice) index of each row; rows are sorted by slot."""
     rows_NK: Tensor | None = None
     """Row of each (token, choice), 0 where there is none; None: each token has one row."""
     present_NK: Tensor | None = None
-    """Which (token, choice) have a row, if not each token has one."""
+    """Which (token, choice) have a row; None: all have."""
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Routes:
@@ -49,14 +49,13 @@ class Routes(NamedTuple):
     def add_up(self, rows_RH: Tensor, weights_NK: Tensor | None = None) -> Tensor:
         """Sums of each token's rows, in the order of its choices, weighted if there are weights."""
         assert self.rows_NK is not None
-        assert self.present_NK is not None
-        if weights_NK is None:
+        if weights_NK is None and self.present_NK is not None:
             weights_NK = self.present_NK.to(rows_RH.dtype)
         return add_up(rows_RH, self.rows_NK, weights_NK)
 
 
-def add_up(rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Sum over k of weights[n, k] * rows[rows_NK[n, k]], without the [N, K, H] between."""
+def add_up(rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """Sum over k of weights[n, k], or 1, * rows[rows_NK[n, k]], without the [N, K, H] between."""
     if rows_RH.shape[0] == 0 or rows_NK.shape[0] == 0:
         return rows_RH.new_zeros((rows_NK.shape[0], rows_RH.shape[1]))
     return F.embedding_bag(rows_NK, rows_RH, mode="sum", per_sample_weights=weights_NK)

@@ -136,10 +136,14 @@ class Copies:
 
 
 def shares(
-    tokens: Tensor, counts: Tensor, ffn: int, own: int | None = None, by: Products = "torch"
+    tokens: Tensor, way: Routes, ffn: int, own: int | None = None, by: Products = "torch"
 ) -> list[Share]:
     """All slots of an arena at once on a GPU; on the CPU as many as have few enough rows, or one.
     The first slots are `own`, if not all are, and guests' follow."""
+    counts = way.counts
+    if counts.device.type != "cpu":  # Nobody waits for these numbers, and there are no guests.
+        every = slice(0, len(way.order_R))
+        return [Share(slice(0, len(counts)), every, counts, alone=False, by=by)]
     limit, most_alone = int(counts.sum()), 0
     if tokens.device.type == "cpu":
         crew = _crew_for(tokens, counts, ffn)
@@ -161,15 +165,15 @@ def shares(
 
 
 def shares_forward(
-    tokens: Tensor, counts: Tensor, ffn: int, down: Matrices, by: Products = "torch"
+    tokens: Tensor, way: Routes, ffn: int, down: Matrices, by: Products = "torch"
 ) -> list[Share]:
     """Shares for products forward alone: all slots are in one where these only read matrices, of
     which those of `down` are the smaller."""
-    own = len(down[0])
+    own, counts = len(down[0]), way.counts
     may = by == "torch" and len(down) == 1 and own > 0 and only_reads(tokens, down[0], 1)
     if may and only_reads(tokens, down[0], int(counts.max())):
         return [Share(slice(0, own), slice(0, int(counts.sum())), counts, alone=False)]
-    return shares(tokens, counts, ffn, own, by)
+    return shares(tokens, way, ffn, own, by)
 
 
 def _cut(counts: Sequence[int], limit: int) -> Iterable[tuple[int, int, int]]:

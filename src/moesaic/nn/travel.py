@@ -99,6 +99,25 @@ def routes(
     return Routes(counts_S, order, rows_NK, present_NK)
 
 
+def routes_of_all(slots_NK: Tensor, bounds_S: Tensor) -> Routes:
+    """As `routes`, where each choice has a slot: rows are counted where tokens are, and all of it
+    is as few launches as can be, none of which the host waits for. `bounds_S` are as of `bounds`.
+    """
+    sorted_R, order = slots_NK.reshape(-1).to(bounds_S.dtype).sort(stable=True)
+    counts_S = torch.searchsorted(sorted_R, bounds_S).diff()
+    rows = torch.empty_like(order)
+    rows.scatter_(0, order, torch.arange(len(order), device=order.device))
+    return Routes(counts_S, order, rows.view(slots_NK.shape))
+
+
+def bounds(slots: int, device: torch.device) -> Tensor:
+    """All of so many slots and their number, in the narrowest type that has them: a GPU sorts some
+    bits at a time."""
+    kinds = (torch.uint8, torch.int16, torch.int32)
+    kind = next(one for one in kinds if slots <= torch.iinfo(one).max)
+    return torch.arange(slots + 1, dtype=kind, device=device)
+
+
 There = tuple[Tensor, Routes, Tensor | None]
 """What is there for experts, how they take it, and weights if they are to add up."""
 
@@ -119,9 +138,9 @@ class Sent(Protocol):
 class Stay:
     """All experts are on this rank."""
 
-    def __init__(self, leaving: Leaving, ranks: Ranks) -> None:
+    def __init__(self, there: There) -> None:
         """Nothing leaves."""
-        self._there = leaving.tokens_TH, leaving.home(ranks.rank), leaving.weights_TK
+        self._there = there
 
     def arrive(self) -> There:
         """Tokens themselves."""

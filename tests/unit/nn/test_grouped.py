@@ -138,7 +138,7 @@ def test_slots_of_few_rows_are_taken_at_once_and_change_nothing(
         found.append((out, *torch.autograd.grad(out, (tokens, arena), cotangent)))
         assert least == 1 or not asked
     assert asked[:2] == [counts] * 2 if few else [sum(one) for one in asked[:2]] == [1, 1]
-    assert len(shares.shares(tokens, torch.tensor(counts), 8)) > 1
+    assert len(shares.shares(tokens, straight(counts), 8)) > 1
     for one, other in zip(*found, strict=True):
         close = 1e-6 if dtype == torch.float32 else 1e-2
         assert (one.double() - other).norm() <= close * one.double().norm()
