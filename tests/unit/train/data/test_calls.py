@@ -175,11 +175,19 @@ def ours(path: Path, **more: Any) -> Rows:
     return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
 
 
+def taken(messages: list[Record]) -> list[Record]:
+    """`messages` for transformers: a null field is missing to it from 5.24 on, and to us always."""
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if release >= (5, 24):
+        return messages
+    return [{key: value for key, value in one.items() if value is not None} for one in messages]
+
+
 def theirs(directory: Path, records: list[Record] = RECORDS) -> Rows:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     rows = [
         tokenizer.apply_chat_template(
-            record["messages"], tools=record.get("tools"), return_dict=True,
+            taken(record["messages"]), tools=record.get("tools"), return_dict=True,
             return_assistant_tokens_mask=True,
         )
         for record in records
