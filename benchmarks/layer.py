@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import experts, measure
+from benchmarks import experts, measure, on_gpu
 from benchmarks.training import Ours, olmoe
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -81,13 +81,6 @@ def exchanges(rounds: int) -> Iterator[measure.Row]:
     yield from exchange.rows(rounds)
 
 
-def on_gpu(rounds: int) -> Iterator[measure.Row]:
-    """Experts of one layer on a GPU."""
-    from benchmarks import on_gpu
-
-    yield from on_gpu.rows(rounds)
-
-
 def steps(rounds: int) -> Iterator[measure.Row]:
     """Whole steps of one rank, as the theme `families` takes them."""
     from benchmarks import families
@@ -119,11 +112,16 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
 WHOLES = {
     "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
     "embedding": tables, "peers": against_peers, "exchange": exchanges, "step": steps,
-    "gpu": on_gpu,
+    "gpu": on_gpu.rows,
 }  # fmt: skip
 OF_EXPERTS = {one.name.lower(): partial(experts.rows, shapes=[one]) for one in experts.SHAPES}
 """A shape at a time, each a quarter of the whole."""
-PARTS = {**WHOLES, **OF_EXPERTS}
+OF_GPU = {
+    f"gpu-{one.name.split(',')[0].lower()}": partial(on_gpu.rows, shapes=[one])
+    for one in on_gpu.SHAPES
+}
+"""Likewise."""
+PARTS = {**WHOLES, **OF_EXPERTS, **OF_GPU}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from moesaic.testing.ranks import Ranks
 
 hypothesis.settings.register_profile("brief", max_examples=40, deadline=None)
 hypothesis.settings.load_profile("brief")
+
+if not torch.cuda.is_available():  # Triton asks when it is imported, and kernels are made.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 LONGEST = ("world", "fault", "cli", "report", "hf")
 """Directories of tests that take long, in their order."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import exchange, measure, peers
+from benchmarks import exchange, measure, on_gpu, peers
+from benchmarks import experts as of_experts
 from benchmarks.__main__ import main
 from benchmarks.peers import DEEPSPEED, LIMITED, OURS, PLAIN, TUTEL, Case, Contender, Work
 from torch import Tensor
@@ -176,3 +177,25 @@ def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["layer", "--parts", "peers", "--rounds", "0"])
     assert "--rounds 0: a figure needs 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_grouped_products_as_a_person_calls_them_are_the_layer(skewed: bool) -> None:
+    shape = of_experts.Shape("small", 16, 24, 6, 2)
+    layer = of_experts.Layer(of_experts.Case(shape, torch.float32, 20, skewed))
+    found = []
+    for forward in (layer.ours, lambda: on_gpu.plain(layer)):
+        out = forward()
+        leaves = layer.tokens, layer.weights, layer.bank.arena
+        found.append((out, *torch.autograd.grad(out, leaves, layer.grad)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_its_figures_are_untried() -> None:
+    rows = list(on_gpu.rows(3))
+    assert len({row.name for row in rows}) == len(rows) == 4 * 3 * 2 * 2 * 5
+    assert {row.value for row in rows} == {None}
+    assert {row.against for row in rows} == {"untried: no GPU here"}
+    assert sorted({row.bar for row in rows}) == ["", ">= 0.65", ">= 0.75"]

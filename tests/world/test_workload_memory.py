@@ -10,7 +10,7 @@ import pytest
 import torch
 from layouts import sparing
 
-from moesaic.dist import products
+from moesaic.dist import device as devices
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, RoutingConfig
@@ -136,8 +136,8 @@ def peaks_by(world: World, job: Job, onednn: bool) -> list[int]:
     if onednn and not torch.backends.mkldnn.is_available():
         return []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "prefers_onednn", lambda: onednn)
-        patch.setattr(products, "prefers_copies", lambda: onednn)
+        patch.setattr(devices, "prefers_onednn", lambda: onednn)
+        patch.setattr(devices, "prefers_copies", lambda: onednn)
         return peaks(world, job)
 
 

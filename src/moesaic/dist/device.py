@@ -18,6 +18,9 @@ import torch
 
 from moesaic.base.errors import ConfigError
 
+OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of numbers that kernels of our own are for."""
+
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """glibc's names for how much is kept at most (-1: all), and how often memory comes by itself."""
 
@@ -226,5 +229,15 @@ def _status_bytes(key: str) -> int:
 
 
 def generation(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability."""
+    """A GPU's compute capability; of anything else, none."""
+    if device.type != "cuda":
+        return 0, 0
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; a few, where its programs are only interpreted."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 3

@@ -222,7 +222,8 @@ class ExpertLayer:
 
     def engines(self, dtypes: Sequence[str]) -> dict[str, str]:
         """What multiplies its experts in each type of numbers, for a person."""
-        return {name: engine(self._device, NARROW.get(name, torch.float32)) for name in dtypes}
+        by = self._moe.bank.multiplied_by
+        return {name: engine(self._device, NARROW.get(name, torch.float32), by) for name in dtypes}
 
     def limits(self, dtypes: Sequence[str], budget_s: float) -> list[Limit]:
         """What the device does at best, each found in about so many seconds."""

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moesaic.dist.products import by_onednn, product
+from moesaic.dist.loops import by_onednn
+from moesaic.dist.products import product
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.halves import asked_for
 from moesaic.nn.norm import RMSNorm

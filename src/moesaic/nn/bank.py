@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.dist.clock import Clock, during
+from moesaic.dist.products import chosen
 from moesaic.facts.job.train import Products
 from moesaic.nn.grouped import FORWARD, GatedExperts, Total, arena_views, gated_experts
 from moesaic.nn.guests import Guests
@@ -37,9 +39,9 @@ class Bank(nn.Module):
         hidden: int,
         ffn: int,
         slices: Slices = WHOLE,
-        by: Products = "torch",
+        by: Literal["auto"] | Products = "auto",
     ) -> None:
-        """`by` that, on a GPU, rows are multiplied."""
+        """`by` that, on a GPU, rows are multiplied; auto: by what is fastest on it."""
         super().__init__()
         self.experts, self.slices, self.by = list(experts), slices, by
         self.hidden, self.ffn = hidden, ffn // slices.count
@@ -48,8 +50,13 @@ class Bank(nn.Module):
 
     def adapt(self, rank: int, scale: float) -> None:
         """Put low-rank adapters beside the experts."""
-        shape = Shape(self.hidden, self.ffn, rank, scale, self.by)
+        shape = Shape(self.hidden, self.ffn, rank, scale)
         self.adapters = Adapters(self.experts, shape)
+
+    @property
+    def multiplied_by(self) -> Products:
+        """What multiplies rows where the bank is, if that is a GPU."""
+        return chosen(self.by, self.arena.device)
 
     def rehome(self, experts: Sequence[int]) -> None:
         """Other experts are in the slots from now on; whoever says so has put them there."""
@@ -71,11 +78,10 @@ class Bank(nn.Module):
         """What computes so many times in one forward pass of the layer, with `guests` or none; what
         it takes, backward too, goes to `clock`."""
         if guests is None:
-            yield partial(
-                self._compute, self.acquire(), None, Total(times, clock=clock, by=self.by)
-            )
+            total = Total(times, clock=clock, by=self.multiplied_by)
+            yield partial(self._compute, self.acquire(), None, total)
         else:
-            total = Total(times, guests.flights, clock, self.by)
+            total = Total(times, guests.flights, clock, self.multiplied_by)
             yield partial(self._compute, guests.arena, guests.guests, total)
         self.release()
 
@@ -98,7 +104,7 @@ class Bank(nn.Module):
                 results = apply(tokens, arena, guests, weights_NK, self.ffn, total, *routes)
         else:
             assert guests is None, "adapters have no guests"
-            own, shape = self.adapters.arena, self.adapters.shape
+            own, shape = self.adapters.arena, self.adapters.shape._replace(by=total.by)
             results = AdaptedExperts.apply(tokens, arena, own, weights_NK, shape, *routes)
         return results
 

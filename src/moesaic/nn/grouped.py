@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.dist import passes
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
-from moesaic.dist.products import turns
+from moesaic.dist.loops import turns
 from moesaic.facts.job.train import Products
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
@@ -67,8 +68,12 @@ class GatedExperts(torch.autograd.Function):
 
         def compute(place: int) -> None:
             share = parts[place]
-            inner = inners.multiply(share, own[share], gate_up, transposed=True)
-            results.multiply(share, activate(inner), down, transposed=True)
+            if share.by == "torch":
+                inner = inners.multiply(share, own[share], gate_up, transposed=True)
+                results.multiply(share, activate(inner), down, transposed=True)
+            else:
+                activated = inners.activated(share, own[share], gate_up)
+                results.multiply(share, activated, down, transposed=True)
 
         for_both(parts, compute, partial(total.forward, waited_for=guests_have_rows(parts)))
         ctx.save_for_backward(tokens, arena, guests, weights_NK, inners.whole, *routes)
@@ -97,24 +102,22 @@ class GatedExperts(torch.autograd.Function):
         gate_up, down = views(arenas, ffn, tokens.shape[1])
         parts = known.parts if known else shares(tokens, way, ffn, len(arena), ctx.total.by)
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
-        weighed = Weighed(weights_NK, way) if known is None else known.weighed
+        at_once = passes.serve(inners)
+        weighed = Weighed(weights_NK, way, at_once=at_once) if known is None else known.weighed
         own, spread = Copies(tokens, way), Copies(grads[0], way)
         grad_tokens = Returned(parts, tokens, way) if of_tokens else None
         keeps = ctx.needs_input_grad[1] and not of_arena
 
         def compute(place: int) -> None:
             share, grad_inner, inner = parts[place], made[place], inners[parts[place].rows]
-            grad = spread[share]
+            grad, weighs = spread[share], True
             if grad_inner is None:
-                grad_activated = share.multiply(grad, down, transposed=False)
-                halves = activate_apart(inner)
-                grad_inner = go_back(share, inner, halves, grad_activated, weighed)
-                activated = halves.activated
-                del grad_activated, halves
+                grad_inner, activated, weighs = back_between(share, grad, inner, down, weighed)
             else:
                 activated = activate(inner)
             if total is not None:
-                weighed.scale(share, activated)
+                if weighs:
+                    weighed.scale(share, activated)
                 total.of_down(share, grad, activated)
                 del grad, activated
                 total.of_gate_up(share, grad_inner, own[share])
@@ -152,10 +155,14 @@ def gated_experts(
         rows = own[share]
         if share.by == "torch" and turns(rows, down[share.arena], share.counts):
             results.put(share, share.network(rows, gate_up, down, results.place(share)))
-        else:
+        elif share.by == "torch":
             inner = share.multiply(rows, gate_up, transposed=True)
             del rows
             results.multiply(share, activate(inner), down, transposed=True)
+        else:
+            activated = share.activated(rows, gate_up, None)
+            del rows
+            results.multiply(share, activated, down, transposed=True)
 
     for_both(parts, compute, partial(total.forward, waited_for=guests_have_rows(parts)))
     return results.add_up(weights_NK)
@@ -251,6 +258,8 @@ def ahead_of(ahead: Ahead | None, grad: Tensor) -> Ahead | None:
 
 def activate(inner: Tensor) -> Tensor:
     """silu(gate) * up of gate and up side by side."""
+    if passes.serve(inner):
+        return passes.activate(inner)
     gate, up = inner.chunk(2, dim=1)
     return F.silu(gate).mul_(up)
 
@@ -288,35 +297,68 @@ def go_back(
     return grad_inner
 
 
+def back_between(
+    share: Share, grad: Tensor, inner: Tensor, down: Matrices, weighed: Weighed
+) -> tuple[Tensor, Tensor, bool]:
+    """The gradient of gate and up, given that of a share's results; silu(gate) * up, and whether
+    it is still to be weighed."""
+    grad_activated = share.multiply(grad, down, transposed=False)
+    if passes.serve(inner):
+        return *weighed.at_once(share, inner, grad_activated), False
+    halves = activate_apart(inner)
+    return go_back(share, inner, halves, grad_activated, weighed), halves.activated, True
+
+
 class Weighed:
     """Weights of rows, if they have some, where backward comes to what is between the products."""
 
-    def __init__(self, weights_NK: Tensor | None, way: Routes) -> None:
+    def __init__(self, weights_NK: Tensor | None, way: Routes, *, at_once: bool = False) -> None:
+        """They are met `at_once`, or where `back` and `scale` come to them."""
         self._weights_NK, self._order_R = weights_NK, way.order_R
         if weights_NK is not None:
-            self._weights_R = weights_NK.view(-1)[way.order_R]
-            self._grads_R = torch.empty_like(self._weights_R)
+            self._grad_NK = torch.zeros_like(weights_NK) if at_once else None
+            self._weights_R = None if at_once else weights_NK.view(-1)[way.order_R]
+            self._grads_R = None if at_once else torch.empty_like(self._rows_weights())
+
+    def _rows_weights(self) -> Tensor:
+        assert self._weights_NK is not None
+        if self._weights_R is None:
+            return self._weights_NK.view(-1)[self._order_R]
+        return self._weights_R
+
+    def at_once(self, share: Share, inner: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of gate and up, and what comes of them, weighed, in one pass; as `go_back`
+        has them."""
+        order, weights, grads = self._order_R[share.rows], None, None
+        if self._weights_NK is not None:
+            assert self._grad_NK is not None
+            weights, grads = self._weights_NK.view(-1), self._grad_NK.view(-1)
+        return passes.gated_back(inner, grad, weights, order, grads)
 
     def back(self, share: Share, grad: Tensor, inner: Tensor) -> None:
         """Find the gradients of the share's weights and put the weights into `grad`, the gradient
         that `inner`, without weights, would have."""
         if self._weights_NK is not None:
+            assert self._grads_R is not None
             torch.sum(grad * inner, dim=1, out=self._grads_R[share.rows])
             self.scale(share, grad)
 
     def scale(self, share: Share, rows: Tensor) -> None:
         """Multiply the share's rows by their weights."""
         if self._weights_NK is not None:
-            rows.mul_(self._weights_R[share.rows, None])
+            rows.mul_(self._rows_weights()[share.rows, None])
 
     def scaled(self, share: Share, rows: Tensor) -> Tensor:
         """The share's rows times their weights; themselves, if there are none."""
-        return rows if self._weights_NK is None else rows * self._weights_R[share.rows, None]
+        return rows if self._weights_NK is None else rows * self._rows_weights()[share.rows, None]
 
     def gradient(self) -> Tensor | None:
         """That of all weights."""
         if self._weights_NK is None:
             return None
+        if self._grad_NK is not None:
+            return self._grad_NK
+        assert self._grads_R is not None
         grad = torch.zeros_like(self._weights_NK)
         grad.view(-1)[self._order_R] = self._grads_R
         return grad

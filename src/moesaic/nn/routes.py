@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.dist import passes
+
 
 class Routes(NamedTuple):
     """Which rows are whose."""
@@ -58,6 +60,8 @@ def add_up(rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None) -> Tenso
     """Sum over k of weights[n, k], or 1, * rows[rows_NK[n, k]], without the [N, K, H] between."""
     if rows_RH.shape[0] == 0 or rows_NK.shape[0] == 0:
         return rows_RH.new_zeros((rows_NK.shape[0], rows_RH.shape[1]))
+    if passes.serve(rows_RH):
+        return passes.add_up(rows_RH, rows_NK, weights_NK)
     return F.embedding_bag(rows_NK, rows_RH, mode="sum", per_sample_weights=weights_NK)
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moesaic.dist import threads
-from moesaic.dist.products import grouped_gated, grouped_mm, grouped_outer, only_reads
+from moesaic.dist import passes, threads
+from moesaic.dist.loops import only_reads
+from moesaic.dist.products import grouped_activated, grouped_gated, grouped_mm, grouped_outer
 from moesaic.facts.job.train import Products
 from moesaic.nn.routes import Routes
 
@@ -49,6 +50,14 @@ class Share:
         """The share's `rows` times its slots of `weights`, in the dtype of `rows`."""
         weight = weights[self.arena][self.slots]
         return grouped_mm(rows, weight, self.counts, transposed, out, self.by)
+
+    def activated(self, rows: Tensor, gate_up: Matrices, inner: Tensor | None) -> Tensor:
+        """silu(gate) * up of the share's `rows` times its slots, by kernels of our own; gates and
+        ups stay in `inner`, if that is wanted."""
+        weight = gate_up[self.arena][self.slots]
+        activated = rows.new_empty((rows.shape[0], weight.shape[1] // 2))
+        grouped_activated(rows, weight, self.counts, activated, inner, self.by)
+        return activated
 
     def outer(self, left: Tensor, right: Tensor, out: Tensor, *, added: bool = False) -> None:
         """left.T @ right of every slot's rows into its place in `out`, or `added` to it."""
@@ -98,6 +107,15 @@ class Joined:
         self.put(share, results)
         return results
 
+    def activated(self, share: Share, rows: Tensor, gate_up: Matrices) -> Tensor:
+        """As the share does; gates and ups are where they belong."""
+        inner = self.place(share)
+        if inner is None:
+            inner = rows.new_empty((rows.shape[0], gate_up[share.arena].shape[1]))
+        activated = share.activated(rows, gate_up, inner)
+        self.put(share, inner)
+        return activated
+
 
 class Returned(Joined):
     """Results of all shares, as wide as tokens, for the tokens whose rows they come from."""
@@ -128,10 +146,15 @@ class Copies:
     """Rows of shares, copied from tokens when they are asked for."""
 
     def __init__(self, tokens: Tensor, way: Routes) -> None:
-        self._tokens, self._tokens_R = tokens, way.tokens_R
+        self._tokens, self._way, self._at_once = tokens, way, passes.serve(tokens)
+        if not self._at_once:
+            self._tokens_R = way.tokens_R
 
     def __getitem__(self, share: Share) -> Tensor:
         """The rows of one share."""
+        if self._at_once:
+            choices = 1 if self._way.rows_NK is None else self._way.rows_NK.shape[1]
+            return passes.copies(self._tokens, self._way.order_R[share.rows], choices)
         return self._tokens.index_select(0, self._tokens_R[share.rows])
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moesaic.dist import passes
 from moesaic.dist.exchange import Carrier, Journey
 from moesaic.dist.world import Group
 from moesaic.nn.routes import Routes, add_up, inverse
@@ -103,6 +104,9 @@ def routes_of_all(slots_NK: Tensor, bounds_S: Tensor) -> Routes:
     """As `routes`, where each choice has a slot: rows are counted where tokens are, and all of it
     is as few launches as can be, none of which the host waits for. `bounds_S` are as of `bounds`.
     """
+    if passes.serve(slots_NK):
+        counts_S, order, rows = passes.sort(slots_NK.reshape(-1), len(bounds_S) - 1)
+        return Routes(counts_S, order, rows.view(slots_NK.shape))
     sorted_R, order = slots_NK.reshape(-1).to(bounds_S.dtype).sort(stable=True)
     counts_S = torch.searchsorted(sorted_R, bounds_S).diff()
     rows = torch.empty_like(order)

@@ -257,7 +257,7 @@ class Run:
         if moe is None:
             return None
         kind = NARROW.get(self.job.train.precision, moe.bank.arena.dtype)
-        found = f"experts: {engine(self.world.device, kind, moe.bank.by)}"
+        found = f"experts: {engine(self.world.device, kind, moe.bank.multiplied_by)}"
         carriers = [one.name for one in moe.dispatcher.ranks.carriers]
         return f"{found}; tokens carried by {' and then '.join(carriers)}" if carriers else found
 

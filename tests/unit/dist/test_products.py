@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moesaic.dist import products
-from moesaic.dist.products import grouped_gated, grouped_mm, grouped_outer, turns
+from moesaic.dist import device as devices
+from moesaic.dist import loops, products
+from moesaic.dist.loops import turns
+from moesaic.dist.products import grouped_gated, grouped_mm, grouped_outer
 from moesaic.nn.grouped import arena_views
 
 COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0], [40, 0, 17], [2, 131, 3]]
@@ -19,14 +21,14 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     onednn = request.param != "torch"
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
-    monkeypatch.setattr(products, "prefers_copies", lambda: request.param == "onednn")
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: onednn)
-    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: request.param == "onednn")
-    monkeypatch.setattr(products, "_WORTH", 0)
-    monkeypatch.setattr(products, "_LARGE_MATRIX", 0)
-    monkeypatch.setattr(products, "_SPARE", 0)
-    monkeypatch.setattr(products, "_WIDE", 0)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: onednn)
+    monkeypatch.setattr(devices, "prefers_copies", lambda: request.param == "onednn")
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: onednn)
+    monkeypatch.setattr(devices, "multiplies_in_tiles", lambda: request.param == "onednn")
+    monkeypatch.setattr(loops, "_WORTH", 0)
+    monkeypatch.setattr(loops, "_LARGE_MATRIX", 0)
+    monkeypatch.setattr(loops, "_SPARE", 0)
+    monkeypatch.setattr(loops, "_WIDE", 0)
     return str(request.param)
 
 
@@ -145,25 +147,25 @@ def test_what_stands_turned_between_products(monkeypatch: pytest.MonkeyPatch) ->
     """Rows in bf16 where tiles are multiplied, unless matrices are small or rows few."""
     large, small = torch.empty(3, 1024, 512).bfloat16(), torch.empty(3, 32, 32).bfloat16()
     rows, counts = torch.empty(8, 512).bfloat16(), torch.tensor([7, 0, 1])
-    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: True)
+    monkeypatch.setattr(devices, "multiplies_in_tiles", lambda: True)
     assert turns(rows, large, counts)
     assert not turns(rows[:7], large, torch.tensor([6, 0, 1])), "three a slot are few"
     assert not turns(rows[:0], large, torch.zeros(3, dtype=torch.int64))
     assert not turns(rows, small, counts)
     assert not turns(rows.float(), large.float(), counts)
-    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: False)
+    monkeypatch.setattr(devices, "multiplies_in_tiles", lambda: False)
     assert not turns(rows, large, counts)
 
 
 def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is the quicker, for all but small products and a single row from the left."""
-    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(products, "prefers_copies", lambda: True)
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(devices, "prefers_copies", lambda: True)
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
 
     def asked(count: int, columns: int, dtype: torch.dtype, transposed: bool = True) -> bool:
         rows, matrix = torch.empty(count, 512, dtype=dtype), torch.empty(columns, 512)
-        return products._evenly(rows, count, matrix, transposed=transposed)
+        return loops._evenly(rows, count, matrix, transposed=transposed)
 
     assert asked(2, 1024, torch.float32)
     assert not asked(2, 1023, torch.float32)
@@ -171,7 +173,7 @@ def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked(1, 4096, torch.float32, transposed=False)
     assert not asked(64, 1024, torch.bfloat16)
     assert not asked(64, 1024, torch.float64)
-    monkeypatch.setattr(products, "prefers_copies", lambda: False)
+    monkeypatch.setattr(devices, "prefers_copies", lambda: False)
     assert asked(64, 1024, torch.float32)
     assert asked(2, 1024, torch.float32)
     assert asked(512, 1024, torch.float32)
@@ -179,9 +181,9 @@ def test_what_onednn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(256 + 63, 1024, torch.float32)
     assert asked(56, 1024, torch.float32)
     assert not asked(57, 1024, torch.float32), "7 rows of others beside 57"
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
     assert asked(64, 1024, torch.bfloat16)
-    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
     assert not asked(64, 1024, torch.float32)
 
 
@@ -190,10 +192,10 @@ def test_which_factor_a_matrix_is(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.empty(512, 128)
 
     def left(size: int, dtype: torch.dtype, given: torch.Tensor = matrix) -> bool:
-        return products._on_the_left(dtype, size, given)
+        return loops._on_the_left(dtype, size, given)
 
     for tiles in (True, False):
-        monkeypatch.setattr(products, "multiplies_in_tiles", lambda tiles=tiles: tiles)
+        monkeypatch.setattr(devices, "multiplies_in_tiles", lambda tiles=tiles: tiles)
         assert [left(size, torch.float32) for size in (8, 16, 64, 80)] == [False, True, True, False]
         assert [left(size, torch.bfloat16) for size in (8, 64, 80)] == [tiles, tiles, False]
     assert not left(16, torch.float32, matrix.T)
@@ -211,7 +213,7 @@ def test_no_gradient_is_lost_without_a_word() -> None:
 
 def test_few_numbers_of_rows_are_met() -> None:
     """Never fewer than there are, and what is added to them stays small."""
-    even = {count: products._even(count) for count in range(1, 5000)}
+    even = {count: loops._even(count) for count in range(1, 5000)}
     assert len(set(even.values())) < 70
     for count, size in even.items():
         assert count <= size <= max(count + 7, 1.125 * count)
@@ -247,8 +249,8 @@ def test_what_is_said_of_the_engine_has_no_numbers(
     monkeypatch: pytest.MonkeyPatch, rarely: bool
 ) -> None:
     """Which products are whose is a matter of sizes, and of cores: no one number says it."""
-    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(products, "prefers_copies", lambda: not rarely)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(devices, "prefers_copies", lambda: not rarely)
     monkeypatch.setattr(products.threads, "crew", lambda: None)
     said = products.engine(torch.device("cpu"), torch.float32)
     where = "matrices are small or rows few or uneven" if rarely else "they are small"

@@ -7,16 +7,17 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.base.errors import ConfigError
-from moesaic.dist import products
+from moesaic.dist import device as devices
+from moesaic.dist import passes, products
 from moesaic.facts.job.train import Products
 from moesaic.facts.plan.layout import planned
 from moesaic.nn.bank import Bank
@@ -33,18 +34,8 @@ TYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE.type == "cuda
 
 
 @pytest.fixture(scope="module")
-def tiles() -> Iterator[Any]:
-    """The module; it is asked for when kernels are made whether they are to be interpreted."""
-    before = os.environ.get("TRITON_INTERPRET")
-    if DEVICE.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield importlib.import_module("moesaic.dist.tiles")
-    finally:
-        if before is None:
-            os.environ.pop("TRITON_INTERPRET", None)
-        else:
-            os.environ["TRITON_INTERPRET"] = before
+def tiles() -> Any:
+    return importlib.import_module("moesaic.dist.tiles")
 
 
 def of_slots(numbers: Tensor, counts: list[int]) -> list[Tensor]:
@@ -76,6 +67,121 @@ def test_rows_by_matrices(
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", TYPES)
+def test_gates_and_ups(tiles: Any, counts: list[int], dtype: torch.dtype) -> None:
+    """What comes of them is written with them, or without."""
+    weight = torch.randn(3, 144, 40, device=DEVICE).to(dtype)
+    rows = torch.randn(sum(counts), 40, device=DEVICE).to(dtype)
+    inner, (activated, alone) = rows.new_empty(len(rows), 144), rows.new_empty(2, len(rows), 72)
+    tiles.grouped_gated(rows, weight, torch.tensor(counts), inner, activated, eight=False)
+    tiles.grouped_gated(rows, weight, torch.tensor(counts), None, alone, eight=False)
+    pairs = zip(of_slots(rows, counts), weight, strict=True)
+    exact = torch.cat([x @ w.double().T for x, w in pairs])
+    torch.testing.assert_close(inner, exact.to(dtype))
+    gate, up = inner.double().chunk(2, dim=1)
+    torch.testing.assert_close(activated, (F.silu(gate) * up).to(dtype))
+    assert torch.equal(activated, alone)
+    assert torch.equal(activated, tiles.activate(inner))
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_back_between_products(tiles: Any, weighed: bool, dtype: torch.dtype) -> None:
+    """As autograd has it; gradients of weights go to their places and nowhere else."""
+    inner, grad = (torch.randn(9, n, device=DEVICE).to(dtype) for n in (144, 72))
+    order = torch.randperm(12, device=DEVICE)[:9]
+    weights = torch.rand(12, device=DEVICE).to(dtype) if weighed else None
+    grad_weights = torch.full((12,), 7.0, device=DEVICE).to(dtype) if weighed else None
+    found = tiles.gated_back(inner, grad, weights, order, grad_weights)
+    leaf = inner.double().requires_grad_()
+    scale = torch.ones(12, device=DEVICE) if weights is None else weights
+    scale = scale.double().requires_grad_()
+    gate, up = leaf.chunk(2, dim=1)
+    activated = F.silu(gate) * up * scale[order, None]
+    activated.backward(grad.double())
+    torch.testing.assert_close(found[0], leaf.grad.to(dtype))
+    torch.testing.assert_close(found[1], activated.detach().to(dtype))
+    if grad_weights is not None:
+        there = torch.zeros(12, dtype=torch.bool, device=DEVICE).index_fill(0, order, True)
+        torch.testing.assert_close(grad_weights[there], scale.grad[there].to(dtype))
+        assert bool((grad_weights[~there] == 7.0).all())
+
+
+@pytest.mark.parametrize("hidden", [1, 40, 1500])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_a_token_are_added_up(tiles: Any, hidden: int, dtype: torch.dtype) -> None:
+    """Weighed or not; where there is no weight, what is no number does not matter."""
+    rows = torch.randn(9, hidden, device=DEVICE).to(dtype)
+    places = torch.randint(8, (5, 3), device=DEVICE)
+    weights = torch.rand(5, 3, device=DEVICE).to(dtype)
+    exact = (rows.double()[places] * weights.double()[:, :, None]).sum(1)
+    torch.testing.assert_close(tiles.add_up(rows, places, weights), exact.to(dtype))
+    plain = tiles.add_up(rows, places, None)
+    torch.testing.assert_close(plain, rows.double()[places].sum(1).to(dtype))
+    rows[8], places[:, 1], weights[:, 1] = torch.nan, 8, 0
+    assert bool(tiles.add_up(rows, places, weights).isfinite().all())
+
+
+@pytest.mark.parametrize("hidden", [1, 40, 1500])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_rows_are_copies_of_tokens(tiles: Any, hidden: int, choices: int) -> None:
+    tokens = torch.randn(7, hidden + 2, device=DEVICE)[:, 1:-1]
+    order = torch.randint(7 * choices, (18,), device=DEVICE)
+    assert torch.equal(tiles.copies(tokens, order, choices), tokens[order // choices])
+    assert tiles.copies(tokens, order[:0], choices).shape == (0, hidden)
+
+
+def test_a_table_is_of_the_numbers_that_are_there(tiles: Any) -> None:
+    """Other numbers in the same place, or in other memory, have a table of their own."""
+    counts = torch.tensor([3, 0, 130], device=DEVICE)
+    first = tiles.table(counts, 133, 128)
+    assert tiles.table(counts, 133, 128)[0] is first[0]
+    assert tiles.table(counts[:], 133, 128)[0] is first[0]
+    assert first[0][:10].tolist() == [3, 0, 0, 3, 2, 3, 133, 2, 131, 133]
+    assert first[1].tolist() == [0, 3, 3, 133]
+    assert tiles.table(counts, 133, 64)[0][0] == 4
+    tiles.table(counts, 133, 128)
+    counts[1] = 2
+    assert tiles.table(counts, 135, 128)[0][0] == 4
+    counts -= 1
+    assert tiles.table(counts.clone(), 135, 128)[0][0] == 4
+    with torch.inference_mode():
+        alone = torch.tensor([1, 0, 2], device=DEVICE)
+        assert tiles.table(alone, 3, 16)[0][0] == 2
+        alone[1] = 5
+        assert tiles.table(alone, 8, 16)[0][0] == 3
+
+
+@pytest.mark.parametrize(("length", "slots"), [(0, 4), (1, 3), (300, 5), (1000, 70), (640, 130)])
+def test_rows_are_sorted(tiles: Any, length: int, slots: int) -> None:
+    """By slot, and as they stood; what is of no slot has no row."""
+    of = torch.randint(slots + 1, (length,))
+    counts, order, rows = (one.cpu() for one in tiles.sort(of.to(DEVICE), slots))
+    assert torch.equal(counts, of.bincount(minlength=slots + 1)[:slots])
+    exact = of.argsort(stable=True)[: int(counts.sum())]
+    assert torch.equal(order[: len(exact)], exact)
+    assert torch.equal(rows[exact], torch.arange(len(exact)))
+    assert bool((rows[of == slots] == 0).all())
+
+
+def test_rows_that_lie_otherwise_are_torchs(tiles: Any) -> None:
+    """Tiles are of rows of whole sixteen bytes."""
+    rows = torch.randn(6, 12, device=DEVICE)
+    assert tiles.serve(rows[:, :8], rows[:, 4:])
+    assert not tiles.serve(rows[:, 1:9], rows)
+    assert not tiles.serve(rows, rows[:, ::2])
+    assert not tiles.serve(rows.double(), rows)
+    assert tiles.serve(rows, rows.half()), "what is of another type is copied"
+    assert not tiles.serve(rows[:, :10].half().contiguous(), rows[None, :, :10])
+    weight, counts = torch.randn(2, 7, 5, device=DEVICE), torch.tensor([2, 4])
+    for by in ("triton", "fp8"):
+        found = products.grouped_mm(rows[:, :5], weight, counts, True, by=by)
+        pairs = zip(of_slots(rows[:, :5], [2, 4]), weight, strict=True)
+        exact = torch.cat([x @ w.double().T for x, w in pairs])
+        torch.testing.assert_close(found, exact.float())
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("added", [True, False])
 def test_rows_by_rows(tiles: Any, counts: list[int], dtype: torch.dtype, added: bool) -> None:
     """Slots without rows come to nothing."""
@@ -101,28 +207,36 @@ def test_eight_bits_are_scaled(tiles: Any, counts: list[int], transposed: bool) 
     out = rows.new_empty((sum(counts), 72 if transposed else 40))
     tiles.grouped_mm(rows, weight, torch.tensor(counts), transposed, out, eight=True)
     matrices = weight.transpose(1, 2) if transposed else weight
-    (rows8, by_row), (matrices8, by_column) = tiles.narrowed(rows, 1), tiles.narrowed(matrices, 1)
+    (rows8, by_row), (turned8, by_column) = (
+        tiles.narrowed(rows), tiles.narrowed_turned(matrices.contiguous())
+    )  # fmt: skip
+    matrices8 = turned8.transpose(1, 2)
     exact, near = [], []
     for slot, (start, stop) in enumerate(pairwise([0, *torch.tensor(counts).cumsum(0).tolist()])):
         scales = by_row[start:stop, None].double() * by_column[slot].double()
         near.append(rows8[start:stop].double() @ matrices8[slot].double() * scales)
         exact.append(rows[start:stop].double() @ matrices[slot].double())
-    torch.testing.assert_close(out, torch.cat(near).float(), rtol=1e-4, atol=0)
-    # Of four significant bits one factor is off by a sixteenth at most.
+    # Of four significant bits one factor is off by a sixteenth at most; of what is added up some
+    # GPUs keep thirteen.
     sizes = [
         part.abs() @ matrix.double().abs()
         for part, matrix in zip(of_slots(rows, counts), matrices, strict=True)
     ]
     assert bool(((out - torch.cat(exact)).abs() <= 0.13 * torch.cat(sizes)).all())
+    assert bool(((out - torch.cat(near)).abs() <= 1e-3 * torch.cat(sizes)).all())
 
 
 def test_narrow_numbers_stay_what_they_are(tiles: Any) -> None:
     """Nothing stays nothing, the largest comes back as it was, and what is no number is none."""
     numbers = torch.tensor([[0.0, 0.0], [3.0, -448.0 * 7], [float("nan"), 1.0], [1e-40, 0.0]])
-    eight, scales = tiles.narrowed(numbers, 1)
-    back = eight.float() * scales[:, None]
+    eight, scales = tiles.narrowed(numbers.to(DEVICE))
+    back = (eight.float() * scales[:, None]).cpu()
+    turned, by_column = tiles.narrowed_turned(numbers.T[None].contiguous().to(DEVICE))
+    torch.testing.assert_close(by_column[0], scales, rtol=0, atol=0, equal_nan=True)
+    there = torch.arange(4) != 2
+    assert torch.equal(turned[0].float()[there], eight.float()[there])
     assert back[0].tolist() == [0.0, 0.0]
-    assert back[1, 1] == numbers[1, 1]
+    torch.testing.assert_close(back[1, 1], numbers[1, 1])
     assert bool(back[2].isnan().any())
     assert bool(back[3].isfinite().all())
 
@@ -132,13 +246,14 @@ def passed(bank: Bank, choices: Tensor, seed: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     tokens, cotangent = (torch.randn(len(choices), bank.hidden, generator=draw) for _ in range(2))
     weights = torch.rand(choices.shape, generator=draw)
-    leaves = [tokens.to(DEVICE).requires_grad_(), weights.to(DEVICE).requires_grad_()]
+    device = bank.arena.device
+    leaves = [tokens.to(device).requires_grad_(), weights.to(device).requires_grad_()]
     dispatcher = Dispatcher(len(bank.experts), Ranks())
-    placed = dispatcher.place(dispatcher.count(choices.to(DEVICE), training=True))
+    placed = dispatcher.place(dispatcher.count(choices.to(device), training=True, whole=True))
     sent = dispatcher.start(*leaves, placed)
     with bank.at_work() as compute:
         out = sent.through(compute)
-    out.backward(cotangent.to(DEVICE))
+    out.backward(cotangent.to(device))
     own = bank.arena if bank.adapters is None else bank.adapters.arena
     found = [out.detach(), *(leaf.grad for leaf in [*leaves, own])]
     own.grad = None
@@ -147,9 +262,13 @@ def passed(bank: Bank, choices: Tensor, seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("spread", ["even", "all to one", "by chance"])
-def test_a_layer_by_them_is_the_same(tiles: Any, adapted: bool, spread: str) -> None:
-    """Forward and backward, and near enough in eight bits, but for what comes of adapters alone."""
+def test_a_layer_by_them_is_the_same(
+    tiles: Any, adapted: bool, spread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, and near enough in eight bits, but for what comes of adapters alone;
+    passes between products by kernels, too."""
     del tiles
+    plain = torch.device("cpu")
     choices = {
         "even": torch.arange(24).view(12, 2) % 4,
         "all to one": torch.tensor([[2, 0]] * 12),
@@ -157,19 +276,22 @@ def test_a_layer_by_them_is_the_same(tiles: Any, adapted: bool, spread: str) -> 
     }[spread]
     found = {}
     for by in get_args(Products):
+        device = plain if by == "torch" else DEVICE
+        monkeypatch.setattr(passes, "serve", lambda numbers, by=by: by != "torch")
         bank = Bank(range(4), 24, 40, by=by)
         if adapted:
-            bank.adapt(3, 2.0)
-        bank.to(DEVICE)
+            bank.adapt(4, 2.0)
+        bank.to(device)
         draw = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for one in bank.parameters():
                 one.copy_(torch.randn(one.shape, generator=draw) * 0.3)
-        found[by] = passed(bank, choices, 5)
+        found[by] = [one.cpu() for one in passed(bank, choices, 5)]
     assert len(found["torch"]) == 4
     for one, other, eight in zip(*found.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert 0 < float((eight - one).norm() / one.norm()) < 0.1
+        # The interpreter cuts off where a GPU rounds.
+        assert 0 < float((eight - one).norm() / one.norm()) < 0.15
     outside = torch.device("cuda")
     assert products.engine(outside, torch.bfloat16, "triton") == "kernels of our own"
     assert "eight bits" in products.engine(outside, torch.bfloat16, "fp8")
@@ -181,14 +303,18 @@ def test_what_cannot_multiply_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     products.check("torch", torch.device("cpu"))
     with pytest.raises(ConfigError, match=r'layout.products = "triton" is for GPUs.*leave it out'):
         products.check("triton", torch.device("cpu"))
-    monkeypatch.setattr(products, "generation", lambda device: (8, 0))
+    monkeypatch.setattr(devices, "generation", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r"capability 8.9 or more, and this one has 8.0"):
         products.check("fp8", outside)
     products.check("triton", outside)
-    monkeypatch.setattr(products, "generation", lambda device: (9, 0))
+    assert products.chosen("auto", torch.device("cuda", 7)) == "torch"
+    monkeypatch.setattr(devices, "generation", lambda device: (9, 0))
     products.check("fp8", outside)
-    monkeypatch.setitem(sys.modules, "moesaic.dist.tiles", None)
-    monkeypatch.delattr("moesaic.dist.tiles", raising=False)
+    assert products.chosen("auto", torch.device("cuda", 8)) == "triton"
+    assert products.chosen("torch", outside) == "torch"
+    assert products.chosen("auto", torch.device("cpu")) == "torch"
+    monkeypatch.setattr(passes, "there", lambda: False)
+    assert products.chosen("auto", torch.device("cuda", 9)) == "torch"
     with pytest.raises(ConfigError, match=r"needs Triton, .*pip install triton"):
         products.check("fp8", outside)
 
@@ -197,7 +323,7 @@ def test_jobs_and_plans_say_what_multiplies() -> None:
     """Nobody but the job takes eight bits; kernels have no fp64."""
     job = tiny_job(train={"precision": "bf16"}, layout={"products": "fp8"})
     assert planned(job, 1).products == "fp8"
-    assert planned(tiny_job(), 1).products == "torch"
+    assert planned(tiny_job(), 1).products == "auto"
     with pytest.raises(ConfigError, match=r'layout.products = "triton" with train.precision'):
         tiny_job(layout={"products": "triton"})
     dense = {"family": "llama", "experts": 0, "top_k": 0}
@@ -213,40 +339,47 @@ from triton.compiler import ASTSource
 from moesaic.dist import kernels, tiles
 import torch
 
-def source(function, pointers, consts):
-    names = function.arg_names
-    return ASTSource(function, {
-        name: pointers.get(name, "constexpr" if name in consts else "i32") for name in names
-    }, consts)
+generation = int(sys.argv[1])
 
-target = GPUTarget("cuda", int(sys.argv[1]), 32)
-for kind, dtype, rows in (("bf16", torch.bfloat16, 128), ("fp32", torch.float32, 16)):
-    own = tiles.blocks(dtype, rows)
+def compiled(function, pointers, consts, own):
+    names = function.arg_names
+    kinds = {n: pointers.get(n, "constexpr" if n in consts else "i32") for n in names}
+    source = ASTSource(function, kinds, consts)
+    target = GPUTarget("cuda", generation, 32)
     options = {"num_warps": own.warps, "num_stages": own.stages}
-    of_rows = {
-        "rows": f"*{kind}", "matrices": "*fp32", "out": f"*{kind}", "tiles": "*i32",
-        "row_scales": "*fp32", "column_scales": "*fp32",
-    }
-    consts = {
-        "SCALED": False, "BLOCK_M": own.rows, "BLOCK_N": own.columns, "BLOCK_K": own.depth,
-        "rows_k": 1,
-    }
-    made = triton.compile(source(kernels.rows_by_matrices, of_rows, consts), target, options)
-    print(kind, made.metadata.shared, len(made.asm["cubin"]))
-    of_outer = {"left": f"*{kind}", "right": f"*{kind}", "out": "*fp32", "ends": "*i32"}
-    consts = {"ADDED": True, "BLOCK_M": own.rows, "BLOCK_N": own.columns, "BLOCK_R": 32}
-    made = triton.compile(source(kernels.rows_by_rows, of_outer, consts), target, options)
-    print(kind, made.metadata.shared, len(made.asm["cubin"]))
-if int(sys.argv[1]) >= 89:
-    own = tiles.blocks(tiles.EIGHT, 128)
-    consts = {
-        "SCALED": True, "BLOCK_M": own.rows, "BLOCK_N": own.columns, "BLOCK_K": own.depth,
-        "rows_k": 1,
-    }
-    of_rows |= {"rows": "*fp8e4nv", "matrices": "*fp8e4nv", "out": "*bf16"}
-    options = {"num_warps": own.warps, "num_stages": own.stages}
-    made = triton.compile(source(kernels.rows_by_matrices, of_rows, consts), target, options)
-    print("fp8", made.metadata.shared, len(made.asm["cubin"]))
+    made = triton.compile(source, target, options)
+    print(function.__name__, made.metadata.shared, len(made.asm["cubin"]))
+
+types = {"bf16": torch.bfloat16, "fp32": torch.float32}
+if generation >= 89:
+    types["fp8e4nv"] = tiles.EIGHT
+for kind, dtype in types.items():
+    eight = dtype == tiles.EIGHT
+    for rows in (16, 4096) if kind == "bf16" else (4096,):
+        own = tiles.blocks(dtype, rows, divmod(generation, 10))
+        for gated in (False, True) if kind != "fp32" else (False,):
+            tile = [1, 2, own.columns // 2, own.depth] if gated else [1, own.columns, own.depth]
+            wide = "bf16" if eight else kind
+            compiled(kernels.rows_by_matrices, {
+                "rows": f"tensordesc<{kind}[{own.rows},{own.depth}]>",
+                "matrices": f"tensordesc<{kind}{tile}>".replace(" ", ""),
+                "out": f"*{wide}", "activated": f"*{wide}", "tiles": "*i32",
+                "row_scales": "*fp32", "column_scales": "*fp32",
+            }, {
+                "TURNED": True, "GATED": gated, "KEPT": True, "SCALED": eight,
+                "PRECISION": "tf32x3", "PROGRAMS": 132, "TOGETHER": 4,
+                "M": own.rows, "N": own.columns, "K": own.depth,
+            }, own)
+        own = tiles.blocks_of_outer(dtype, rows)
+        if not eight:
+            compiled(kernels.rows_by_rows, {
+                "left": f"tensordesc<{kind}[{own.depth},{own.rows}]>",
+                "right": f"tensordesc<{kind}[{own.depth},{own.columns}]>",
+                "out": "*fp32", "ends": "*i32",
+            }, {
+                "ADDED": True, "PRECISION": "tf32x3", "M": own.rows, "N": own.columns,
+                "R": own.depth,
+            }, own)
 """
 
 
@@ -256,13 +389,11 @@ def test_they_are_compiled_for_gpus(generation: int, shared: int, tmp_path: Any)
     there = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(generation)], capture_output=True, text=True,
-        timeout=100, check=False, env=there | {"TRITON_CACHE_DIR": str(tmp_path)},
+        timeout=300, check=False, env=there | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [kind for kind, *_ in lines] == [
-        "bf16", "bf16", "fp32", "fp32", *["fp8"] * (generation >= 89)
-    ]  # fmt: skip
+    assert len(lines) == 8 + 2 * (generation >= 89)
     for _, used, size in lines:
         assert int(used) <= shared << 10
         assert int(size) > 0

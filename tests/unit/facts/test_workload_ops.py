@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.dist import products
+from moesaic.dist import device as devices
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -56,7 +56,7 @@ SMALL_LATENT = {
 @pytest.fixture
 def multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again stops before a layer's last product, but not where oneDNN does it."""
-    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
 
 
 def make_job(name: str, **changes: Any) -> Job:

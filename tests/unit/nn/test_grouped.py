@@ -10,7 +10,8 @@ from straight import experts_of, straight, through
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from moesaic.dist import products, threads, vectors
+from moesaic.dist import device as devices
+from moesaic.dist import loops, threads, vectors
 from moesaic.nn import shares
 from moesaic.nn.bank import Bank
 from moesaic.nn.grouped import GatedExperts, Total, gated_experts
@@ -152,8 +153,8 @@ def test_without_gradients_the_same_comes_out(
 ) -> None:
     """Of guests too, of slots with few rows and many."""
     monkeypatch.setattr(shares, "_SHARE_BYTES", share_rows * 2 * 24 * 2)
-    monkeypatch.setattr(products, "multiplies_in_tiles", lambda: turned)
-    monkeypatch.setattr(products, "_WORTH", 0)
+    monkeypatch.setattr(devices, "multiplies_in_tiles", lambda: turned)
+    monkeypatch.setattr(loops, "_WORTH", 0)
     monkeypatch.setattr(vectors, "_LEAST", 1)
     routes, arena = routes_of(num, 5, 2), (0.2 * torch.randn(5, 3 * 16 * 24)).bfloat16()
     assert int(routes.counts.max()) > 3

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from moesaic.dist import products
+from moesaic.dist import device as devices
 from moesaic.dist.products import product
 from moesaic.nn.attention import multiply
 
@@ -17,8 +17,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     """Whether oneDNN multiplies."""
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(products, "prefers_onednn", lambda: request.param)
-    monkeypatch.setattr(products, "prefers_copies", lambda: request.param)
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: request.param)
+    monkeypatch.setattr(devices, "prefers_copies", lambda: request.param)
     return bool(request.param)
 
 

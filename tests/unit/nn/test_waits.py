@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moesaic.dist import passes
 from moesaic.nn import dispatch, moe, router
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
@@ -159,8 +160,12 @@ def test_a_gpu_copies_nothing_to_the_host() -> None:
 
 
 @pytest.mark.usefixtures("without_numbers")
-def test_few_launches_from_router_to_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_few_launches_from_router_to_experts(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what a layer reports is made when experts are at work."""
+    monkeypatch.setattr(passes, "there", lambda: kernels)
     one, marks = layer("meta").to(torch.bfloat16), dict[str, int]()
     route = one.router.forward
 
@@ -174,11 +179,12 @@ def test_few_launches_from_router_to_experts(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         with Launches() as seen:
             one(x, context(training=True))
-    between = seen.names[marks["routed"] : seen.names.index("grouped_mm")]
+    between = seen.names[marks["routed"] : seen.names.index("grouped_activated")]
+    by_torch = ["_to_copy", "sort", "searchsorted", "sub", "arange", "scatter_"]
     assert between == [
-        "_to_copy", "sort", "searchsorted", "sub", "arange", "scatter_",  # The way.
+        *(["sort"] if kernels else by_torch),  # The way.
         "_to_copy",  # Weights, to the type of tokens.
-        "floor_divide", "index_select",  # Rows.
+        *(["copies"] if kernels else ["floor_divide", "index_select"]),  # Rows.
     ]  # fmt: skip
 
 

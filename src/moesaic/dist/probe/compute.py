@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from moesaic.dist import device as devices
 from moesaic.dist import threads
 from moesaic.dist.probe.timing import Figures, powers, seconds
-from moesaic.dist.products import grouped_mm, grouped_outer, product
+from moesaic.dist.products import chosen, grouped_mm, grouped_outer, product
 from moesaic.dist.squares import sum_of_squares
 
 _TYPES = {
@@ -313,18 +313,22 @@ def _of_slots(arena: Tensor, slots: int, rows: int, columns: int, inner: int) ->
     counts = torch.full((slots,), rows)
     left = arena.new_full((slots * rows, inner), 1 / inner)
     right = arena.new_full((slots * rows, columns), 0.5)
-    crew = threads.crew() if arena.device.type == "cpu" else None
+    by, crew = chosen("auto", arena.device), None
+    if arena.device.type == "cpu":
+        crew = threads.crew()
     step = slots if crew is None else max(1, slots // (2 * crew.size))
 
     def multiply() -> None:
         one, other, gradient = (next(weights) for _ in range(WAYS))
 
         def some(first: int) -> None:
-            chosen, places = slice(first, first + step), slice(first * rows, (first + step) * rows)
-            own, each = left[places], counts[chosen]
-            grouped_mm(own, one.view(slots, columns, inner)[chosen], each, transposed=True)
-            grouped_mm(own, other.view(slots, inner, columns)[chosen], each, transposed=False)
-            grouped_outer(own, right[places], each, gradient.view(slots, inner, columns)[chosen])
+            some_slots = slice(first, first + step)
+            places = slice(first * rows, (first + step) * rows)
+            own, each = left[places], counts[some_slots]
+            into = gradient.view(slots, inner, columns)[some_slots]
+            grouped_mm(own, one.view(slots, columns, inner)[some_slots], each, True, by=by)
+            grouped_mm(own, other.view(slots, inner, columns)[some_slots], each, False, by=by)
+            grouped_outer(own, right[places], each, into, by=by)
 
         if crew is None:
             some(0)

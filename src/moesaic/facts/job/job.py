@@ -24,6 +24,7 @@ from moesaic.facts.job.train import (
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
+    products_fault,
 )
 
 
@@ -67,12 +68,9 @@ class Job(Section):
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
         self._check_finetune()
-        products = self.layout.products
-        if products in ("triton", "fp8") and self.train.precision == "fp64":
-            raise ValueError(
-                f'layout.products = "{products}" with train.precision = "fp64", which its kernels '
-                'do not multiply: set layout.products to "torch", or choose another precision'
-            )
+        fault = products_fault(self.layout.products, self.train.precision)
+        if fault:
+            raise ValueError(f"layout.{fault}")
         if self.schedule.warmup > self.train.steps:
             raise ValueError(
                 f"schedule.warmup = {self.schedule.warmup} is longer than "

@@ -68,7 +68,8 @@ class LayoutConfig(Section):
     torch: torch's grouped product, or one product after another where it has none. triton: kernels
     of our own, for all types but fp64. fp8: these, which multiply in eight bits, each row and each
     column scaled by its own largest number; gradients of matrices stay in the type of the rows.
-    auto: torch."""
+    auto: on GPUs of compute capability 9.0 or more these kernels, where Triton is there; else
+    torch."""
     embedding: Literal["auto"] | Embedding = "auto"
     """What of the embedding's table each rank has, where `tp` does not share out its words. whole:
     all of it, and gradients are summed, or what `shard` leaves. columns: an equal share of every
@@ -170,3 +171,13 @@ class LogConfig(Section):
     """MLflow experiment (needs the mlflow extra)."""
     loads_every: int = Field(default=1, ge=1)
     """Steps between records of expert load, and of what a policy of balance made of it."""
+
+
+def products_fault(products: Literal["auto"] | Products, precision: str) -> str | None:
+    """Why experts cannot be multiplied like that in a job of such a precision, if they cannot."""
+    if products in ("auto", "torch") or precision != "fp64":
+        return None
+    return (
+        f'products = "{products}" with train.precision = "fp64", which its kernels do not '
+        'multiply: set it to "torch", or choose another precision'
+    )

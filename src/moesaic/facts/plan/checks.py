@@ -10,6 +10,7 @@ from pathlib import Path
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
+from moesaic.facts.job.train import products_fault
 from moesaic.facts.plan.layout import block_names, columns_fault, pipeline_fault
 from moesaic.facts.plan.plan import Plan, RankPlace
 
@@ -57,6 +58,7 @@ def check(plan: Plan, job: Job, origin: str) -> None:
     if plan.stages is not None:
         _check_blocks(plan.stages, block_names(job.model), origin)
     fault = pipeline_fault(plan, job) or columns_fault(plan, job)
+    fault = fault or products_fault(plan.products, job.train.precision)
     if fault:
         raise ConfigError(f"{origin}: {fault}")
 
@@ -100,8 +102,6 @@ def ruled(job: Job, plan: Plan) -> Job:
         said["local"] = "along"
     if said["chunks"] == "auto":
         said["chunks"] = 1
-    if said["products"] == "auto":
-        said["products"] = "torch"
     if said["embedding"] == "auto":
         said["embedding"] = "whole"
     decided = plan.model_dump(include=set(said))
@@ -121,7 +121,7 @@ def basis(job: Job, plan: Plan) -> str:
     # So has every plan that does not say, and digests of those are kept.
     if plan.local == "along":
         del decided["local"]
-    if plan.products == "torch":
+    if plan.products == "auto":
         del decided["products"]
     if not plan.homes_of_layers:
         del decided["homes_of_layers"]

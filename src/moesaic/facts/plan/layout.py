@@ -50,7 +50,7 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     return Plan(
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
-        products="torch" if layout.products == "auto" else layout.products,
+        products=layout.products,
         embedding=_embedding(layout, part), **_travelling(layout),
     )  # fmt: skip
 
