@@ -35,6 +35,8 @@ SHAPES = (
 EACH = (256, 1024, 4096)
 PASSES = 5
 """Of a layer in a call that is timed."""
+PATIENCE_S = 5.0
+"""For quiet cores of the host: a GPU's times hardly wait for them."""
 OTHERS: tuple[Products, ...] = ("torch", "fp8")
 """What may be asked for besides what a GPU gets by itself."""
 
@@ -98,12 +100,12 @@ def _rows(layer: Layer, back: bool, what: str, rounds: int) -> Iterator[measure.
         **{mode: layer.call(partial(layer.transformers, mode), back) for mode in MODES},
     }  # fmt: skip
     contenders = {name: _awaited(call) for name, call in contenders.items()}
-    once = measure.interleave(contenders, 1, warmup=1)
+    once = measure.interleave(contenders, 1, warmup=1, patience_s=PATIENCE_S)
     least = FAR * min(map(once.median, MODES))
     peers = [mode for mode in MODES if once.median(mode) <= least]
     for mode in set(MODES) - set(peers):
         del contenders[mode]
-    times = measure.interleave(contenders, rounds)
+    times = measure.interleave(contenders, rounds, patience_s=PATIENCE_S)
     share, interval = times.ratio("dense", "auto")
     yield measure.row(
         f"{what}, of a dense product", share, "ratio", bar=BARS[back], interval=interval,
