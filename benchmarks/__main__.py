@@ -82,8 +82,16 @@ def run_some(coming: Iterable[measure.Row], theme: str) -> None:
         print(line(row), flush=True)
     path = measure.RECORDS / f"{theme}.json"
     known = measure.read(path) if path.is_file() else []
-    rows = [fresh.pop(row.name, row) for row in known]
+    rows = [kept(row, fresh.pop(row.name, row)) for row in known]
     print(f"written to {measure.write(theme, [*rows, *fresh.values()])}")
+
+
+def kept(known: measure.Row, fresh: measure.Row) -> measure.Row:
+    """What is measured stays where it cannot be measured now."""
+    if known.value is None or fresh.value is not None:
+        return fresh
+    print(f"  kept as it was, for this machine cannot say it: {known.name}")
+    return known
 
 
 def line(row: measure.Row) -> str:

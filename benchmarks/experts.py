@@ -115,7 +115,8 @@ class Layer:
 
     def ours(self) -> Tensor:
         """Forward."""
-        counted = self._dispatcher.count(self.choices, training=True, whole=True)
+        by = self.bank.multiplied_by
+        counted = self._dispatcher.count(self.choices, training=True, whole=True, by=by)
         placed = self._dispatcher.place(counted)
         sent = self._dispatcher.start(self.tokens, self.weights, placed)
         with self.bank.at_work() as compute:

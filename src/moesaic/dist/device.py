@@ -229,8 +229,8 @@ def _status_bytes(key: str) -> int:
 
 
 def generation(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; of anything else, none."""
-    if device.type != "cuda":
+    """A GPU's compute capability; of anything else, and of GPUs of other makers, none."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability(device)
 

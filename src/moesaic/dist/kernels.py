@@ -1,6 +1,7 @@
 """What programs of a GPU do for products of slots and for the passes between them, in Triton.
 
-Numbers are multiplied in the type they come in and added up in fp32, in which passes compute, too.
+Numbers are multiplied in the type they come in and added up in fp32, in which passes compute, too;
+but units for eight bits may keep fewer bits of a sum.
 Programs of products go on from tile to tile, as many as the GPU has processors, so that one tile is
 written while the next is read; tiles are read whole, by the GPU's own engine for that.
 """
@@ -118,7 +119,7 @@ def rows_by_rows(
     if whole < stop:  # What stands behind them are rows of others, which count for nothing.
         own = (whole + tl.arange(0, R) < stop)[:, None]
         one, other = left.load([whole, row]), right.load([whole, column])
-        one = tl.where(own, one, 0.0).to(one.dtype)
+        one, other = tl.where(own, one, 0.0).to(one.dtype), tl.where(own, other, 0.0).to(one.dtype)
         total = tl.dot(one.T, other, total, input_precision=PRECISION)
     m, n = row + tl.arange(0, M), column + tl.arange(0, N)
     inside = (m < height)[:, None] & (n < width)[None, :]
@@ -195,9 +196,8 @@ def add_up(
     for choice in range(0, choices):
         place = tl.load(places + token * choices + choice).to(tl.int64)
         row = tl.load(rows + place * rows_r + h, mask=inside, other=0.0).to(tl.float32)
-        if WEIGHED:  # Where there is no weight there may be no row.
-            weight = tl.load(weights + token * choices + choice).to(tl.float32)
-            row = tl.where(weight != 0.0, row * weight, 0.0)
+        if WEIGHED:
+            row *= tl.load(weights + token * choices + choice).to(tl.float32)
         total += row
     tl.store(out + token * hidden + h, total.to(out.dtype.element_ty), mask=inside)
 

@@ -1,21 +1,24 @@
 """Passes over rows of experts on a GPU, each by kernels of our own: what comes between products,
 sums of a token's rows, and rows in the order of their slots.
 
-They are custom ops, so that torch's compiler and profiler see them as one thing. Where Triton is
-not there, or numbers are of a type that it does not take, torch's own operations do the same: who
-asks for a pass asks first whether it `serves`.
+They are custom ops, so that torch's compiler and profiler see them as one thing. Where experts are
+multiplied by torch, or numbers are of a type that kernels are not for, torch's own operations do
+the same: who asks for a pass asks first whether it `serves`.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
+from subprocess import CalledProcessError
 
 import torch
 from torch import Tensor
 
 from moesaic.dist.device import OF_KERNELS
+from moesaic.facts.job.train import Products
 
+MOST_SLOTS = 1024
+"""That rows are sorted by."""
 _OPS = torch.library.Library("moesaic", "FRAGMENT")
 _OPS.define("activate(Tensor inner) -> Tensor")
 _OPS.define(
@@ -94,14 +97,20 @@ torch.library.register_fake("moesaic::sort", _like_sort, lib=_OPS)
 
 
 @cache
-def there() -> bool:
-    """Whether Triton is."""
-    return find_spec("triton") is not None
+def hindrance() -> str | None:
+    """Why kernels of our own cannot run here, if they cannot."""
+    try:
+        from moesaic.dist import tiles
+
+        tiles.start()
+    except (ImportError, AttributeError, RuntimeError, OSError, CalledProcessError) as error:
+        return str(error) or type(error).__name__
+    return None
 
 
-def serve(numbers: Tensor) -> bool:
-    """Whether these are for such numbers."""
-    return numbers.device.type != "cpu" and numbers.dtype in (*OF_KERNELS, torch.int64) and there()
+def serve(numbers: Tensor, by: Products) -> bool:
+    """Whether these are for such numbers, where experts are multiplied `by` that."""
+    return by != "torch" and numbers.dtype in OF_KERNELS
 
 
 def activate(inner: Tensor) -> Tensor:

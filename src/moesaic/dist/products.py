@@ -23,8 +23,8 @@ from moesaic.facts.job.train import Products
 
 _MULTIPLIES_EIGHT = (8, 9)
 """Compute capability of GPUs from which on they multiply eight bits."""
-_READS_TILES = (9, 0)
-"""The same, from which on a unit of theirs reads tiles while others multiply."""
+_MEASURED = (9, 0)
+"""The same of the GPUs that kernels of our own were timed on."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -210,20 +210,21 @@ def check(products: Literal["auto"] | Products, device: torch.device) -> None:
             f'layout.products = "fp8" needs a GPU of compute capability {least} or more, and this '
             f'one has {has}: set it to "triton" or "torch"'
         )
-    if not passes.there():
+    why = passes.hindrance()
+    if why is not None:
         raise ConfigError(
-            f'layout.products = "{products}" needs Triton, which is not there: install it (pip '
-            'install triton), or set layout.products to "torch"'
+            f'layout.products = "{products}" needs Triton, which cannot be used here ({why}): '
+            'mend that (pip install triton, and a C compiler), or set layout.products to "torch"'
         )
 
 
 @cache
 def chosen(products: Literal["auto"] | Products, device: torch.device) -> Products:
-    """What multiplies on `device`: on GPUs that read whole tiles by themselves kernels of our own,
-    which are the faster there at any number of rows, unless something else was asked for."""
+    """What multiplies on `device`: on GPUs of the generation that was measured kernels of our own,
+    which were the faster there, unless something else was asked for."""
     if products != "auto":
         return products
-    own = device.type != "cpu" and passes.there() and devices.generation(device) >= _READS_TILES
+    own = devices.generation(device) == _MEASURED and passes.hindrance() is None
     return "triton" if own else "torch"
 
 
@@ -287,7 +288,7 @@ def _refuse_graph(*tensors: Tensor) -> None:
 
 def engine(device: torch.device, dtype: torch.dtype, products: Products = "torch") -> str:
     """What multiplies rows of experts there, for a person."""
-    if products != "torch":
+    if products != "torch" and dtype in devices.OF_KERNELS:
         narrow = ", in eight bits but for gradients of matrices"
         return "kernels of our own" + narrow * (products == "fp8")
     if device.type != "cpu":

@@ -26,6 +26,8 @@ _WHOLE_BYTES = 16
 _PRECISION = "tf32x3"
 """Three products by units that have eleven bits of a number are as exact as one in fp32, and
 faster; narrower types are multiplied as they are."""
+_MEASURED = (9, 0)
+"""Compute capability of the GPUs that sizes of tiles were found on."""
 _TOGETHER = 4
 _FEW = 512
 _WIDE = 1024
@@ -90,20 +92,31 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = (9, 0)) -> Blocks:
-    """For so many rows a slot."""
-    size = dtype.itemsize
-    stages = 4 if size == 2 and generation == (9, 0) else 3
+def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = _MEASURED) -> Blocks:
+    """For so many rows a slot; on other GPUs than those that were measured less at a time, which
+    any of them has room for."""
+    size, known = dtype.itemsize, generation == _MEASURED
     if rows <= 64:
         high = max(16, triton.next_power_of_2(math.ceil(rows)))
-        return Blocks(high, 128, 256 // size, 4, stages)
-    return Blocks(128, 128 if size == 4 else 256, 128 // size, 8, stages)
+        depth = (256 if known else 128) // size
+        return Blocks(high, 128, depth, 4, 4 if known and size == 2 else 3 if known else 2)
+    if not known:
+        return Blocks(128, 128, 128 // size, 8, 2)
+    return Blocks(128, 128 if size == 4 else 256, 128 // size, 8, 4 if size == 2 else 3)
 
 
-def blocks_of_outer(dtype: torch.dtype, rows: float) -> Blocks:
+def blocks_of_outer(
+    dtype: torch.dtype, rows: float, generation: tuple[int, int] = _MEASURED
+) -> Blocks:
     """For a sum over so many rows a slot: with few, writing is what takes time."""
-    size = dtype.itemsize
-    return Blocks(128, 256 if rows > _FEW and size == 2 else 128, 128 // size, 8, 3)
+    size, known = dtype.itemsize, generation == _MEASURED
+    wide = 256 if rows > _FEW and size == 2 and known else 128
+    return Blocks(128, wide, 128 // size, 8, 3 if known else 2)
+
+
+def start() -> None:
+    """Have Triton make ready for the GPU, which takes a C compiler, or raise what hinders it."""
+    _ = triton.runtime.driver.active.utils
 
 
 def serve(rows: Tensor, others: Tensor) -> bool:
@@ -174,8 +187,7 @@ def _by_matrices(
     else:
         tile = [1, own.columns, own.depth] if transposed else [1, own.depth, own.columns]
     tiles, _ = table(counts.to(rows.device, non_blocking=True), len(rows), own.rows)
-    most = -(-len(rows) // own.rows) + len(weight)
-    programs = min(processors(rows.device), most * triton.cdiv(width, own.columns >> gated))
+    programs = processors(rows.device)  # Of which some may find nothing to do.
     _ROWS_BY_MATRICES(
         (programs,),
         TensorDescriptor.from_tensor(rows, [own.rows, own.depth]),
@@ -210,8 +222,9 @@ class _Last:
         known, like = self._known, (counts._version, rows, height)
         if known is not None and known[1] == like and known[0].is_set_to(counts):
             return known[2]
-        self._known = counts, like, _table(counts, rows, height)
-        return self._known[2]
+        found = _table(counts, rows, height)
+        self._known = counts, like, found
+        return found
 
 
 def _table(counts: Tensor, rows: int, height: int) -> tuple[Tensor, Tensor]:
@@ -235,8 +248,9 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor, out: Tensor, adde
         if not added:
             out.zero_()
         return
-    own = blocks_of_outer(left.dtype, len(left) / slots)
-    _, ends = table(counts.to(left.device, non_blocking=True), len(left), own.rows)
+    own = blocks_of_outer(left.dtype, len(left) / slots, generation(left.device))
+    others = blocks(left.dtype, len(left) / slots, generation(left.device))
+    _, ends = table(counts.to(left.device, non_blocking=True), len(left), others.rows)
     tiles = slots * triton.cdiv(height, own.rows) * triton.cdiv(width, own.columns)
     _ROWS_BY_ROWS(
         (tiles,),
@@ -282,6 +296,7 @@ def gated_back(
 def copies(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
     """A row for each place of `order`: of the token that has it among its `choices`."""
     rows, hidden, high = len(order), tokens.shape[1], 4
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     out = tokens.new_empty((rows, hidden))
     wide = min(_WIDE, triton.next_power_of_2(hidden))
     if out.numel():
@@ -295,6 +310,8 @@ def copies(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
 def add_up(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """Sum over k of weights[n, k] * rows[places[n, k]]."""
     tokens, choices = places.shape
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    places, weights = places.contiguous(), None if weights is None else weights.contiguous()
     out = rows.new_empty((tokens, rows.shape[1]))
     wide = min(_WIDE, triton.next_power_of_2(rows.shape[1]))
     if out.numel():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moesaic.dist.collectives import gather
 from moesaic.facts.balance import Balance
+from moesaic.facts.job.train import Products
 from moesaic.facts.workload.loads import even
 from moesaic.nn.bank import Compute
 from moesaic.nn.guests import Homes
@@ -140,14 +141,17 @@ class Dispatcher:
         """How often the experts compute in a pass."""
         return self.chunks + self._pieces
 
-    def count(self, experts_TK: Tensor, *, training: bool, whole: bool = False) -> Counted:
+    def count(
+        self, experts_TK: Tensor, *, training: bool, whole: bool = False, by: Products = "torch"
+    ) -> Counted:
         """Count assignments over all ranks and drop those beyond capacity (while training).
 
         They are `whole` if none is NOBODY's, nobody asks for them choice by choice, and no row is
-        to be balanced: a rank alone then leaves numbers on its device, and waits for none."""
+        to be balanced: a rank alone then leaves numbers on its device, and waits for none, if what
+        multiplies, `by`, needs none on the host."""
         limited = self.capacity is not None and training
-        if whole and self._alone and not limited and experts_TK.device.type != "cpu":
-            return self.count_there(experts_TK)
+        if whole and self._alone and not limited and by != "torch":
+            return self.count_there(experts_TK, by)
         num_tokens, top_k = experts_TK.shape
         known_TK = torch.where(experts_TK == NOBODY, self.experts, experts_TK)
         ids = known_TK + torch.arange(top_k, device=known_TK.device) * (self.experts + 1)
@@ -170,14 +174,14 @@ class Dispatcher:
         dropped = int(asked_RCKE.sum() - kept_RCKE.sum())
         return Counted(kept_TK, asked_KE, kept_RCKE.sum(2), tokens, dropped, visits)
 
-    def count_there(self, experts_TK: Tensor) -> Counted:
+    def count_there(self, experts_TK: Tensor, by: Products = "torch") -> Counted:
         """Count assignments, all of which are carried out, of a rank alone, and place rows, with
         nothing that the host would have to wait for."""
         device = experts_TK.device
         if self._bounds_S is None or self._bounds_S.device != device:
             self._bounds_S = bounds(self.experts, device)
         slots_TK = self._to_slots(experts_TK)
-        way = routes_of_all(slots_TK, self._bounds_S)
+        way = routes_of_all(slots_TK, self._bounds_S, by)
         counts_E = way.counts if self._places_E is None else way.counts[self._places_E[:-1]]
         asked_KE, counts_RCE = counts_E.view(1, -1), counts_E.view(1, 1, -1)
         placed = Placed(slots_TK, way.counts.view(1, 1, -1), [], way)

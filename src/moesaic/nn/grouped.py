@@ -64,7 +64,7 @@ class GatedExperts(torch.autograd.Function):
         gate_up, down = views(arenas, ffn, tokens.shape[1])
         parts = shares_forward(tokens, way, ffn, down, total.by)
         inners, results = Joined(parts, tokens, 2 * ffn), Returned(parts, tokens, way)
-        own = Copies(tokens, way)
+        own = Copies(tokens, way, total.by)
 
         def compute(place: int) -> None:
             share = parts[place]
@@ -102,9 +102,9 @@ class GatedExperts(torch.autograd.Function):
         gate_up, down = views(arenas, ffn, tokens.shape[1])
         parts = known.parts if known else shares(tokens, way, ffn, len(arena), ctx.total.by)
         made = list[Tensor | None]([None] * len(parts)) if known is None else known.inners
-        at_once = passes.serve(inners)
+        by, at_once = ctx.total.by, passes.serve(inners, ctx.total.by)
         weighed = Weighed(weights_NK, way, at_once=at_once) if known is None else known.weighed
-        own, spread = Copies(tokens, way), Copies(grads[0], way)
+        own, spread = Copies(tokens, way, by), Copies(grads[0], way, by)
         grad_tokens = Returned(parts, tokens, way) if of_tokens else None
         keeps = ctx.needs_input_grad[1] and not of_arena
 
@@ -114,7 +114,7 @@ class GatedExperts(torch.autograd.Function):
             if grad_inner is None:
                 grad_inner, activated, weighs = back_between(share, grad, inner, down, weighed)
             else:
-                activated = activate(inner)
+                activated = activate(inner, by)
             if total is not None:
                 if weighs:
                     weighed.scale(share, activated)
@@ -148,7 +148,7 @@ def gated_experts(
     way = Routes.of(routes)
     gate_up, down = views(_arenas(arena, guests), ffn, tokens.shape[1])
     parts = shares_forward(tokens, way, ffn, down, total.by)
-    results, own = Returned(parts, tokens, way), Copies(tokens, way)
+    results, own = Returned(parts, tokens, way), Copies(tokens, way, total.by)
 
     def compute(place: int) -> None:
         share = parts[place]
@@ -256,9 +256,9 @@ def ahead_of(ahead: Ahead | None, grad: Tensor) -> Ahead | None:
     return ahead
 
 
-def activate(inner: Tensor) -> Tensor:
-    """silu(gate) * up of gate and up side by side."""
-    if passes.serve(inner):
+def activate(inner: Tensor, by: Products = "torch") -> Tensor:
+    """silu(gate) * up of gate and up side by side, by what multiplies."""
+    if passes.serve(inner, by):
         return passes.activate(inner)
     gate, up = inner.chunk(2, dim=1)
     return F.silu(gate).mul_(up)
@@ -303,7 +303,7 @@ def back_between(
     """The gradient of gate and up, given that of a share's results; silu(gate) * up, and whether
     it is still to be weighed."""
     grad_activated = share.multiply(grad, down, transposed=False)
-    if passes.serve(inner):
+    if passes.serve(inner, share.by):
         return *weighed.at_once(share, inner, grad_activated), False
     halves = activate_apart(inner)
     return go_back(share, inner, halves, grad_activated, weighed), halves.activated, True

@@ -108,7 +108,7 @@ class AdaptedExperts(torch.autograd.Function):
         gate_up, down = views([arena], shape.ffn, shape.hidden)
         parts = shares(tokens, way, shape.ffn, by=shape.by)
         inners, results = Joined(parts, tokens, 2 * shape.ffn), Returned(parts, tokens, way)
-        own = Copies(tokens, way)
+        own = Copies(tokens, way, shape.by)
 
         def compute(place: int) -> None:
             share, rows = parts[place], own[parts[place]]
@@ -117,7 +117,7 @@ class AdaptedExperts(torch.autograd.Function):
             gate_pair.add(share, rows, gate)
             up_pair.add(share, rows, up)
             del rows
-            activated = activate(inner)
+            activated = activate(inner, shape.by)
             result = share.multiply(activated, down, transposed=True, out=results.place(share))
             down_pair.add(share, activated, result)
             results.put(share, result)
@@ -143,7 +143,8 @@ class AdaptedExperts(torch.autograd.Function):
         )
         gate_up, down = views([arena], shape.ffn, shape.hidden)
         parts = shares(tokens, way, shape.ffn, by=shape.by)
-        own, spread, weighed = Copies(tokens, way), Copies(grads[0], way), Weighed(weights_NK, way)
+        own, spread = Copies(tokens, way, shape.by), Copies(grads[0], way, shape.by)
+        weighed = Weighed(weights_NK, way)
         grad_tokens = Returned(parts, tokens, way) if of_tokens else None
 
         def compute(number: int) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist import passes
+from moesaic.facts.job.train import Products
 
 
 class Routes(NamedTuple):
@@ -48,19 +49,24 @@ class Routes(NamedTuple):
         rows_NK = torch.where(present_NK, self.rows_NK - first, 0)
         return Routes(counts, self.order_R[first:stop], rows_NK, present_NK)
 
-    def add_up(self, rows_RH: Tensor, weights_NK: Tensor | None = None) -> Tensor:
-        """Sums of each token's rows, in the order of its choices, weighted if there are weights."""
+    def add_up(
+        self, rows_RH: Tensor, weights_NK: Tensor | None = None, by: Products = "torch"
+    ) -> Tensor:
+        """Sums of each token's rows, in the order of its choices, weighted if there are weights; by
+        what multiplies."""
         assert self.rows_NK is not None
         if weights_NK is None and self.present_NK is not None:
             weights_NK = self.present_NK.to(rows_RH.dtype)
-        return add_up(rows_RH, self.rows_NK, weights_NK)
+        return add_up(rows_RH, self.rows_NK, weights_NK, by)
 
 
-def add_up(rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None) -> Tensor:
+def add_up(
+    rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None, by: Products = "torch"
+) -> Tensor:
     """Sum over k of weights[n, k], or 1, * rows[rows_NK[n, k]], without the [N, K, H] between."""
     if rows_RH.shape[0] == 0 or rows_NK.shape[0] == 0:
         return rows_RH.new_zeros((rows_NK.shape[0], rows_RH.shape[1]))
-    if passes.serve(rows_RH):
+    if passes.serve(rows_RH, by):
         return passes.add_up(rows_RH, rows_NK, weights_NK)
     return F.embedding_bag(rows_NK, rows_RH, mode="sum", per_sample_weights=weights_NK)
 

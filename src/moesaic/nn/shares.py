@@ -122,6 +122,7 @@ class Returned(Joined):
 
     def __init__(self, parts: Sequence[Share], tokens: Tensor, way: Routes) -> None:
         self._way, self._moved = way, way.rows_NK is None
+        self._by: Products = parts[0].by if parts else "torch"
         super().__init__(() if self._moved else parts, tokens, tokens.shape[1])
         if self._moved:  # Each token has one: its results go straight there.
             self.whole = torch.empty_like(tokens)
@@ -139,14 +140,15 @@ class Returned(Joined):
 
     def add_up(self, weights_NK: Tensor | None = None) -> Tensor:
         """Sums by token, weighted if there are weights."""
-        return self.whole if self._moved else self._way.add_up(self.whole, weights_NK)
+        return self.whole if self._moved else self._way.add_up(self.whole, weights_NK, self._by)
 
 
 class Copies:
     """Rows of shares, copied from tokens when they are asked for."""
 
-    def __init__(self, tokens: Tensor, way: Routes) -> None:
-        self._tokens, self._way, self._at_once = tokens, way, passes.serve(tokens)
+    def __init__(self, tokens: Tensor, way: Routes, by: Products = "torch") -> None:
+        """By what multiplies."""
+        self._tokens, self._way, self._at_once = tokens, way, passes.serve(tokens, by)
         if not self._at_once:
             self._tokens_R = way.tokens_R
 
@@ -182,7 +184,10 @@ def shares(
         for first, stop, num_rows in _cut(slots.tolist(), limit):
             rows = slice(row, row + num_rows)
             alone = num_rows <= most_alone
-            found.append(Share(slice(first, stop), rows, slots[first:stop], alone, arena, by))
+            own_counts = slots[first:stop]
+            if by != "torch":  # Kernels look there.
+                own_counts = own_counts.to(tokens.device, non_blocking=True)
+            found.append(Share(slice(first, stop), rows, own_counts, alone, arena, by))
             row += num_rows
     return found
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from moesaic.dist import passes
 from moesaic.dist.exchange import Carrier, Journey
 from moesaic.dist.world import Group
+from moesaic.facts.job.train import Products
 from moesaic.nn.routes import Routes, add_up, inverse
 from moesaic.nn.slices import WHOLE, Slices
 
@@ -100,11 +101,11 @@ def routes(
     return Routes(counts_S, order, rows_NK, present_NK)
 
 
-def routes_of_all(slots_NK: Tensor, bounds_S: Tensor) -> Routes:
+def routes_of_all(slots_NK: Tensor, bounds_S: Tensor, by: Products = "torch") -> Routes:
     """As `routes`, where each choice has a slot: rows are counted where tokens are, and all of it
     is as few launches as can be, none of which the host waits for. `bounds_S` are as of `bounds`.
     """
-    if passes.serve(slots_NK):
+    if by != "torch" and len(bounds_S) - 1 <= passes.MOST_SLOTS:
         counts_S, order, rows = passes.sort(slots_NK.reshape(-1), len(bounds_S) - 1)
         return Routes(counts_S, order, rows.view(slots_NK.shape))
     sorted_R, order = slots_NK.reshape(-1).to(bounds_S.dtype).sort(stable=True)

@@ -58,7 +58,7 @@ def assemble(
         counters: position in the run; absent: its start.
         say: told what takes long.
     """
-    products.check(plan.products, world.device)
+    products.check(plan.products if job.model.experts else "auto", world.device)
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)

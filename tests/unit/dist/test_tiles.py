@@ -65,6 +65,23 @@ def test_rows_by_matrices(
         assert bool((place == 7.0).all()), "nothing beside its place was written"
 
 
+def test_what_is_no_number_stays_with_its_slot(tiles: Any) -> None:
+    counts = torch.tensor([3, 3, 2])
+    for wrong in (0, 1):
+        pair = [torch.randn(8, 16, device=DEVICE) for _ in range(2)]
+        pair[wrong][3:6] = torch.nan
+        out = torch.empty(3, 16, 16, device=DEVICE)
+        tiles.grouped_outer(*pair, counts, out, False)
+        assert bool(out[[0, 2]].isfinite().all())
+        assert bool(out[1].isnan().all())
+        rows, weight = torch.randn(8, 16, device=DEVICE), torch.randn(3, 16, 16, device=DEVICE)
+        (rows if wrong else weight)[3 * wrong : 3 * wrong + 3] = torch.nan
+        weight[[0, 2]] = 1.0
+        into = torch.empty(8, 16, device=DEVICE)
+        tiles.grouped_mm(rows, weight, counts, True, into, eight=False)
+        assert bool(into[[0, 1, 2, 6, 7]].isfinite().all())
+
+
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gates_and_ups(tiles: Any, counts: list[int], dtype: torch.dtype) -> None:
@@ -109,7 +126,7 @@ def test_back_between_products(tiles: Any, weighed: bool, dtype: torch.dtype) ->
 @pytest.mark.parametrize("hidden", [1, 40, 1500])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_of_a_token_are_added_up(tiles: Any, hidden: int, dtype: torch.dtype) -> None:
-    """Weighed or not; where there is no weight, what is no number does not matter."""
+    """Weighed or not, and however they lie."""
     rows = torch.randn(9, hidden, device=DEVICE).to(dtype)
     places = torch.randint(8, (5, 3), device=DEVICE)
     weights = torch.rand(5, 3, device=DEVICE).to(dtype)
@@ -117,8 +134,8 @@ def test_rows_of_a_token_are_added_up(tiles: Any, hidden: int, dtype: torch.dtyp
     torch.testing.assert_close(tiles.add_up(rows, places, weights), exact.to(dtype))
     plain = tiles.add_up(rows, places, None)
     torch.testing.assert_close(plain, rows.double()[places].sum(1).to(dtype))
-    rows[8], places[:, 1], weights[:, 1] = torch.nan, 8, 0
-    assert bool(tiles.add_up(rows, places, weights).isfinite().all())
+    turned = rows.T.contiguous().T, places.T.contiguous().T, weights.T.contiguous().T
+    assert torch.equal(tiles.add_up(*turned), tiles.add_up(rows, places, weights))
 
 
 @pytest.mark.parametrize("hidden", [1, 40, 1500])
@@ -128,6 +145,8 @@ def test_rows_are_copies_of_tokens(tiles: Any, hidden: int, choices: int) -> Non
     order = torch.randint(7 * choices, (18,), device=DEVICE)
     assert torch.equal(tiles.copies(tokens, order, choices), tokens[order // choices])
     assert tiles.copies(tokens, order[:0], choices).shape == (0, hidden)
+    for other in (tokens.T.contiguous().T, tokens[0, 0].expand(7, hidden), tokens[0].expand(7, -1)):
+        assert torch.equal(tiles.copies(other, order, choices), other[order // choices])
 
 
 def test_a_table_is_of_the_numbers_that_are_there(tiles: Any) -> None:
@@ -241,7 +260,7 @@ def test_narrow_numbers_stay_what_they_are(tiles: Any) -> None:
     assert bool(back[3].isfinite().all())
 
 
-def passed(bank: Bank, choices: Tensor, seed: int) -> list[Tensor]:
+def passed(bank: Bank, choices: Tensor, seed: int, *, summed: bool = False) -> list[Tensor]:
     """Results of a layer's experts, and gradients of tokens, weights of rows and matrices."""
     draw = torch.Generator().manual_seed(seed)
     tokens, cotangent = (torch.randn(len(choices), bank.hidden, generator=draw) for _ in range(2))
@@ -249,11 +268,17 @@ def passed(bank: Bank, choices: Tensor, seed: int) -> list[Tensor]:
     device = bank.arena.device
     leaves = [tokens.to(device).requires_grad_(), weights.to(device).requires_grad_()]
     dispatcher = Dispatcher(len(bank.experts), Ranks())
-    placed = dispatcher.place(dispatcher.count(choices.to(device), training=True, whole=True))
+    by = bank.multiplied_by
+    counted = dispatcher.count(choices.to(device), training=True, whole=True, by=by)
+    assert (counted.placed is None) == (by == "torch")
+    placed = dispatcher.place(counted)
     sent = dispatcher.start(*leaves, placed)
     with bank.at_work() as compute:
         out = sent.through(compute)
-    out.backward(cotangent.to(device))
+    if summed:  # A gradient of one number, that of all.
+        out.sum().backward()
+    else:
+        out.backward(cotangent.to(device))
     own = bank.arena if bank.adapters is None else bank.adapters.arena
     found = [out.detach(), *(leaf.grad for leaf in [*leaves, own])]
     own.grad = None
@@ -262,9 +287,7 @@ def passed(bank: Bank, choices: Tensor, seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("spread", ["even", "all to one", "by chance"])
-def test_a_layer_by_them_is_the_same(
-    tiles: Any, adapted: bool, spread: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_by_them_is_the_same(tiles: Any, adapted: bool, spread: str) -> None:
     """Forward and backward, and near enough in eight bits, but for what comes of adapters alone;
     passes between products by kernels, too."""
     del tiles
@@ -277,7 +300,6 @@ def test_a_layer_by_them_is_the_same(
     found = {}
     for by in get_args(Products):
         device = plain if by == "torch" else DEVICE
-        monkeypatch.setattr(passes, "serve", lambda numbers, by=by: by != "torch")
         bank = Bank(range(4), 24, 40, by=by)
         if adapted:
             bank.adapt(4, 2.0)
@@ -286,7 +308,7 @@ def test_a_layer_by_them_is_the_same(
         with torch.no_grad():
             for one in bank.parameters():
                 one.copy_(torch.randn(one.shape, generator=draw) * 0.3)
-        found[by] = [one.cpu() for one in passed(bank, choices, 5)]
+        found[by] = [one.cpu() for one in passed(bank, choices, 5, summed=spread == "by chance")]
     assert len(found["torch"]) == 4
     for one, other, eight in zip(*found.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -294,29 +316,51 @@ def test_a_layer_by_them_is_the_same(
         assert 0 < float((eight - one).norm() / one.norm()) < 0.15
     outside = torch.device("cuda")
     assert products.engine(outside, torch.bfloat16, "triton") == "kernels of our own"
+    assert products.engine(outside, torch.float64, "triton") == "torch.mm, one by one"
     assert "eight bits" in products.engine(outside, torch.bfloat16, "fp8")
 
 
 def test_what_cannot_multiply_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU; on a GPU that is too old; without Triton."""
-    outside = torch.device("cuda")
+    outside = [torch.device("cuda", number) for number in range(20, 25)]
+    monkeypatch.setattr(passes, "hindrance", lambda: None)
     products.check("torch", torch.device("cpu"))
+    products.check("auto", torch.device("cpu"))
     with pytest.raises(ConfigError, match=r'layout.products = "triton" is for GPUs.*leave it out'):
         products.check("triton", torch.device("cpu"))
+    assert products.chosen("auto", torch.device("cpu")) == "torch"
     monkeypatch.setattr(devices, "generation", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r"capability 8.9 or more, and this one has 8.0"):
-        products.check("fp8", outside)
-    products.check("triton", outside)
-    assert products.chosen("auto", torch.device("cuda", 7)) == "torch"
+        products.check("fp8", outside[0])
+    products.check("triton", outside[0])
+    assert products.chosen("auto", outside[0]) == "torch"
+    monkeypatch.setattr(devices, "generation", lambda device: (12, 0))
+    products.check("fp8", outside[1])
+    assert products.chosen("auto", outside[1]) == "torch", "nobody has measured it"
     monkeypatch.setattr(devices, "generation", lambda device: (9, 0))
-    products.check("fp8", outside)
-    assert products.chosen("auto", torch.device("cuda", 8)) == "triton"
-    assert products.chosen("torch", outside) == "torch"
-    assert products.chosen("auto", torch.device("cpu")) == "torch"
-    monkeypatch.setattr(passes, "there", lambda: False)
-    assert products.chosen("auto", torch.device("cuda", 9)) == "torch"
-    with pytest.raises(ConfigError, match=r"needs Triton, .*pip install triton"):
-        products.check("fp8", outside)
+    products.check("fp8", outside[2])
+    assert products.chosen("auto", outside[2]) == "triton"
+    assert products.chosen("torch", outside[2]) == "torch"
+    monkeypatch.setattr(passes, "hindrance", lambda: "Failed to find C compiler")
+    assert products.chosen("auto", outside[3]) == "torch"
+    with pytest.raises(ConfigError, match=r"needs Triton, .*find C compiler.*pip install triton"):
+        products.check("fp8", outside[3])
+
+
+def test_why_triton_cannot_be_used(tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there, or what it makes for a GPU cannot be made."""
+    asked = passes.hindrance.__wrapped__
+
+    def fail() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(tiles, "start", lambda: None)
+    assert asked() is None
+    monkeypatch.setattr(tiles, "start", fail)
+    assert asked() == "Failed to find C compiler"
+    monkeypatch.setitem(sys.modules, "moesaic.dist.tiles", None)
+    monkeypatch.delattr("moesaic.dist.tiles")
+    assert "tiles" in str(asked())
 
 
 def test_jobs_and_plans_say_what_multiplies() -> None:
@@ -327,7 +371,7 @@ def test_jobs_and_plans_say_what_multiplies() -> None:
     with pytest.raises(ConfigError, match=r'layout.products = "triton" with train.precision'):
         tiny_job(layout={"products": "triton"})
     dense = {"family": "llama", "experts": 0, "top_k": 0}
-    idle = tiny_job(model=dense, train={"precision": "bf16"}, layout={"products": "triton"}).idle()
+    idle = tiny_job(model=dense, layout={"products": "triton"}).idle()
     assert "layout.products has no effect: the model is dense" in idle
 
 
@@ -355,7 +399,7 @@ if generation >= 89:
     types["fp8e4nv"] = tiles.EIGHT
 for kind, dtype in types.items():
     eight = dtype == tiles.EIGHT
-    for rows in (16, 4096) if kind == "bf16" else (4096,):
+    for rows in (16, 64, 4096) if kind == "bf16" else (4096,):
         own = tiles.blocks(dtype, rows, divmod(generation, 10))
         for gated in (False, True) if kind != "fp32" else (False,):
             tile = [1, 2, own.columns // 2, own.depth] if gated else [1, own.columns, own.depth]
@@ -370,7 +414,7 @@ for kind, dtype in types.items():
                 "PRECISION": "tf32x3", "PROGRAMS": 132, "TOGETHER": 4,
                 "M": own.rows, "N": own.columns, "K": own.depth,
             }, own)
-        own = tiles.blocks_of_outer(dtype, rows)
+        own = tiles.blocks_of_outer(dtype, rows, divmod(generation, 10))
         if not eight:
             compiled(kernels.rows_by_rows, {
                 "left": f"tensordesc<{kind}[{own.depth},{own.rows}]>",
@@ -383,7 +427,9 @@ for kind, dtype in types.items():
 """
 
 
-@pytest.mark.parametrize(("generation", "shared"), [(80, 163), (90, 227), (100, 227)])
+@pytest.mark.parametrize(
+    ("generation", "shared"), [(80, 163), (89, 99), (90, 227), (100, 227), (120, 99)]
+)
 def test_they_are_compiled_for_gpus(generation: int, shared: int, tmp_path: Any) -> None:
     """And what a program has in the memory of its processor, which is `shared` KiB, fits."""
     there = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -393,7 +439,7 @@ def test_they_are_compiled_for_gpus(generation: int, shared: int, tmp_path: Any)
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 8 + 2 * (generation >= 89)
+    assert len(lines) == 11 + 2 * (generation >= 89)
     for _, used, size in lines:
         assert int(used) <= shared << 10
         assert int(size) > 0

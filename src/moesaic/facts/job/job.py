@@ -69,7 +69,7 @@ class Job(Section):
             raise ValueError(f"layout.{uncut}")
         self._check_finetune()
         fault = products_fault(self.layout.products, self.train.precision)
-        if fault:
+        if fault and self.model.experts:
             raise ValueError(f"layout.{fault}")
         if self.schedule.warmup > self.train.steps:
             raise ValueError(

@@ -57,10 +57,23 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.stages is not None:
         _check_blocks(plan.stages, block_names(job.model), origin)
-    fault = pipeline_fault(plan, job) or columns_fault(plan, job)
-    fault = fault or products_fault(plan.products, job.train.precision)
+    fault = pipeline_fault(plan, job) or columns_fault(plan, job) or _products_fault(plan, job)
     if fault:
         raise ConfigError(f"{origin}: {fault}")
+
+
+def _products_fault(plan: Plan, job: Job) -> str | None:
+    """Why the job's experts cannot be multiplied as the plan says, if they cannot."""
+    ours, asked = plan.products, job.layout.products
+    if not job.model.experts:
+        return None
+    if ours != asked and "fp8" in (ours, asked):
+        return (
+            f'products = "{ours}", but layout.products = "{asked}", and the numbers of a run '
+            "depend on eight bits, so that no plan may change it: make them equal, or plan this "
+            "job anew (moesaic plan)"
+        )
+    return products_fault(ours, job.train.precision)
 
 
 def _check_blocks(stages: list[list[str]], blocks: Sequence[str], origin: str) -> None:
@@ -121,7 +134,7 @@ def basis(job: Job, plan: Plan) -> str:
     # So has every plan that does not say, and digests of those are kept.
     if plan.local == "along":
         del decided["local"]
-    if plan.products == "auto":
+    if plan.products in ("auto", "torch"):
         del decided["products"]
     if not plan.homes_of_layers:
         del decided["homes_of_layers"]
