@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks import generate, measure
-from benchmarks.__main__ import THEMES
+from benchmarks.__main__ import THEMES, run_some
 from benchmarks.measure import Row
 
 RECORDS = sorted(measure.RECORDS.glob("*.json"))
@@ -181,3 +181,18 @@ def test_a_missed_bar_is_shown_as_missed() -> None:
     untried = replace(ROW, value=None, interval=None, holds=None)
     table = generate.table({"theme": [ROW, row, row, untried, replace(ROW, bar="")]})
     assert table.endswith("| [theme](benchmarks/results/theme.md) | - | 1 | 2 | 1 |")
+
+
+def test_what_a_machine_cannot_say_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A figure of a GPU outlives a machine without one; what is measured anew does not."""
+    monkeypatch.setattr(measure, "RECORDS", tmp_path)
+
+    def figure(name: str, value: float | None) -> measure.Row:
+        return measure.row(name, value, "ratio", bar="", against="somebody", repeats=3)
+
+    measure.write("one", [figure("a", 1.0), figure("b", 2.0), figure("c", None)])
+    run_some([figure("a", None), figure("b", 3.0), figure("c", None), figure("d", 4.0)], "one")
+    found = {row.name: row.value for row in measure.read(tmp_path / "one.json")}
+    assert found == {"a": 1.0, "b": 3.0, "c": None, "d": 4.0}

@@ -19,6 +19,7 @@ from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
 from moesaic.dist import passes, products
 from moesaic.facts.job.train import Products
+from moesaic.facts.plan.checks import basis, check
 from moesaic.facts.plan.layout import planned
 from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Dispatcher
@@ -373,6 +374,33 @@ def test_jobs_and_plans_say_what_multiplies() -> None:
     dense = {"family": "llama", "experts": 0, "top_k": 0}
     idle = tiny_job(model=dense, layout={"products": "triton"}).idle()
     assert "layout.products has no effect: the model is dense" in idle
+
+
+@pytest.mark.parametrize("plan_first", [True, False])
+def test_no_plan_gives_or_takes_eight_bits(plan_first: bool) -> None:
+    """Nor does one ask for kernels that a job's precision has not; a dense model has no experts."""
+    eight = tiny_job(train={"precision": "bf16"}, layout={"products": "fp8"})
+    plain = tiny_job(train={"precision": "bf16"})
+    ours, job = (planned(eight, 1), plain) if plan_first else (planned(plain, 1), eight)
+    with pytest.raises(ConfigError, match=r'--plan x: products = "(fp8|auto)", but layout.*equal'):
+        check(ours, job, "--plan x")
+    for by in ("torch", "triton"):
+        check(planned(plain, 1).model_copy(update={"products": by}), plain, "--plan x")
+    kernels = planned(tiny_job(), 1).model_copy(update={"products": "triton"})
+    with pytest.raises(ConfigError, match=r'products = "triton" with train.precision = "fp64"'):
+        check(kernels, tiny_job(), "--plan x")
+    dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0})
+    check(planned(dense, 1).model_copy(update={"products": "triton"}), dense, "--plan x")
+
+
+def test_predictions_do_not_rest_on_what_multiplies_by_itself() -> None:
+    """Plans from before it was said, and those that said torch then, keep theirs."""
+    job = tiny_job(train={"precision": "bf16"})
+    plans = [
+        planned(job, 1).model_copy(update={"products": by}) for by in ("auto", "torch", "triton")
+    ]
+    first, second, other = (basis(job, plan) for plan in plans)
+    assert first == second != other
 
 
 COMPILE = """
