@@ -51,7 +51,9 @@ def test_a_step_with_numbers_where_tokens_are(
     due, due_state = steps(**tables)
     asked = list[bool]()
 
-    def count(one: Dispatcher, experts_TK: Tensor, *, training: bool, whole: bool) -> Counted:
+    def count(
+        one: Dispatcher, experts_TK: Tensor, *, training: bool, whole: bool, by: str
+    ) -> Counted:
         asked.append(training and whole)
         return one.count_there(experts_TK)
 
