@@ -23,8 +23,6 @@ from moesaic.facts.job.train import Products
 
 _MULTIPLIES_EIGHT = (8, 9)
 """Compute capability of GPUs from which on they multiply eight bits."""
-_MEASURED = (9, 0)
-"""The same of the GPUs that kernels of our own were timed on."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -221,10 +219,10 @@ def check(products: Literal["auto"] | Products, device: torch.device) -> None:
 @cache
 def chosen(products: Literal["auto"] | Products, device: torch.device) -> Products:
     """What multiplies on `device`: on GPUs of the generation that was measured kernels of our own,
-    which were the faster there, unless something else was asked for."""
+    which were the faster there but for few cases, unless something else was asked for."""
     if products != "auto":
         return products
-    own = devices.generation(device) == _MEASURED and passes.hindrance() is None
+    own = devices.generation(device) == devices.MEASURED and passes.hindrance() is None
     return "triton" if own else "torch"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesaic.dist import kernels
-from moesaic.dist.device import OF_KERNELS, generation, processors
+from moesaic.dist.device import MEASURED, OF_KERNELS, generation, processors
 
 EIGHT = torch.float8_e4m3fn
 _LARGEST = torch.finfo(EIGHT).max
@@ -26,8 +26,6 @@ _WHOLE_BYTES = 16
 _PRECISION = "tf32x3"
 """Three products by units that have eleven bits of a number are as exact as one in fp32, and
 faster; narrower types are multiplied as they are."""
-_MEASURED = (9, 0)
-"""Compute capability of the GPUs that sizes of tiles were found on."""
 _TOGETHER = 4
 _FEW = 512
 _WIDE = 1024
@@ -92,10 +90,10 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = _MEASURED) -> Blocks:
+def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASURED) -> Blocks:
     """For so many rows a slot; on other GPUs than those that were measured less at a time, which
     any of them has room for."""
-    size, known = dtype.itemsize, generation == _MEASURED
+    size, known = dtype.itemsize, generation == MEASURED
     if rows <= 64:
         high = max(16, triton.next_power_of_2(math.ceil(rows)))
         depth = (256 if known else 128) // size
@@ -106,10 +104,10 @@ def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = _MEASU
 
 
 def blocks_of_outer(
-    dtype: torch.dtype, rows: float, generation: tuple[int, int] = _MEASURED
+    dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASURED
 ) -> Blocks:
     """For a sum over so many rows a slot: with few, writing is what takes time."""
-    size, known = dtype.itemsize, generation == _MEASURED
+    size, known = dtype.itemsize, generation == MEASURED
     wide = 256 if rows > _FEW and size == 2 and known else 128
     return Blocks(128, wide, 128 // size, 8, 3 if known else 2)
 
@@ -326,6 +324,7 @@ def add_up(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
 def narrowed(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """In eight bits, and scales that bring them back: one for all numbers in the last dimension."""
     *outer, lines, width = numbers.shape
+    numbers = numbers if numbers.stride(-1) == 1 else numbers.contiguous()
     eight = _eight(*outer, lines, width, device=numbers.device)
     scales = torch.empty(numbers.shape[:-1], dtype=torch.float32, device=numbers.device)
     apart = numbers.stride(0) if outer else 0
@@ -342,6 +341,7 @@ def narrowed_turned(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """The same of matrices by column, which are turned: units for eight bits read both factors
     along what is added up."""
     slots, height, width = matrices.shape
+    matrices = matrices if matrices.stride(-1) == 1 else matrices.contiguous()
     scales = torch.empty((slots, width), dtype=torch.float32, device=matrices.device)
     eight = _eight(slots, width, height, device=matrices.device)
     high, wide = 128, 64

@@ -228,7 +228,7 @@ def test_eight_bits_are_scaled(tiles: Any, counts: list[int], transposed: bool) 
     tiles.grouped_mm(rows, weight, torch.tensor(counts), transposed, out, eight=True)
     matrices = weight.transpose(1, 2) if transposed else weight
     (rows8, by_row), (turned8, by_column) = (
-        tiles.narrowed(rows), tiles.narrowed_turned(matrices.contiguous())
+        tiles.narrowed(rows), tiles.narrowed_turned(matrices)
     )  # fmt: skip
     matrices8 = turned8.transpose(1, 2)
     exact, near = [], []
@@ -253,6 +253,8 @@ def test_narrow_numbers_stay_what_they_are(tiles: Any) -> None:
     back = (eight.float() * scales[:, None]).cpu()
     turned, by_column = tiles.narrowed_turned(numbers.T[None].contiguous().to(DEVICE))
     torch.testing.assert_close(by_column[0], scales, rtol=0, atol=0, equal_nan=True)
+    again = tiles.narrowed(numbers.T.contiguous().T.to(DEVICE))[1]
+    torch.testing.assert_close(again, scales, rtol=0, atol=0, equal_nan=True)
     there = torch.arange(4) != 2
     assert torch.equal(turned[0].float()[there], eight.float()[there])
     assert back[0].tolist() == [0.0, 0.0]

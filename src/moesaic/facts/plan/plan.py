@@ -77,7 +77,7 @@ class Plan(Section):
     chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
     """Parts of a rank's tokens that go to experts of other ranks one after another."""
     products: Literal["auto"] | Products = "auto"
-    """What multiplies tokens by matrices of experts on a GPU; auto: what is fastest on it."""
+    """What multiplies tokens by matrices of experts on a GPU; auto: as its generation has it."""
     embedding: Embedding = "whole"
     """What of the embedding's table each rank of a part has: all, but for what `tp` or `shard`
     share out; or equal columns."""
