@@ -5,12 +5,15 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from moesaic.dist.probe import compute
 from moesaic.dist.probe.cluster import headlines
-from moesaic.dist.probe.probe import num_parts, probe
+from moesaic.dist.probe.probe import _sizes, num_parts, probe
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.world import World
 from moesaic.testing.ranks import Ranks
@@ -75,3 +78,16 @@ def test_everything_that_is_there_is_measured(
     assert found.spreads == sorted(found.spreads)
     assert found.spreads[0] >= 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("device", "slots"), [("cuda", 8), ("cpu", 16)])
+def test_cores_of_the_host_are_nothing_to_a_gpu(
+    device: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would multiply many times as much together as there is time for."""
+    config = ProbeConfig(**TINY)
+    monkeypatch.setattr("moesaic.dist.device.num_cores", lambda: 8)
+    monkeypatch.setattr(compute, "_largest_side", lambda *_: 64)
+    world = SimpleNamespace(device=torch.device(device), leads=True)
+    found = _sizes(world, config, 2)  # type: ignore[arg-type]
+    assert [one.slots for one in found] == [32, slots]

@@ -83,9 +83,10 @@ def bench(
     with at_once():
         from moesaic.dist import device as devices
         from moesaic.models.speed import ExpertLayer
+        from moesaic.policy.products import fastest
     device = devices.resolve(config.device, key="device")
     devices.activate(device)
-    layer = ExpertLayer(config.model, device)
+    layer = ExpertLayer(config.model, device, fastest)
     found: dict[str, Any] = {
         "device": devices.describe(device), "engines": layer.engines(config.dtypes),
         "experts": _experts(config),

@@ -189,11 +189,12 @@ def _generate(
     with at_once():
         from moesaic.dist import device
         from moesaic.serve.generate import Sampling, generate
-        from moesaic.serve.loading import load_model
+        from moesaic.serve.loading import load_model, take_the_fastest
 
     place = device.resolve(config.device, key="device")
     device.activate(place)
     model = load_model(origin, place, config.precision)
+    take_the_fastest(model, len(ids))
     sampling = Sampling(config.temperature, config.top_p, config.seed)
     return generate(model, ids, config.max_tokens, end_ids=ends, sampling=sampling, on_token=stream)
 

@@ -23,6 +23,8 @@ from moesaic.facts.job.train import Products
 
 _MULTIPLIES_EIGHT = (8, 9)
 """Compute capability of GPUs from which on they multiply eight bits."""
+_MULTIPLIES_TILES = (8, 0)
+"""And of those that our kernels were compiled for."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -218,12 +220,25 @@ def check(products: Literal["auto"] | Products, device: torch.device) -> None:
 
 @cache
 def chosen(products: Literal["auto"] | Products, device: torch.device) -> Products:
-    """What multiplies on `device`: on GPUs of the generation that was measured kernels of our own,
-    which were the faster there but for few cases, unless something else was asked for."""
+    """What multiplies on `device`. Where nobody has said, and nobody has tried: on GPUs of the
+    generation that was measured kernels of our own, which were the faster but for few cases."""
     if products != "auto":
         return products
     own = devices.generation(device) == devices.MEASURED and passes.hindrance() is None
     return "triton" if own else "torch"
+
+
+def leaves_choice(device: torch.device) -> bool:
+    """Whether there may be several candidates on devices of its kind, here or on another rank."""
+    return device.type != "cpu"
+
+
+def candidates(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:
+    """What may multiply such numbers there without having been asked for: of two, whichever is the
+    faster. Never in eight bits."""
+    if devices.generation(device) < _MULTIPLIES_TILES or dtype not in devices.OF_KERNELS:
+        return ("torch",)
+    return ("torch",) if passes.hindrance() is not None else ("torch", "triton")
 
 
 def grouped_mm(

@@ -3,7 +3,7 @@ its experts can take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -11,15 +11,18 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
 from moesaic.dist.probe.timing import seconds
-from moesaic.dist.products import engine, product
+from moesaic.dist.products import candidates, engine, product
 from moesaic.facts.job import ModelConfig, RoutingConfig
+from moesaic.facts.job.train import Products
 from moesaic.facts.plan import block_names
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import NARROW, Context, Rotary, computing_in
 from moesaic.nn.moe import MoE
+from moesaic.nn.trial import Load, tried
 
 _FEWEST_ROWS, _MOST_ROWS = 64, 4096
 """Of products, the fastest of which is the limit."""
@@ -78,6 +81,8 @@ class Speed:
     least: Least
     forward_s: float
     step_s: float
+    products: Products | None = None
+    """What multiplied experts, where there is a choice."""
 
     @property
     def share(self) -> float:
@@ -106,6 +111,8 @@ class Batch(Protocol):
 
     first_s: float
     """What it took to go through, forward, to begin with."""
+    products: Products | None
+    """What multiplies its experts, where there is a choice."""
 
     def measured(self, budget_s: float) -> tuple[float, float]:
         """Seconds forward, and with backward, found in so many more than it needs at least."""
@@ -170,7 +177,7 @@ def measured(
             share_s = _share_s(left_s, needs_s, [_PASSES * one_s for one_s in later])
             most_s = max(_ENOUGH * batch.first_s, _SHORT_S)
             more_s = min(share_s, most_s) - needs_s
-            speed = Speed(least, *batch.measured(max(0.0, more_s)))
+            speed = Speed(least, *batch.measured(max(0.0, more_s)), batch.products)
             reached = min(speed.share, 1.0)
             yield speed
         left_s -= layer.clock() - start
@@ -207,8 +214,14 @@ class ExpertLayer:
     """One expert layer of a model, with its router and shared experts; each expert gets as many
     tokens as any other."""
 
-    def __init__(self, model: ModelConfig, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        fastest: Callable[[Mapping[Products, float]], Products],
+    ) -> None:
+        """Its experts are multiplied by which is `fastest`, given the seconds of each."""
+        self._model, self._device, self._fastest = model, device, fastest
         self.arena_bytes = 4 * model.experts * 3 * model.ffn * model.hidden
         self._refuse_too_much()
         index = model.expert_layers[0]
@@ -222,8 +235,12 @@ class ExpertLayer:
 
     def engines(self, dtypes: Sequence[str]) -> dict[str, str]:
         """What multiplies its experts in each type of numbers, for a person."""
-        by = self._moe.bank.multiplied_by
-        return {name: engine(self._device, NARROW.get(name, torch.float32), by) for name in dtypes}
+        found = dict[str, str]()
+        for name in dtypes:
+            kind = NARROW.get(name, torch.float32)
+            each = [engine(self._device, kind, by) for by in candidates(self._device, kind)]
+            found[name] = each[0] if len(each) == 1 else f"the faster of {keys.listed(each, 'and')}"
+        return found
 
     def limits(self, dtypes: Sequence[str], budget_s: float) -> list[Limit]:
         """What the device does at best, each found in about so many seconds."""
@@ -268,7 +285,11 @@ class ExpertLayer:
     def batch(self, dtype: str, tokens: int, most_s: float) -> Batch:
         """So many tokens that have gone through once, or twice, for much of a first pass may be
         preparation."""
-        return _Batch(*self._calls(dtype, tokens), self.clock, most_s)
+        load = Load.of(self._moe, tokens, NARROW.get(dtype, torch.float32))
+        times = tried(self._moe.bank, load).seconds
+        taken = self._fastest(times) if times else None
+        self._moe.bank.by = taken or "auto"
+        return _Batch(*self._calls(dtype, tokens), self.clock, most_s, taken)
 
     def clock(self) -> float:
         """Seconds, all work of the device being done."""
@@ -351,7 +372,9 @@ class _Batch:
         step: Callable[[], object],
         clock: Callable[[], float],
         most_s: float,
+        products: Products | None,
     ) -> None:
+        self.products = products
         self._forward, self._step, self._clock = forward, step, clock
         self.first_s = self._once()
         if self.first_s < most_s:

@@ -41,7 +41,7 @@ class Bank(nn.Module):
         slices: Slices = WHOLE,
         by: Literal["auto"] | Products = "auto",
     ) -> None:
-        """`by` that, on a GPU, rows are multiplied; auto: as its generation has it."""
+        """`by` that, on a GPU, rows are multiplied; auto: as is usual of its generation."""
         super().__init__()
         self.experts, self.slices, self.by = list(experts), slices, by
         self.hidden, self.ffn = hidden, ffn // slices.count

@@ -137,6 +137,11 @@ class Dispatcher:
         self._places_E: Tensor | None = None
 
     @property
+    def waits_for_none(self) -> bool:
+        """Whether numbers of rows may stay on the device, if all that routers ask for is whole."""
+        return self._alone and self.capacity is None
+
+    @property
     def computations(self) -> int:
         """How often the experts compute in a pass."""
         return self.chunks + self._pieces

@@ -66,6 +66,11 @@ class Router(nn.Module):
         self.renormalise = renormalise or kind == "gshard"
         self.weight = nn.Parameter(torch.empty(experts, hidden))
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it gives up no choice, and no loss tells first choices from others."""
+        return self.kind != "gshard"
+
     def forward(self, tokens_TH: Tensor, context: Context) -> Routing:
         """Route tokens."""
         wide = torch.promote_types(tokens_TH.dtype, torch.float32)
@@ -92,7 +97,7 @@ class Router(nn.Module):
             context.choices[self.layer] = torch.where(
                 experts_TK == NOBODY, -1 - chosen_TK, chosen_TK
             )
-        whole = given_up_TK is None and self.kind != "gshard"
+        whole = given_up_TK is None and self.keeps_all
         return Routing(experts_TK, weights_TK, probabilities_TE, scores_TE, flips, whole)
 
     def _judge(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:

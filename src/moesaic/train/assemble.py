@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist import device as devices
-from moesaic.dist import products
 from moesaic.dist.buckets import Buckets, Summed
+from moesaic.dist.products import check
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
@@ -29,7 +29,7 @@ from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import WHOLE, Slices
 from moesaic.nn.travel import Ranks
 from moesaic.policy import balance as policies
-from moesaic.train import balancing, scale
+from moesaic.train import balancing, products, scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW
 from moesaic.train.rehoming import Rehoming
@@ -58,7 +58,7 @@ def assemble(
         counters: position in the run; absent: its start.
         say: told what takes long.
     """
-    products.check(plan.products if job.model.experts else "auto", world.device)
+    check(plan.products if job.model.experts else "auto", world.device)
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)
@@ -78,9 +78,7 @@ def assemble(
         _shard(model, roots, plan, mesh, world.device)
     else:
         model.materialise(world.device)
-    optimizer = AdamW(job.optimizer)
-    if job.optimizer.moments != "full":
-        optimizer = NarrowAdamW(job.optimizer, job.seed, world.device)
+    optimizer = _optimizer(job, world.device)
     everything = held(model, plan, world.rank)
     holdings = [item for item in everything if item.parameter.requires_grad]
     frozen = [item for item in everything if not item.parameter.requires_grad]
@@ -98,8 +96,9 @@ def assemble(
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
     try:
         source.fill(run.state().pieces)
+        products.begin(run, DTYPES[job.train.precision], say)
         if priced:
-            run.plan = balancing.begin(model, job, plan, world, say)
+            run.plan = balancing.begin(model, job, run.plan, world, say)
     except BaseException:
         run.close()  # Hooks of its parameters hold the model.
         raise
@@ -145,6 +144,13 @@ def _buckets(plan: Plan, world: World, holdings: Sequence[Held]) -> Buckets:
         if not item.columns
     ]
     return Buckets(sums, early=early)
+
+
+def _optimizer(job: Job, device: torch.device) -> AdamW:
+    """Of full moments, or narrow ones."""
+    if job.optimizer.moments == "full":
+        return AdamW(job.optimizer)
+    return NarrowAdamW(job.optimizer, job.seed, device)
 
 
 def _columns(plan: Plan, world: World) -> Columns:

@@ -27,6 +27,7 @@ from moesaic.dist.squares import sum_of_squares
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
+from moesaic.facts.job.train import Products
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
@@ -105,6 +106,8 @@ class Run:
     replay: RouteReplay | None = None
     rehoming: Rehoming | None = None
     """Who moves experts between steps; nobody: they stay."""
+    tried_s: Mapping[Products, float] = field(default_factory=dict)
+    """Seconds of a layer's experts by each of what may multiply them, if that was tried."""
 
     def state(self) -> State:
         """Everything that training goes on from, as live pieces."""

@@ -27,7 +27,7 @@ from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.nn.context import NARROW
-from moesaic.train import scale
+from moesaic.train import products, scale
 from moesaic.train.assemble import DTYPES, assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
@@ -101,7 +101,8 @@ def _train(
     if job.routing.replay:
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-    plan = _as_left(plan, source, homes=loaded.plan is None or job.balance.rehome_every > 0)
+    homes = loaded.plan is None or job.balance.rehome_every > 0
+    plan = _as_left(plan, source, world, homes=homes)
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
@@ -146,14 +147,15 @@ def _find_start(
     return checkpoint, dict(checkpoint.counters), str(path)
 
 
-def _as_left(plan: Plan, source: Source, *, homes: bool) -> Plan:
+def _as_left(plan: Plan, source: Source, world: World, *, homes: bool) -> Plan:
     """`plan`, with what a checkpoint of the same layout goes by, so that the run goes on as if it
-    had never stopped: what anything costs, if nobody says so now, and where experts live, if that
-    changes, or no plan was given."""
+    had never stopped: what anything costs and what multiplies experts, if nobody says so now, and
+    where experts live, if that changes, or no plan was given."""
     if not isinstance(source, Checkpoint):
         return plan
-    kept = {"homes_of_layers": {}, **source.facts["plan"]}
-    now, prices = plan.decisions(), kept.pop("prices", None)
+    kept = {"homes_of_layers": {}, "products": "auto", **source.facts["plan"]}
+    left = products.as_left(plan, kept["products"], world.device)
+    now, prices = left.decisions(), kept.pop("prices", None)
     del now["prices"]
     if homes:
         now |= {key: kept[key] for key in ("homes", "homes_of_layers")}
@@ -164,7 +166,7 @@ def _as_left(plan: Plan, source: Source, *, homes: bool) -> Plan:
     }  # fmt: skip
     if plan.prices is None and prices:
         changes["prices"] = Prices(**prices)
-    return plan.model_copy(update=changes)
+    return left.model_copy(update=changes)
 
 
 def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
@@ -354,7 +356,7 @@ class _Session:
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
-            machines=described(self.world),
+            machines=described(self.world), experts_s=self.run.tried_s,
         )  # fmt: skip
 
     def _step(self) -> None:

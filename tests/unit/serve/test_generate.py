@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -9,10 +11,14 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
+from moesaic.facts.job.train import Products
 from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
+from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context
+from moesaic.nn.trial import Load, Tried
+from moesaic.serve import loading
 from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, choose, generate
 from moesaic.train.objectives.lm import visible
@@ -124,3 +130,41 @@ def test_impossible_prompts(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         generate(model, [prompt], max_tokens)
+
+
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
+def test_kernels_of_our_own_write_the_same(name: str) -> None:
+    """Prompts and then a token at a time, in fp32, as torch does it."""
+    pytest.importorskip("triton")
+    raw = {**PRESETS[name], **SMALL, "max_positions": 64, **MODELS[name]}
+    model = LanguageModel(parse(ModelConfig, raw, "test"))
+    InitialSource(1, 0.4).fill(pieces(model))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    texts = []
+    for by in get_args(Products)[:2]:
+        for _, moe in model.expert_layers():
+            moe.bank.by = by
+        texts.append(generate(model, PROMPTS, 6))
+    assert texts[0] == texts[1]
+    assert all(len(row) == 6 for row in texts[0])
+
+
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-dense"])
+def test_experts_are_multiplied_by_what_is_the_fastest(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a token of each sequence, forward alone; where there is no choice all stays."""
+    model = LanguageModel(parse(ModelConfig, {**PRESETS[name], **SMALL}, "test"))
+    loads = list[Load]()
+
+    def tried(_: Bank, load: Load) -> Tried:
+        loads.append(load)
+        return Tried({"torch": 2.0, "triton": 1.0}) if len(loads) > 1 else Tried()
+
+    monkeypatch.setattr(loading, "tried", tried)
+    banks = [moe.bank for _, moe in model.expert_layers()]
+    for taken in ("auto", "triton"):
+        loading.take_the_fastest(model, 3)
+        assert all(bank.by == taken for bank in banks)
+    asked = [(load.tokens, load.back, load.waited_for) for load in loads]
+    assert asked == [(3, False, False)] * (2 * bool(banks))

@@ -85,8 +85,10 @@ def _sizes(world: World, config: ProbeConfig, ranks_each: int) -> list[Sizes]:
         return []
     cpu, share_s, cores = torch.device("cpu"), _share_s(config), devices.num_cores()
     asked = (config.dtypes, config.largest, config.copy_bytes)
-    shared = compute.suitable(world.device, *asked, share_s, max(1, cores // ranks_each))
-    if world.device == cpu:
+    is_cpu = world.device == cpu  # Whose cores a rank computes with; to a GPU they are nothing.
+    threads_each = max(1, cores // ranks_each) if is_cpu else 1
+    shared = compute.suitable(world.device, *asked, share_s, threads_each)
+    if is_cpu:
         return [replace(shared, slots=compute.slots_for(cores)), shared]
     return [compute.suitable(cpu, None, None, None, share_s, cores), shared]
 

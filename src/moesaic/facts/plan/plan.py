@@ -77,7 +77,8 @@ class Plan(Section):
     chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
     """Parts of a rank's tokens that go to experts of other ranks one after another."""
     products: Literal["auto"] | Products = "auto"
-    """What multiplies tokens by matrices of experts on a GPU; auto: as its generation has it."""
+    """What multiplies tokens by matrices of experts on a GPU; auto: a run tries it when it begins.
+    The plan of a run has what it took."""
     embedding: Embedding = "whole"
     """What of the embedding's table each rank of a part has: all, but for what `tp` or `shard`
     share out; or equal columns."""
