@@ -131,7 +131,8 @@ def _look_at_job(path: Path, num: int) -> dict[str, Any]:
     from moesaic.train.data import TextData, documents_of
     from moesaic.train.jobfile import check_inputs, load_job
 
-    job = load_job(path).job
+    loaded = load_job(path)
+    job = loaded.job
     check_inputs(job, str(path))
     data = TextData.open(job.data, job.seed, World.solo(), screen.err().print)
     batch = data.train.batch(range(num))
@@ -149,7 +150,7 @@ def _look_at_job(path: Path, num: int) -> dict[str, Any]:
         rows.append({"targets": targets, "documents": documents})
     return {
         "kind": "job", "path": str(path), "sequence": job.data.sequence,
-        "samples_in_all": len(data.train), "samples": rows,
+        "samples_in_all": len(data.train), "samples": rows, "warnings": loaded.warnings,
     }  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         flags.write_new("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
         words = shlex.join(_train_words(path, out, sets or ()))
         after += [f"{'next':<18} {words}"] * facts["fits"]
-    _warn(facts, idle_words(chosen, job_))
+    _warn(facts, [*loaded.warnings, idle_words(chosen, job_)])
     for doubt in doubtful(where):
         screen.warn(doubt)
     travel.warn_of_hosts(chosen)
@@ -161,12 +161,13 @@ def _tell(facts: dict[str, Any], after: Sequence[str], as_json: bool) -> None:
         screen.say(line)
 
 
-def _warn(facts: dict[str, Any], idle: str | None) -> None:
+def _warn(facts: dict[str, Any], doubts: Sequence[str | None]) -> None:
     """Say on stderr what nobody should train by."""
     if not facts["fits"]:
         screen.warn(f"it does not fit: {facts['binds']}")
-    if idle is not None:
-        screen.warn(idle)
+    for doubt in doubts:
+        if doubt is not None:
+            screen.warn(doubt)
 
 
 def _chosen(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:

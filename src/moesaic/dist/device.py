@@ -198,6 +198,12 @@ def peak_bytes(device: torch.device) -> int:
     return _status_bytes("VmHWM")
 
 
+def forget_peak(device: torch.device) -> None:
+    """Begin anew to look for the most memory, where that can be done."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def held_bytes(device: torch.device) -> int:
     """Memory this process holds now: allocated by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":

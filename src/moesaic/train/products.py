@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from moesaic.dist import device as devices
 from moesaic.dist.collectives import gather
 from moesaic.dist.products import engine, leaves_choice
 from moesaic.dist.world import World
@@ -37,6 +38,7 @@ def begin(run: Run, wide: torch.dtype, say: Callable[[str], None] | None) -> Non
     kind = NARROW.get(job.train.precision, wide)
     if layers:
         own = tried(layers[0].bank, Load.of(layers[0], tokens_of(job, plan), kind))
+        devices.forget_peak(world.device)  # Two gradients of a layer are the trial's, not a step's.
     run.tried_s = times = agreed(own, world)
     taken = fastest(times) if times else "torch"
     for moe in layers:

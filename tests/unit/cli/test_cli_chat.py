@@ -83,5 +83,14 @@ def test_samples_of_a_text(
     text = capfd.readouterr().out
     assert "a\u27e6b\N{REPLACEMENT CHARACTER}[2J<|endoftext|>\u27e7" in text
     assert "\x1b" not in text
+    Path("odd.toml").write_text(Path("job.toml").read_text() + '[layout]\nschedule = "gpipe"\n')
+    assert main(["inspect", "odd.toml", "--set", "samples=1"]) == 0
+    told = capfd.readouterr()
+    assert "layout.schedule has no effect" in told.err
+    assert "layout.schedule" not in told.out
+    assert main(["inspect", "odd.toml", "--set", "samples=1", "--json"]) == 0
+    (warning,) = json.loads(capfd.readouterr().out)["warnings"]
+    assert warning == "layout.schedule has no effect: layout.pp = 1 makes no pipeline"
+
     assert main(["inspect", "nothing.toml"]) == 2
     assert "nothing.toml" in capfd.readouterr().err

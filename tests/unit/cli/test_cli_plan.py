@@ -62,6 +62,18 @@ FACTS: dict[str, Any] = {
 LINE = ["plan", "job.toml", "--cluster", "cluster.toml"]
 
 
+def test_what_a_job_says_for_nothing_is_told(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr, beside facts as JSON too; of a plan's own decisions nothing is."""
+    said = "layout.schedule has no effect: layout.pp = 1 makes no pipeline"
+    for more in ([], ["--json"]):
+        assert main([*LINE, *more, "--set", "layout.schedule=gpipe"]) == 0
+        assert said in capfd.readouterr().err.replace("\n", " ")
+        assert main([*LINE, *more, "--layout", "pp=2,schedule=gpipe"]) == 0
+        assert "has no effect" not in capfd.readouterr().err
+
+
 def test_it_says_what_binds_and_writes_a_timeline(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
