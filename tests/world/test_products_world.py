@@ -1,13 +1,14 @@
-"""What multiplies experts on devices that leave a choice: what the slowest rank says, on all of
-them, and what a run goes on with. Which is the faster is said here: no device here has both."""
+"""What multiplies experts on devices that leave a choice: what all ranks find, whatever befalls one
+of them, and what a run goes on with. Where kernels are tried for real, Triton interprets them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from moesaic.dist.world import World
 from moesaic.facts.job.train import Products
 from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
-from moesaic.nn.trial import Load, Tried
-from moesaic.testing.jobs import tiny_job
+from moesaic.nn import trial
+from moesaic.nn.bank import Bank
+from moesaic.nn.trial import Load
+from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.testing.watch import Silent
 from moesaic.train import products
@@ -27,12 +30,8 @@ from moesaic.train.assemble import assemble
 from moesaic.train.jobfile import LoadedJob
 from moesaic.train.trainer import train
 
-ONLY_TORCH = Tried({"torch": 1.0}, {"triton": "no room"})
-NO_CHOICE = Tried()
 CPU = torch.device("cpu")
 DENSE = {"family": "llama", "experts": 0, "top_k": 0}
-
-
 LATE = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 2, "dense_layers": 1, "shared": 1,
     "groups": 4, "top_groups": 2, "latent": {"width": 10, "rotary": 4, "value": 6},
@@ -40,130 +39,219 @@ LATE = {
 """A model whose first layer has no experts."""
 
 
-@contextmanager
-def a_choice(found: Tried) -> Iterator[list[int]]:
-    """As on devices that leave one, of which that was found; tokens that were tried."""
-    tokens = list[int]()
+@dataclass(frozen=True)
+class Rank:
+    """What a rank is to find."""
 
-    def tried(_: object, load: Load) -> Tried:
-        tokens.append(load.tokens)
-        return found
+    torch: float = 3e-3
+    triton: float = 1e-3
+    fault: str | Exception | None = None
+    late: Exception | None = None
+    """Raised while it is timed."""
+
+
+@contextmanager
+def a_choice(rank: Rank) -> Iterator[list[tuple[str, int]]]:
+    """As on devices that leave one, where that is found; what was asked, with how many tokens."""
+    asked = list[tuple[str, int]]()
+
+    class Trial:
+        def __init__(self, bank: Bank, load: Load) -> None:
+            self.tokens = load.tokens
+
+        def fault(self) -> str | None:
+            asked.append(("fault", self.tokens))
+            if isinstance(rank.fault, Exception):
+                raise rank.fault
+            return rank.fault
+
+        def seconds(self) -> dict[Products, float]:
+            asked.append(("seconds", self.tokens))
+            if rank.late is not None:
+                raise rank.late
+            return {"torch": rank.torch, "triton": rank.triton}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "leaves_choice", lambda _: True)
-        patch.setattr(products, "tried", tried)
-        yield tokens
+        patch.setattr(products, "obstacle", lambda _: None)
+        patch.setattr(products, "Trial", Trial)
+        yield asked
 
 
 def begun(
-    world: World, tables: dict[str, Any], found: list[Tried]
-) -> tuple[str, set[str], dict[str, float], list[str], list[int]]:
-    """What multiplies, by the plan and by the layers' banks; what the slowest rank takes; what was
-    told; tokens that were tried."""
+    world: World, tables: dict[str, Any], found: list[Rank], before: str | None = None
+) -> tuple[Any, ...]:
+    """What multiplies, by the plan and by the layers' banks; what was found, told and asked."""
     told = list[str]()
-    job = tiny_job(train={"precision": "fp32", "micro_batches": 2}, **tables)
+    tables = {"train": {"precision": "fp32", "micro_batches": 2}, **tables}
+    job = tiny_job(**tables)
     plan, source = lay_out(job.layout, job.model, world.size), InitialSource(job.seed, 0.2)
-    with a_choice(found[world.rank]) as tokens:
-        run = assemble(job, plan, world, source, say=told.append)
+    with a_choice(found[world.rank]) as asked:
+        run = assemble(job, plan, world, source, say=told.append, before=before)
     by = {moe.bank.by for _, moe in run.model.expert_layers()}
     run.close()
-    return run.plan.products, by, dict(run.tried_s), told, tokens
-
-
-def of(torch: float, triton: float) -> Tried:
-    return Tried({"torch": torch, "triton": triton})
+    return run.plan.products, by, run.tried.seconds, run.tried.faults, told, asked
 
 
 @pytest.mark.parametrize(
     ("layout", "found", "taken", "times"),
     [
-        ({"ep": 2}, [of(3e-3, 2e-3), of(3e-3, 1e-3)], "triton", {"torch": 3e-3, "triton": 2e-3}),
-        ({"ep": 2}, [of(3e-3, 1e-3), of(2e-3, 4e-3)], "torch", {"torch": 3e-3, "triton": 4e-3}),
-        ({"pp": 2}, [of(3e-3, 1e-3), of(4e-3, 1e-3)], "triton", {"torch": 4e-3, "triton": 1e-3}),
-        ({}, [of(3e-3, 1e-3), ONLY_TORCH], "torch", {"torch": 1.0}),
-        ({}, [of(3e-3, 1e-3), NO_CHOICE], "torch", {"torch": 3e-3}),
-        ({}, [NO_CHOICE, NO_CHOICE], "torch", {}),
+        ({"ep": 2}, [Rank(3e-3, 2e-3), Rank(3e-3, 1e-3)], "triton", (3e-3, 2e-3)),
+        ({"ep": 2}, [Rank(3e-3, 1e-3), Rank(2e-3, 4e-3)], "torch", (3e-3, 4e-3)),
+        ({"pp": 2}, [Rank(3e-3, 1e-3), Rank(4e-3, 1e-3)], "triton", (4e-3, 1e-3)),
+        ({}, [Rank(1e-3, 1.02e-3), Rank(1e-3, 1e-3)], "triton", (1e-3, 1.02e-3)),
     ],
 )
 def test_the_slowest_rank_says_it_for_all(
-    ranks: Ranks, layout: dict[str, Any], found: list[Tried], taken: str, times: dict[str, float]
+    ranks: Ranks, layout: dict[str, Any], found: list[Rank], taken: str, times: tuple[float, float]
 ) -> None:
-    names = {by: engine(CPU, torch.float32, by) for by in times}
-    each = [f"{1e3 * seconds:.3g} ms by {names[by]}" for by, seconds in times.items()]
-    for rank, (plan, banks, seconds, told, tokens) in enumerate(
-        ranks.run(2, begun, {"layout": layout}, found)
-    ):
-        assert (plan, banks, seconds) == (taken, {taken}, times)
-        # Of eight samples of 12 tokens, in two micro-batches, on two ranks or in two parts; where
-        # experts are shared out, a token of two rows is two.
-        assert tokens == [{"ep": 48, "pp": 48}.get(next(iter(layout), ""), 24)]
+    names = [engine(CPU, torch.float32, by) for by in ("torch", "triton")]
+    each = [f"{1e3 * s:.3g} ms by {name}" for s, name in zip(times, names, strict=True)]
+    # Of eight samples of 12 tokens, in two micro-batches, on two ranks or in two parts; where
+    # experts are shared out, a token of two rows is two.
+    tokens = 24 if not layout else 48
+    for plan, banks, seconds, faults, told, asked in ranks.run(2, begun, {"layout": layout}, found):
+        assert (plan, banks) == (taken, {taken})
+        assert (seconds, faults) == (dict(zip(("torch", "triton"), times, strict=True)), {})
+        assert asked == [("fault", tokens), ("seconds", tokens)]
+        assert told == [f"experts of a layer, there and back: {', '.join(each)}"]
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ([Rank(fault="no room"), Rank()], {0: "no room"}),
+        ([Rank(), Rank(fault="no room")], {1: "no room"}),
+        ([Rank(), Rank(fault=OSError("full"))], {1: "OSError: full"}),
+        ([Rank(late=RuntimeError("lost")), Rank()], {0: "RuntimeError: lost"}),
+        ([Rank(fault="a"), Rank(fault="b")], {0: "a", 1: "b"}),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_taken_on_none(
+    ranks: Ranks, found: list[Rank], why: dict[int, str]
+) -> None:
+    """And it is told by all, of which a person sees the first; nobody waits for anybody."""
+    for plan, banks, seconds, faults, told, _ in ranks.run(2, begun, {}, found):
+        assert (plan, banks, seconds, faults) == ("torch", {"torch"}, {}, why)
         assert told == [
-            *("experts: kernels of our own cannot be taken here: no room" for _ in
-              found[rank].faults),
-            *[f"experts of a layer, there and back: {', '.join(each)}"] * (len(each) > 1),
-        ]  # fmt: skip
+            f"experts: kernels of our own are not taken, for on rank {rank}: {fault}"
+            for rank, fault in why.items()
+        ]
 
 
 def test_ranks_without_experts_have_no_say(ranks: Ranks) -> None:
     tables = {"model": LATE, "layout": {"pp": 2}}
-    found = ranks.run(2, begun, tables, [of(1.0, 1.0), of(3e-3, 1e-3)])
-    assert [one[:3] for one in found] == [
-        ("triton", banks, {"torch": 3e-3, "triton": 1e-3}) for banks in (set(), {"triton"})
-    ]
-    assert [tokens for *_, tokens in found] == [[], [48]]
+    first, second = ranks.run(2, begun, tables, [Rank(9.0, 9.0, fault="none"), Rank()])
+    times = {"torch": 3e-3, "triton": 1e-3}
+    assert first[:4] == ("triton", set(), times, {})
+    assert second[:4] == ("triton", {"triton"}, times, {})
+    assert first[-2] == second[-2] != []
+    assert (first[-1], second[-1]) == ([], [("fault", 48), ("seconds", 48)])
 
 
-@pytest.mark.parametrize("tables", [{"layout": {"products": "torch"}}, {"model": DENSE}])
+@pytest.mark.parametrize(
+    "tables",
+    [{"layout": {"products": "torch"}}, {"model": DENSE}, {"train": {"precision": "fp64"}}],
+)
 def test_what_is_said_or_not_there_is_not_tried(ranks: Ranks, tables: dict[str, Any]) -> None:
     said = tables.get("layout", {}).get("products", "auto")
-    for plan, banks, seconds, told, tokens in ranks.run(1, begun, tables, [of(3e-3, 1e-3)]):
-        assert (plan, seconds, told, tokens) == (said, {}, [], [])
-        assert banks <= {said}
+    ((plan, banks, *found),) = ranks.run(1, begun, tables, [Rank()])
+    assert (plan, found) == (said, [{}, {}, [], []])
+    assert banks <= {said}
+
+
+@pytest.mark.parametrize(
+    ("before", "fault", "taken", "asks"),
+    [
+        ("torch", None, "torch", []),
+        ("triton", None, "triton", ["fault"]),
+        ("triton", "wrong", "torch", ["fault"]),
+        ("fp8", None, "triton", ["fault", "seconds"]),
+        ("auto", None, "triton", ["fault", "seconds"]),
+    ],
+)
+def test_what_was_before_is_kept_where_it_is_right(
+    ranks: Ranks, before: str, fault: str | None, taken: str, asks: list[str]
+) -> None:
+    found = [Rank(fault=fault), Rank()]
+    each = ranks.run(2, begun, {}, found, before)
+    assert [(one[0], [what for what, _ in one[-1]]) for one in each] == [(taken, asks)] * 2
 
 
 def trained(
-    world: World, text: str, out: str, resume: str | None, found: Tried, changes: dict[str, Any]
-) -> list[int]:
-    """Tokens that were tried in a run of two steps, or of two more; torch multiplies, for here is
-    no other."""
+    world: World, text: str, out: str, resume: str | None, found: Rank, changes: dict[str, Any]
+) -> list[str]:
+    """What was asked in a run of two steps, or of two more; torch multiplies, for here is no
+    other."""
     job = tiny_job(
         model={"vocab": 260},
         data={"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache")},
         train={"steps": 4 if resume else 2, "batch": 8, "precision": "fp32"},
         log={"tensorboard": False}, **changes,
     )  # fmt: skip
-    with a_choice(found) as tokens:
+    with a_choice(found) as asked:
         train(LoadedJob(job, "", []), Path(out), resume, world, Silent())
-    return tokens
+    return [what for what, _ in asked]
 
 
 def test_a_run_goes_on_with_what_it_had(ranks: Ranks, text: Path, tmp_path: Path) -> None:
     """In the same layout; else it is tried anew. Its plan and its events say so."""
-    out = tmp_path / "run"
-    torch_is, kernels_are = of(1e-3, 3e-3), of(3e-3, 1e-3)
-    assert ranks.run(2, trained, str(text), str(out), None, torch_is, {}) == [[64]] * 2
+    out, slower, faster = tmp_path / "run", Rank(1e-3, 3e-3), Rank(3e-3, 1e-3)
+    both = ["fault", "seconds"]
+    assert ranks.run(2, trained, str(text), str(out), None, slower, {}) == [both] * 2
     saved = str(out / "checkpoints" / "step-00000002")
-    assert ranks.run(2, trained, str(text), str(out), "auto", kernels_are, {}) == [[]] * 2
+    assert ranks.run(2, trained, str(text), str(out), "auto", faster, {}) == [[]] * 2
     assert json.loads((out / "plan.json").read_text())["products"] == "torch"
-    other = tmp_path / "other"
-    changes = {"layout": {"ep": 2}}
-    again = ranks.run(2, trained, str(text), str(other), saved, torch_is, changes)
-    assert again == [[128]] * 2
+    for layout in ({"ep": 2}, {"products": "torch"}):
+        other, changes = tmp_path / "-".join(layout), {"layout": layout}
+        again = ranks.run(2, trained, str(text), str(other), saved, slower, changes)
+        assert again == [both if "ep" in layout else []] * 2
     starts = [
-        one["experts_s"]
+        one["products"]
         for one in read_events(out / "events" / "rank-0.jsonl")
         if one["event"] == "run_start"
     ]
-    assert starts == [torch_is.seconds, {}]
+    assert [one["seconds"] for one in starts] == [{"torch": 1e-3, "triton": 3e-3}, {}]
 
 
-def test_a_run_that_has_left_eight_bits_tries_anew() -> None:
-    """What is kept is what may be taken unasked."""
-    job = tiny_job()
-    plan = lay_out(job.layout, job.model, 1)
-    with a_choice(NO_CHOICE):
-        kept = {one: products.as_left(plan, one, CPU).products for one in get_args(Products)}
-        pinned = plan.model_copy(update={"products": "torch"})
-        assert products.as_left(pinned, "triton", CPU) == pinned
-    assert kept == {"torch": "torch", "triton": "triton", "fp8": "auto"}
-    assert products.as_left(plan, "triton", CPU) == plan  # Which knows no other than its own.
+def stepped(world: World, tables: dict[str, Any]) -> tuple[Any, ...]:
+    """What kernels are found to be, for real, and two steps of a run that then takes torch; the
+    same of a run that has tried nothing."""
+    job, found, ends = tiny_job(**tables), [], []
+    plan, source = lay_out(job.layout, job.model, world.size), InitialSource(job.seed, 0.2)
+    samples = RandomSamples(job.model.vocab, job.data.sequence)
+    for tried in (True, False):
+        torch.manual_seed(3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(products, "leaves_choice", lambda _, so=tried: so)
+            patch.setattr(products, "obstacle", lambda _: None)
+            patch.setattr(products, "fastest", lambda _: "torch")
+            patch.setattr(trial, "_ROUNDS", 1)  # Interpreted they take long.
+            run = assemble(job, plan, world, source)
+        losses = [run.step(samples).loss for _ in range(2)]
+        pieces = {piece.key: piece.tensor.clone() for piece in run.state().pieces}
+        run.close()
+        found.append((run.tried.faults, sorted(run.tried.seconds)))
+        ends.append((losses, pieces, torch.get_rng_state()))
+    (losses, pieces, chances), (due, due_pieces, due_chances) = ends
+    alike = all(one.equal(due_pieces[key]) for key, one in pieces.items())
+    return found, losses == due, alike, chances.equal(due_chances)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ({}, "fp16"), ({"shard": 2}, "fp32"), ({"ep": 2, "chunks": 2}, "fp32"),
+        ({"pp": 2}, "fp32"), ({"tp": 2, "etp": 2}, "fp32"),
+    ],
+    ids=["copies", "sharded", "chunks", "two parts", "sliced"],
+)  # fmt: skip
+def test_a_trial_leaves_no_trace(ranks: Ranks, layout: dict[str, Any], precision: str) -> None:
+    """Kernels are right in every layout, and the run is the same to the bit as without."""
+    pytest.importorskip("triton")
+    recompute = "pp" not in layout
+    train = {"precision": precision, "micro_batches": 2, "recompute": recompute}
+    tables = {"layout": layout, "train": train, "model": {"vocab": 60}}
+    for found, *alike in ranks.run(2, stepped, tables):
+        assert found == [({}, ["torch", "triton"]), ({}, [])]
+        assert alike == [True, True, True]

@@ -82,11 +82,12 @@ def bench(
         return 0
     with at_once():
         from moesaic.dist import device as devices
+        from moesaic.dist.products import check
         from moesaic.models.speed import ExpertLayer
-        from moesaic.policy.products import fastest
     device = devices.resolve(config.device, key="device")
+    check(config.products, device, key="products")
     devices.activate(device)
-    layer = ExpertLayer(config.model, device, fastest)
+    layer = ExpertLayer(config.model, device, config.products)
     found: dict[str, Any] = {
         "device": devices.describe(device), "engines": layer.engines(config.dtypes),
         "experts": _experts(config),

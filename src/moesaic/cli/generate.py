@@ -188,13 +188,14 @@ def _generate(
 ) -> list[list[int]]:
     with at_once():
         from moesaic.dist import device
+        from moesaic.dist.products import check
         from moesaic.serve.generate import Sampling, generate
-        from moesaic.serve.loading import load_model, take_the_fastest
+        from moesaic.serve.loading import load_model
 
     place = device.resolve(config.device, key="device")
+    check(config.products, place, key="products")
     device.activate(place)
-    model = load_model(origin, place, config.precision)
-    take_the_fastest(model, len(ids))
+    model = load_model(origin, place, config.precision, config.products)
     sampling = Sampling(config.temperature, config.top_p, config.seed)
     return generate(model, ids, config.max_tokens, end_ids=ends, sampling=sampling, on_token=stream)
 

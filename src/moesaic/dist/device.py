@@ -198,9 +198,10 @@ def peak_bytes(device: torch.device) -> int:
     return _status_bytes("VmHWM")
 
 
-def forget_peak(device: torch.device) -> None:
-    """Begin anew to look for the most memory, where that can be done."""
+def begin_anew(device: torch.device) -> None:
+    """Give back memory that nobody holds, and look for the most anew, where that can be done."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -108,13 +108,6 @@ def hindrance() -> str | None:
     return None
 
 
-def faults() -> tuple[type[Exception], ...]:
-    """What kernels of our own raise where a GPU does not take them as they are."""
-    from triton.errors import TritonError
-
-    return RuntimeError, TritonError
-
-
 def serve(numbers: Tensor, by: Products) -> bool:
     """Whether these are for such numbers, where experts are multiplied `by` that."""
     return by != "torch" and numbers.dtype in OF_KERNELS

@@ -194,27 +194,28 @@ def product(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | Non
     return out
 
 
-def check(products: Literal["auto"] | Products, device: torch.device) -> None:
-    """Raise unless `products` multiply on `device`."""
+def check(
+    products: Literal["auto"] | Products, device: torch.device, key: str = "layout.products"
+) -> None:
+    """Raise unless `products`, the value of the setting `key`, multiply on `device`."""
     if products in ("auto", "torch"):
         return
     if device.type == "cpu":
         raise ConfigError(
-            f'layout.products = "{products}" is for GPUs, and this run computes on the CPU: leave '
-            "it out"
+            f'{key} = "{products}" is for GPUs, and this run computes on the CPU: leave it out'
         )
     generation = devices.generation(device)
     least, has = (".".join(map(str, one)) for one in (_MULTIPLIES_EIGHT, generation))
     if products == "fp8" and generation < _MULTIPLIES_EIGHT:
         raise ConfigError(
-            f'layout.products = "fp8" needs a GPU of compute capability {least} or more, and this '
+            f'{key} = "fp8" needs a GPU of compute capability {least} or more, and this '
             f'one has {has}: set it to "triton" or "torch"'
         )
     why = passes.hindrance()
     if why is not None:
         raise ConfigError(
-            f'layout.products = "{products}" needs Triton, which cannot be used here ({why}): '
-            'mend that (pip install triton, and a C compiler), or set layout.products to "torch"'
+            f'{key} = "{products}" needs Triton, which cannot be used here ({why}): '
+            f'mend that (pip install triton, and a C compiler), or set {key} to "torch"'
         )
 
 
@@ -229,16 +230,18 @@ def chosen(products: Literal["auto"] | Products, device: torch.device) -> Produc
 
 
 def leaves_choice(device: torch.device) -> bool:
-    """Whether there may be several candidates on devices of its kind, here or on another rank."""
+    """Whether devices of its kind may have several that multiply, here or on another rank."""
     return device.type != "cpu"
 
 
-def candidates(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:
-    """What may multiply such numbers there without having been asked for: of two, whichever is the
-    faster. Never in eight bits."""
-    if devices.generation(device) < _MULTIPLIES_TILES or dtype not in devices.OF_KERNELS:
-        return ("torch",)
-    return ("torch",) if passes.hindrance() is not None else ("torch", "triton")
+def obstacle(device: torch.device) -> str | None:
+    """Why kernels of our own are not even tried there, where nobody has asked for them."""
+    generation = devices.generation(device)
+    if generation < _MULTIPLIES_TILES:
+        least, has = (".".join(map(str, one)) for one in (_MULTIPLIES_TILES, generation))
+        return f"they are for compute capability {least} or more of NVIDIA's GPUs, not {has}"
+    why = passes.hindrance()
+    return None if why is None else f"Triton cannot be used: {why}"
 
 
 def grouped_mm(

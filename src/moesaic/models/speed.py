@@ -3,7 +3,7 @@ its experts can take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -11,18 +11,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from moesaic.base import keys
 from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
 from moesaic.dist.probe.timing import seconds
-from moesaic.dist.products import candidates, engine, product
+from moesaic.dist.products import engine, product
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.job.train import Products
 from moesaic.facts.plan import block_names
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import NARROW, Context, Rotary, computing_in
 from moesaic.nn.moe import MoE
-from moesaic.nn.trial import Load, tried
 
 _FEWEST_ROWS, _MOST_ROWS = 64, 4096
 """Of products, the fastest of which is the limit."""
@@ -81,8 +79,6 @@ class Speed:
     least: Least
     forward_s: float
     step_s: float
-    products: Products | None = None
-    """What multiplied experts, where there is a choice."""
 
     @property
     def share(self) -> float:
@@ -111,8 +107,6 @@ class Batch(Protocol):
 
     first_s: float
     """What it took to go through, forward, to begin with."""
-    products: Products | None
-    """What multiplies its experts, where there is a choice."""
 
     def measured(self, budget_s: float) -> tuple[float, float]:
         """Seconds forward, and with backward, found in so many more than it needs at least."""
@@ -177,7 +171,7 @@ def measured(
             share_s = _share_s(left_s, needs_s, [_PASSES * one_s for one_s in later])
             most_s = max(_ENOUGH * batch.first_s, _SHORT_S)
             more_s = min(share_s, most_s) - needs_s
-            speed = Speed(least, *batch.measured(max(0.0, more_s)), batch.products)
+            speed = Speed(least, *batch.measured(max(0.0, more_s)))
             reached = min(speed.share, 1.0)
             yield speed
         left_s -= layer.clock() - start
@@ -215,13 +209,10 @@ class ExpertLayer:
     tokens as any other."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        device: torch.device,
-        fastest: Callable[[Mapping[Products, float]], Products],
+        self, model: ModelConfig, device: torch.device, by: Literal["auto"] | Products = "auto"
     ) -> None:
-        """Its experts are multiplied by which is `fastest`, given the seconds of each."""
-        self._model, self._device, self._fastest = model, device, fastest
+        """`by` that its experts are multiplied, if it is on a GPU."""
+        self._model, self._device = model, device
         self.arena_bytes = 4 * model.experts * 3 * model.ffn * model.hidden
         self._refuse_too_much()
         index = model.expert_layers[0]
@@ -231,16 +222,13 @@ class ExpertLayer:
             )
         whole.materialise(device)
         ((_, self._moe),) = whole.expert_layers()
+        self._moe.bank.by = by
         _fill(self._moe)
 
     def engines(self, dtypes: Sequence[str]) -> dict[str, str]:
         """What multiplies its experts in each type of numbers, for a person."""
-        found = dict[str, str]()
-        for name in dtypes:
-            kind = NARROW.get(name, torch.float32)
-            each = [engine(self._device, kind, by) for by in candidates(self._device, kind)]
-            found[name] = each[0] if len(each) == 1 else f"the faster of {keys.listed(each, 'and')}"
-        return found
+        by = self._moe.bank.multiplied_by
+        return {name: engine(self._device, NARROW.get(name, torch.float32), by) for name in dtypes}
 
     def limits(self, dtypes: Sequence[str], budget_s: float) -> list[Limit]:
         """What the device does at best, each found in about so many seconds."""
@@ -285,11 +273,7 @@ class ExpertLayer:
     def batch(self, dtype: str, tokens: int, most_s: float) -> Batch:
         """So many tokens that have gone through once, or twice, for much of a first pass may be
         preparation."""
-        load = Load.of(self._moe, tokens, NARROW.get(dtype, torch.float32))
-        times = tried(self._moe.bank, load).seconds
-        taken = self._fastest(times) if times else None
-        self._moe.bank.by = taken or "auto"
-        return _Batch(*self._calls(dtype, tokens), self.clock, most_s, taken)
+        return _Batch(*self._calls(dtype, tokens), self.clock, most_s)
 
     def clock(self) -> float:
         """Seconds, all work of the device being done."""
@@ -372,9 +356,7 @@ class _Batch:
         step: Callable[[], object],
         clock: Callable[[], float],
         most_s: float,
-        products: Products | None,
     ) -> None:
-        self.products = products
         self._forward, self._step, self._clock = forward, step, clock
         self.first_s = self._once()
         if self.first_s < most_s:

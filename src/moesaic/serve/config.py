@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
+from moesaic.facts.job.train import Products
 
 
 class GenerateConfig(Section):
@@ -24,7 +25,19 @@ class GenerateConfig(Section):
     """auto: a GPU where there is one, else cpu."""
     precision: Literal["keep", "fp32", "bf16", "fp64"] = "keep"
     """What weights are held and computed in; keep: that of the embedding on file."""
+    products: Literal["auto"] | Products = "auto"
+    """What multiplies experts on a GPU, as in `layout.products`; auto: triton on GPUs of compute
+    capability 9.0, where it can be used, else torch."""
     system: str | None = None
     """With --chat: what the model is told before each prompt; unset: nothing."""
     tokenizer: str | None = None
     """`bytes`, or the path of a tokenizer.json or of its directory; unset: the model's own."""
+
+    @model_validator(mode="after")
+    def _multiplied(self) -> GenerateConfig:
+        if self.precision == "fp64" and self.products not in ("auto", "torch"):
+            raise ValueError(
+                f'products = "{self.products}" with precision = "fp64", which its kernels do not '
+                'multiply: set it to "torch", or choose another precision'
+            )
+        return self

@@ -46,7 +46,7 @@ DTYPES = {
 
 def assemble(
     job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] | None = None, *, before: str | None = None,
 ) -> Run:  # fmt: skip
     """Build the job's model as `plan` says, filled from `source`.
 
@@ -57,6 +57,7 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
         say: told what takes long.
+        before: what multiplied experts until now, in the same layout, where `plan` leaves it open.
     """
     check(plan.products if job.model.experts else "auto", world.device)
     moves = policies.rehomes(job, plan)
@@ -96,7 +97,7 @@ def assemble(
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
     try:
         source.fill(run.state().pieces)
-        products.begin(run, DTYPES[job.train.precision], say)
+        products.begin(run, DTYPES[job.train.precision], before, say)
         if priced:
             run.plan = balancing.begin(model, job, run.plan, world, say)
     except BaseException:

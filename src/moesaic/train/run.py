@@ -79,6 +79,16 @@ class StepFacts:
     """Experts that live elsewhere now, of all layers."""
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What trying kernels of our own came to; nothing, where nothing was tried."""
+
+    seconds: dict[Products, float] = field(default_factory=dict)
+    """Of a layer's experts on the slowest rank, there and back, by each that was timed."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """What speaks against them, by rank."""
+
+
 @dataclass
 class Run:
     """See the module; made by `assemble`."""
@@ -106,8 +116,8 @@ class Run:
     replay: RouteReplay | None = None
     rehoming: Rehoming | None = None
     """Who moves experts between steps; nobody: they stay."""
-    tried_s: Mapping[Products, float] = field(default_factory=dict)
-    """Seconds of a layer's experts by each of what may multiply them, if that was tried."""
+    tried: Tried = field(default_factory=Tried)
+    """What may multiply experts, if that was tried."""
 
     def state(self) -> State:
         """Everything that training goes on from, as live pieces."""

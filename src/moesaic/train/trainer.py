@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from moesaic.facts.workload.finetune import A, B, describe
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.initial import InitialSource
 from moesaic.nn.context import NARROW
-from moesaic.train import products, scale
+from moesaic.train import scale
 from moesaic.train.assemble import DTYPES, assemble
 from moesaic.train.data import TextData
 from moesaic.train.directory import alone, write_opening
@@ -102,11 +103,11 @@ def _train(
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
     homes = loaded.plan is None or job.balance.rehome_every > 0
-    plan = _as_left(plan, source, world, homes=homes)
+    plan, before = _as_left(plan, source, homes=homes)
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
-    run = assemble(job, plan, world, source, counters, progress.message)
+    run = assemble(job, plan, world, source, counters, progress.message, before=before)
     plan, run.replay = run.plan, replay
     if origin is not None:
         _go_back(Path(origin), out, world, progress)
@@ -147,26 +148,25 @@ def _find_start(
     return checkpoint, dict(checkpoint.counters), str(path)
 
 
-def _as_left(plan: Plan, source: Source, world: World, *, homes: bool) -> Plan:
+def _as_left(plan: Plan, source: Source, *, homes: bool) -> tuple[Plan, str | None]:
     """`plan`, with what a checkpoint of the same layout goes by, so that the run goes on as if it
-    had never stopped: what anything costs and what multiplies experts, if nobody says so now, and
-    where experts live, if that changes, or no plan was given."""
+    had never stopped: what anything costs, if nobody says so now, and where experts live, if that
+    changes, or no plan was given. And what multiplied experts."""
     if not isinstance(source, Checkpoint):
-        return plan
-    kept = {"homes_of_layers": {}, "products": "auto", **source.facts["plan"]}
-    left = products.as_left(plan, kept["products"], world.device)
-    now, prices = left.decisions(), kept.pop("prices", None)
-    del now["prices"]
+        return plan, None
+    kept = {"homes_of_layers": {}, **source.facts["plan"]}
+    now, prices, before = plan.decisions(), kept.pop("prices", None), kept.pop("products", None)
+    del now["prices"], now["products"]
     if homes:
         now |= {key: kept[key] for key in ("homes", "homes_of_layers")}
     if kept != now:
-        return plan
+        return plan, None
     changes: dict[str, Any] = {
         "homes_by_rank": kept["homes"], "homes_of_layers": kept["homes_of_layers"],
     }  # fmt: skip
     if plan.prices is None and prices:
         changes["prices"] = Prices(**prices)
-    return left.model_copy(update=changes)
+    return plan.model_copy(update=changes), before
 
 
 def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
@@ -356,7 +356,7 @@ class _Session:
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
-            machines=described(self.world), experts_s=self.run.tried_s,
+            machines=described(self.world), products=asdict(self.run.tried),
         )  # fmt: skip
 
     def _step(self) -> None:

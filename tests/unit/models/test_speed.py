@@ -7,7 +7,6 @@ import torch
 
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.job.train import Products
 from moesaic.models.speed import (
     Batch,
     ExpertLayer,
@@ -19,16 +18,11 @@ from moesaic.models.speed import (
     enough_s,
     measured,
 )
-from moesaic.nn.bank import Bank
-from moesaic.nn.trial import Load, Tried
-from moesaic.policy.products import fastest
 
 LIMIT = Limit("fp32", 1e9, 1e9)
 
 
 class _Through:
-    products: Products | None = None
-
     def __init__(self, layer: Paced, pass_s: float) -> None:
         self._layer, self.first_s = layer, pass_s
         layer.now_s += pass_s
@@ -103,30 +97,7 @@ def test_a_limit_is_taken_of_many_rows_however_little_time(
     def product(some: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> None:
         rows.append(len(some))
 
-    layer = ExpertLayer(ModelConfig(**PRESETS["tiny-mixtral"]), torch.device("cpu"), fastest)
+    layer = ExpertLayer(ModelConfig(**PRESETS["tiny-mixtral"]), torch.device("cpu"))
     monkeypatch.setattr("moesaic.models.speed.product", product)
     layer.limits(["fp32"], 0.0)
     assert {64, 4096} == set(rows)
-
-
-def test_each_batch_has_what_is_the_fastest_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the device leaves a choice: here what is taken as kernels' is torch's."""
-    tried = list[Load]()
-
-    def trial(_: Bank, load: Load) -> Tried:
-        tried.append(load)
-        return Tried({"torch": 1.0, "triton": 2.0 if load.tokens < 8 else 0.5})
-
-    monkeypatch.setattr("moesaic.models.speed.tried", trial)
-    monkeypatch.setattr("moesaic.models.speed.candidates", lambda *_: ("torch", "triton"))
-    monkeypatch.setattr("moesaic.nn.bank.chosen", lambda *_: "torch")
-    model = ModelConfig(**PRESETS["tiny-mixtral"])
-    layer = ExpertLayer(model, torch.device("cpu"), fastest)
-    words = layer.engines(["fp32"])["fp32"]
-    assert words.startswith("the faster of ")
-    assert words.endswith(" and kernels of our own")
-    found = list(measured(layer, LIMIT, [4, 8], 60.0))
-    assert [one.products for one in found if isinstance(one, Speed)] == ["torch", "triton"]
-    assert [(load.tokens, load.choices) for load in tried] == [
-        (tokens, model.top_k) for tokens in (1, 4, 8)
-    ]

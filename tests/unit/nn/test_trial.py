@@ -1,4 +1,4 @@
-"""What may multiply experts is timed where it is right, and not taken where it is not."""
+"""Kernels of our own are held against torch where they are to be, and timed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.dist import tiles
-from moesaic.facts.job.train import Products
-from moesaic.nn import trial
+from moesaic.dist import device as devices
+from moesaic.dist import passes
+from moesaic.dist.products import leaves_choice, obstacle
 from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
 from moesaic.nn.travel import Ranks
-from moesaic.nn.trial import Load, Tried, tried
+from moesaic.nn.trial import Load, Trial
 
-HIDDEN, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
+HIDDEN, FFN, EXPERTS, TOP_K = 16, 12, 4, 2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter takes bf16 for whole numbers.
+TYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE.type == "cuda")]
+
+
+@pytest.fixture
+def tiles() -> Any:
+    pytest.importorskip("triton")
+    from moesaic.dist import tiles
+
+    return tiles
 
 
 def layer(*, adapted: bool = False, **more: Any) -> MoE:
-    """Experts with numbers; what else, of the router."""
+    """Experts with numbers; what else, of the router. Adapters are as new ones: half are zero."""
     made = MoE(
         Router(0, HIDDEN, EXPERTS, TOP_K, **more), Bank(range(EXPERTS), HIDDEN, FFN),
         Dispatcher(EXPERTS, Ranks()),
@@ -36,141 +46,155 @@ def layer(*, adapted: bool = False, **more: Any) -> MoE:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.3)
+        if made.bank.adapters is not None:
+            for _, name, view in made.bank.adapters.matrices(made.bank.adapters.arena):
+                view.mul_(name.endswith("lora_a"))
     return made.to(DEVICE)
 
 
-@pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that has both."""
-    monkeypatch.setattr(trial, "candidates", lambda *_: ("torch", "triton"))
+def trial(
+    tokens: int, dtype: torch.dtype = torch.float32, *, adapted: bool = False,
+    waited_for: bool = True,
+) -> Trial:  # fmt: skip
+    return Trial(layer(adapted=adapted).bank, Load(tokens, TOP_K, dtype, waited_for))
 
 
-def ticking() -> Callable[[torch.device], float]:
-    """A clock by which each pass of torch takes 2 s, and one of kernels 1 s: they are asked for in
-    turn, and the clock before and after each."""
-    each = itertools.cycle([0.0, 2.0, 0.0, 1.0])
-    now = itertools.accumulate(each)
-    return lambda _: next(now)
-
-
-@pytest.mark.usefixtures("both")
-@pytest.mark.parametrize(
-    ("back", "waited_for", "adapted"),
-    [(False, True, False), (True, False, False), (True, True, False), (True, True, True)],
-)
-def test_both_are_timed_in_turn(back: bool, waited_for: bool, adapted: bool) -> None:
-    """And nothing of the layer is another than before."""
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_right_is_found_right(dtype: torch.dtype, adapted: bool) -> None:
+    """And nothing of the layer, or of anybody's chances, is another than before."""
     moe = layer(adapted=adapted)
     before = {name: one.detach().clone() for name, one in moe.named_parameters()}
-    load = Load(6, TOP_K, torch.float32, back=back, waited_for=waited_for)
-    assert tried(moe.bank, load, ticking()) == Tried({"torch": 2.0, "triton": 1.0}, {})
+    chances = torch.get_rng_state()
+    assert Trial(moe.bank, Load(30, TOP_K, dtype, waited_for=adapted)).fault() is None
     assert moe.bank.by == "auto"
+    assert torch.get_rng_state().equal(chances)
     for name, one in moe.named_parameters():
         assert one.grad is None
         assert one.equal(before[name])
 
 
-@pytest.mark.usefixtures("both")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_narrow_numbers_are_right_within_their_digits(dtype: torch.dtype) -> None:
-    found = tried(layer().bank, Load(40, TOP_K, dtype))
-    assert found.faults == {}
-    assert set(found.seconds) == {"torch", "triton"}
-    assert min(found.seconds.values()) > 0
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_few_tokens_are_right_too(tokens: int) -> None:
+    assert trial(tokens, waited_for=False).fault() is None
 
 
-def _wrong(kind: str, of: Tensor, counts: Tensor) -> None:
-    """One row, or number, of one expert's results."""
-    if kind == "row":
-        of[int(counts[0])] *= 1.2
-    elif kind == "missing":
-        of[0] = 0.0
-    else:
-        of[3, 5] = float("nan")
+def _last_row_of_a_slot(out: Tensor, counts: Tensor) -> None:
+    """As where the end of a tile is not masked: of a slot whose rows are no whole tiles."""
+    uneven = [slot for slot, rows in enumerate(counts.tolist()) if rows % 16]
+    out[int(counts[: uneven[-1] + 1].sum()) - 1] *= 1.2
 
 
-@pytest.mark.usefixtures("both")
-@pytest.mark.parametrize("kind", ["row", "missing", "nan"])
-def test_what_is_wrong_is_not_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single row among all of a pass is enough."""
+def _a_number(out: Tensor, counts: Tensor) -> None:
+    out[len(out) // 2, 5] = float("nan")
+
+
+def _a_row(out: Tensor, counts: Tensor) -> None:
+    out[0] = 0.0
+
+
+def _of_empty(out: Tensor, counts: Tensor) -> None:
+    """Of matrices: what is left where no row is."""
+    out[int((counts == 0).nonzero()[0])] = 1e-3
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["backward", "forward"])
+@pytest.mark.parametrize("spoil", [_last_row_of_a_slot, _a_number, _a_row])
+@pytest.mark.parametrize("tokens", [13, 64])
+def test_products_that_are_wrong_are_found(
+    tiles: Any, tokens: int, spoil: Callable[[Tensor, Tensor], None], transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A single row among all of a pass, or a number of it, is enough; with even rows too."""
     right = tiles.grouped_mm
 
-    def wrong(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, out: Tensor,
-              **more: Any) -> None:  # fmt: skip
-        right(rows, weight, counts, transposed, out, **more)
-        if not transposed:  # In backward.
-            _wrong(kind, out, counts)
+    def wrong(
+        rows: Tensor, weight: Tensor, counts: Tensor, turned: bool, out: Tensor, **more: Any
+    ) -> None:
+        right(rows, weight, counts, turned, out, **more)
+        if turned == transposed:
+            spoil(out, counts)
 
     monkeypatch.setattr(tiles, "grouped_mm", wrong)
-    found = tried(layer().bank, Load(24, TOP_K, torch.float32))
-    assert list(found.seconds) == ["torch"]
-    assert list(found.faults) == ["triton"]
-    assert "of themselves from torch's" in found.faults["triton"]
-    assert tried(layer().bank, Load(24, TOP_K, torch.float32, back=False)).faults == {}
+    fault = trial(tokens).fault()
+    assert fault is not None
+    assert "as far from torch's as they may be" in fault
 
 
-@pytest.mark.usefixtures("both")
-def test_gradients_of_matrices_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoil", [_a_number, _a_row, _of_empty])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_gradients_of_matrices_that_are_wrong_are_found(
+    tiles: Any, adapted: bool, spoil: Callable[[Tensor, Tensor], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     right = tiles.grouped_outer
 
-    def wrong(left: Tensor, right_: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
-        right(left, right_, counts, out, added)
-        out[-1, 0] = 0.0
+    def wrong(left: Tensor, other: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
+        right(left, other, counts, out, added)
+        spoil(out.flatten(1), counts) if spoil is _of_empty else spoil(out[-1], counts)
 
     monkeypatch.setattr(tiles, "grouped_outer", wrong)
-    assert list(tried(layer().bank, Load(24, TOP_K, torch.float32)).faults) == ["triton"]
+    assert trial(24, adapted=adapted).fault() is not None
 
 
-@pytest.mark.usefixtures("both")
+def test_gradients_of_weights_that_are_wrong_are_found(
+    tiles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = tiles.gated_back
+
+    def wrong(*given: Any) -> Any:
+        found = right(*given)
+        given[-1].view(-1)[7] *= -1
+        return found
+
+    monkeypatch.setattr(tiles, "gated_back", wrong)
+    assert trial(24).fault() is not None
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(RuntimeError("out of memory"), "out of memory"), (RuntimeError(), "RuntimeError")],
+    [
+        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
+        (AssertionError(), "AssertionError"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+    ],
 )
-def test_what_cannot_be_started_is_not_taken(
-    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+def test_whatever_is_raised_speaks_against_them(
+    tiles: Any, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(tiles, "grouped_gated", refuses)
-    found = tried(layer().bank, Load(24, TOP_K, torch.float32))
-    assert found.faults == {"triton": words}
-    assert list(found.seconds) == ["torch"]
+    monkeypatch.setattr(tiles, "grouped_mm", refuses)
+    for adapted in (False, True):
+        moe = layer(adapted=adapted)
+        before = [one.detach().clone() for one in moe.parameters()]
+        assert Trial(moe.bank, Load(24, TOP_K, torch.float32)).fault() == words
+        assert moe.bank.by == "auto"
+        assert all(map(torch.equal, before, moe.parameters()))
 
 
-@pytest.mark.usefixtures("both")
-def test_errors_of_triton_are_its_own_and_others_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.errors import OutOfResources
-
-    def refuses(*_: Any, **__: Any) -> None:
-        raise OutOfResources(300_000, 200_000, "shared memory")
-
-    monkeypatch.setattr(tiles, "grouped_gated", refuses)
-    found = tried(layer().bank, Load(24, TOP_K, torch.float32))
-    assert "shared memory" in found.faults["triton"]
-    monkeypatch.setattr(tiles, "grouped_gated", None)
-    moe = layer()
-    with pytest.raises(TypeError):
-        tried(moe.bank, Load(24, TOP_K, torch.float32))
-    assert moe.bank.by == "auto"
-
-
-@pytest.mark.usefixtures("both")
+@pytest.mark.usefixtures("tiles")
 def test_results_that_are_no_numbers_are_no_measure() -> None:
     moe = layer()
     with torch.no_grad():
         moe.bank.arena[1, 3] = float("inf")
-    assert tried(moe.bank, Load(24, TOP_K, torch.float32)) == Tried()
+    fault = Trial(moe.bank, Load(24, TOP_K, torch.float32)).fault()
+    assert fault == "what torch makes of numbers by chance is not finite"
 
 
-def test_without_a_choice_nothing_is_tried() -> None:
-    """As on a CPU, or in numbers that kernels are not for."""
-
-    def never(_: torch.device) -> float:
-        raise AssertionError
-
-    kind = torch.float64
-    assert tried(layer().double().bank, Load(24, TOP_K, kind), never) == Tried()
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_both_are_timed_in_turn(waited_for: bool) -> None:
+    """By a clock by which a pass of torch takes 2 s, and one of kernels 1 s."""
+    moe = layer()
+    now = itertools.accumulate(itertools.cycle([0.0, 2.0, 0.0, 1.0]))
+    timed = Trial(moe.bank, Load(6, TOP_K, torch.float32, waited_for))
+    assert timed.seconds(lambda _: next(now)) == {"torch": 2.0, "triton": 1.0}
+    assert moe.bank.by == "auto"
+    assert all(one.grad is None for one in moe.parameters())
 
 
 @pytest.mark.parametrize(
@@ -192,29 +216,19 @@ def test_loads_in_other_layouts() -> None:
     moe.dispatcher = Dispatcher(EXPERTS, Ranks(), capacity=1.5)
     assert Load.of(moe, 24, torch.float32) == Load(24, TOP_K, torch.float32)
     moe.dispatcher.ranks = Ranks(carriers=(object(),))  # type: ignore[arg-type]
-    assert Load.of(moe, 24, torch.float32, back=False) == Load(48, 1, torch.float32, back=False)
+    assert Load.of(moe, 24, torch.float32) == Load(48, 1, torch.float32)
     assert Load.of(moe, 0, torch.float32).tokens == 1
 
 
-def test_products_are_what_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of GPUs: what they have been compiled for, of numbers that they are for."""
-    from moesaic.dist import device as devices
-    from moesaic.dist import passes
-    from moesaic.dist.products import candidates
-
-    gpu, two = torch.device("cuda"), ("torch", "triton")
-    found: dict[tuple[int, int], tuple[Products, ...]] = {}
+def test_kernels_are_tried_where_they_were_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, found = torch.device("cuda"), dict[tuple[int, int], str | None]()
     monkeypatch.setattr(passes, "hindrance", lambda: None)
-    for generation in ((7, 5), (8, 0), (8, 9), (9, 0), (12, 0), (0, 0)):
+    for generation in ((0, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)):
         monkeypatch.setattr(devices, "generation", lambda _, it=generation: it)
-        found[generation] = candidates(gpu, torch.bfloat16)
-        assert candidates(gpu, torch.float64) == ("torch",)
-    assert [one for one, names in found.items() if names == two] == [
-        (8, 0),
-        (8, 9),
-        (9, 0),
-        (12, 0),
-    ]
-    monkeypatch.setattr(devices, "generation", lambda _: (9, 0))
+        found[generation] = obstacle(gpu)
+    words = "they are for compute capability 8.0 or more of NVIDIA's GPUs, not "
+    assert list(found.values()) == [f"{words}0.0", f"{words}7.5", None, None, None, None]
     monkeypatch.setattr(passes, "hindrance", lambda: "no compiler")
-    assert candidates(gpu, torch.bfloat16) == ("torch",)
+    assert obstacle(gpu) == "Triton cannot be used: no compiler"
+    assert leaves_choice(gpu)
+    assert not leaves_choice(torch.device("cpu"))

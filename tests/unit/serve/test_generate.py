@@ -15,10 +15,7 @@ from moesaic.facts.job.train import Products
 from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
-from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context
-from moesaic.nn.trial import Load, Tried
-from moesaic.serve import loading
 from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, choose, generate
 from moesaic.train.objectives.lm import visible
@@ -147,24 +144,3 @@ def test_kernels_of_our_own_write_the_same(name: str) -> None:
         texts.append(generate(model, PROMPTS, 6))
     assert texts[0] == texts[1]
     assert all(len(row) == 6 for row in texts[0])
-
-
-@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-dense"])
-def test_experts_are_multiplied_by_what_is_the_fastest(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For a token of each sequence, forward alone; where there is no choice all stays."""
-    model = LanguageModel(parse(ModelConfig, {**PRESETS[name], **SMALL}, "test"))
-    loads = list[Load]()
-
-    def tried(_: Bank, load: Load) -> Tried:
-        loads.append(load)
-        return Tried({"torch": 2.0, "triton": 1.0}) if len(loads) > 1 else Tried()
-
-    monkeypatch.setattr(loading, "tried", tried)
-    banks = [moe.bank for _, moe in model.expert_layers()]
-    for taken in ("auto", "triton"):
-        loading.take_the_fastest(model, 3)
-        assert all(bank.by == taken for bank in banks)
-    asked = [(load.tokens, load.back, load.waited_for) for load in loads]
-    assert asked == [(3, False, False)] * (2 * bool(banks))

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.facts.job.model import ModelConfig
+from moesaic.facts.job.train import Products
 
 Number = Literal["fp32", "bf16", "fp16"]
 
@@ -26,6 +27,9 @@ class BenchConfig(Section):
     """What computes: auto (a GPU where there is one), or as in `train.device`."""
     dtypes: list[Number] = Field(default_factory=_numbers, min_length=1)
     """Types of numbers that products take; weights are fp32, as in training."""
+    products: Literal["auto"] | Products = "auto"
+    """What multiplies experts on a GPU, as in `layout.products`; auto: triton on GPUs of compute
+    capability 9.0, where it can be used, else torch."""
     tokens: list[Annotated[int, Field(ge=1, le=1 << 20)]] = Field(
         default_factory=lambda: [1, 16, 128, 512, 2048], min_length=1
     )

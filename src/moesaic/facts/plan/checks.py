@@ -17,7 +17,7 @@ from moesaic.facts.plan.plan import Plan, RankPlace
 _DIGITS = 16
 _DECISIVE = {
     "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "local",
-    "chunks", "embedding", "homes_by_rank", "homes_of_layers", "stages",
+    "chunks", "products", "embedding", "homes_by_rank", "homes_of_layers", "stages",
 }  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
@@ -134,6 +134,8 @@ def basis(job: Job, plan: Plan) -> str:
     # So has every plan that does not say, and digests of those are kept.
     if plan.local == "along":
         del decided["local"]
+    if plan.products != "fp8":  # Others a run may find only when it begins.
+        del decided["products"]
     if not plan.homes_of_layers:
         del decided["homes_of_layers"]
     work = {
