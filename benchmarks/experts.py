@@ -168,6 +168,10 @@ class Layer:
 
         return both if back else torch.no_grad()(one)
 
+    def modes(self, back: bool) -> dict[str, Callable[[], None]]:
+        """Calls of transformers, by what its way of multiplying is called."""
+        return {mode: self.call(partial(self.transformers, mode), back) for mode in MODES}
+
 
 def _read(matrices: Tensor) -> None:
     """As fast as memory gives them: sums of bf16 wait for the processor."""
@@ -215,15 +219,9 @@ def _rows(layer: Layer, back: bool, what: str, bar: str, rounds: int) -> Iterato
 
     contenders: dict[str, Callable[[], Any]] = {
         "ours": layer.call(layer.ours, back), "dense": partial(layer.dense, back),
-        "passes": partial(layer.passes, back),
-        **{mode: layer.call(partial(layer.transformers, mode), back) for mode in MODES},
+        "passes": partial(layer.passes, back), **layer.modes(back),
     }  # fmt: skip
-    once = measure.interleave(contenders, 1)
-    least = FAR * min(map(once.median, MODES))
-    peers = [mode for mode in MODES if once.median(mode) <= least]
-    for mode in set(MODES) - set(peers):
-        del contenders[mode]
-    times = measure.interleave(contenders, rounds)
+    times = near(contenders, rounds)
     share, interval = times.ratio("dense", "ours")
     ceiling = times.median("dense") / (times.median("dense") + times.median("passes"))
     yield measure.row(
@@ -231,10 +229,37 @@ def _rows(layer: Layer, back: bool, what: str, bar: str, rounds: int) -> Iterato
         against="limit: one product of as many flops, by the same library (ceiling "
         f"{figure(ceiling)}, where reading matrices and writing gradients adds to it)",
     )  # fmt: skip
-    best = min(peers, key=times.median)
-    ratio, interval = times.ratio(best, "ours")
-    yield measure.row(
-        what, ratio, "ratio", bar=">= 1.3", interval=interval, repeats=rounds,
+    yield of_transformers(what, times, "ours", ">= 1.3")
+
+
+def near(
+    contenders: dict[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    warmup: int = 2,
+    patience_s: float = 1200.0,
+) -> measure.Times:
+    """Times of all in turn, less a way of transformers that is far slower than the other.
+
+    Args:
+        contenders: what to time, the ways of transformers among it.
+        rounds: see `measure.interleave`.
+        warmup: the same, of the one round that says which way is far slower.
+        patience_s: see `measure.interleave`.
+    """
+    once = measure.interleave(contenders, 1, warmup=warmup, patience_s=patience_s)
+    most = FAR * min(map(once.median, MODES))
+    left_out = [mode for mode in MODES if once.median(mode) > most]
+    kept = {name: call for name, call in contenders.items() if name not in left_out}
+    return measure.interleave(kept, rounds, patience_s=patience_s)
+
+
+def of_transformers(what: str, times: measure.Times, ours: str, bar: str) -> measure.Row:
+    """The figure of ours against the faster way of transformers."""
+    best = min((mode for mode in MODES if mode in times.seconds), key=times.median)
+    ratio, interval = times.ratio(best, ours)
+    return measure.row(
+        what, ratio, "ratio", bar=bar, interval=interval, repeats=times.rounds,
         against=f"{TRANSFORMERS}, {best}, the faster of {' and '.join(MODES)}",
     )  # fmt: skip
 

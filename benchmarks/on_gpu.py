@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.experts import FAR, MODES, TRANSFORMERS, Case, Layer, Shape
+from benchmarks.experts import Case, Layer, Shape, near, of_transformers
 from moesaic.base.errors import ConfigError
 from moesaic.dist.products import check, obstacle
 from moesaic.facts.job.train import Products
@@ -107,27 +107,16 @@ def _rows(layer: Layer, back: bool, what: str, rounds: int) -> Iterator[measure.
             ours[by] = layer.call(partial(_by, layer, by), back)
     contenders = {
         **ours, "dense": partial(layer.dense, back),
-        "plain": layer.call(partial(plain, layer), back),
-        **{mode: layer.call(partial(layer.transformers, mode), back) for mode in MODES},
+        "plain": layer.call(partial(plain, layer), back), **layer.modes(back),
     }  # fmt: skip
     contenders = {name: _awaited(call) for name, call in contenders.items()}
-    once = measure.interleave(contenders, 1, warmup=1, patience_s=PATIENCE_S)
-    least = FAR * min(map(once.median, MODES))
-    peers = [mode for mode in MODES if once.median(mode) <= least]
-    for mode in set(MODES) - set(peers):
-        del contenders[mode]
-    times = measure.interleave(contenders, rounds, patience_s=PATIENCE_S)
+    times = near(contenders, rounds, warmup=1, patience_s=PATIENCE_S)
     share, interval = times.ratio("dense", "auto")
     yield measure.row(
         f"{what}, of a dense product", share, "ratio", bar=BARS[back], interval=interval,
         repeats=rounds, against="limit: one product of as many flops",
     )  # fmt: skip
-    best = min(peers, key=times.median)
-    ratio, interval = times.ratio(best, "auto")
-    yield measure.row(
-        what, ratio, "ratio", bar="", interval=interval, repeats=rounds,
-        against=f"{TRANSFORMERS}, {best}, the faster of {' and '.join(MODES)}",
-    )  # fmt: skip
+    yield of_transformers(what, times, "auto", "")
     ratio, interval = times.ratio("plain", "auto")
     yield measure.row(
         f"{what}, against grouped products", ratio, "ratio", bar="", interval=interval,
