@@ -18,6 +18,10 @@ hypothesis.settings.load_profile("brief")
 if not torch.cuda.is_available():  # Triton asks when it is imported, and kernels are made.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Whoever takes a connection looks up the name of who asks, of loopback too: by itself the C library
+# waits five seconds for an answer that was lost, and as long again.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 LONGEST = ("world", "fault", "cli", "report", "hf")
 """Directories of tests that take long, in their order."""
 
