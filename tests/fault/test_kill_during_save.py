@@ -12,8 +12,10 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ from moesaic.testing.states import Division, blank, cut, rows, same_bits, whole
 NUM_RANDOM_KILLS = 40
 FOLLOWER_PHASES = ("staged", "file_written", "share_written", "announced", "told")
 SHAPE = (64, 4096)
+FIRST = 10
+"""The step before the first of two saves."""
+Case = tuple[int, int, str]
+"""Ranks, the one that dies, and when."""
+Killed = tuple[Path, list[BaseProcess]]
+"""Where the checkpoints of a case are, and its ranks."""
+CASES: list[Case] = [
+    *((1, 0, phase) for phase in PHASES),
+    *((2, 0, phase) for phase in PHASES),
+    *((2, 1, phase) for phase in FOLLOWER_PHASES),
+]
 
 
 def tensors_at(step: int) -> dict[str, torch.Tensor]:
@@ -113,6 +126,41 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def await_first(directory: Path) -> None:
+    """The first of two saves is done; the second may be, and have removed it."""
+    commits = [directory / f"step-{FIRST + number:08d}" / "COMMIT" for number in (1, 2)]
+    end = time.monotonic() + 30
+    while not any(commit.exists() for commit in commits):
+        assert time.monotonic() < end, "no checkpoint came"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def killed(
+    warm: Any, store: dist.TCPStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Case, Killed]]:
+    """All cases, each begun when the one before has its first checkpoint: whoever survives waits
+    in vain for seconds, and they wait at the same time."""
+    begun: dict[Case, Killed] = {}
+    for size, victim, phase in CASES:
+        place = tmp_path_factory.mktemp("killed")
+        begun[size, victim, phase] = place, [
+            warm.Process(
+                target=save_and_die,
+                args=((rank, size, store.port, place.name), place, FIRST, victim, phase),
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        for process in begun[size, victim, phase][1]:
+            process.start()
+        await_first(place)
+    yield begun
+    for _, processes in begun.values():
+        for process in processes:
+            process.kill()
+            process.join()
+
+
 def test_a_kill_at_a_random_moment_never_costs_the_previous_one(tmp_path: Path, warm: Any) -> None:
     chance = random.Random(1)
     newest, moments = 0, set()
@@ -142,37 +190,22 @@ def test_a_kill_at_a_random_moment_never_costs_the_previous_one(tmp_path: Path, 
     assert 1 in moments, "no kill met a save under way: the test has lost its edge"
 
 
-@pytest.mark.parametrize(
-    ("size", "victim", "phase"),
-    [(1, 0, phase) for phase in PHASES]
-    + [(2, 0, phase) for phase in PHASES]
-    + [(2, 1, phase) for phase in FOLLOWER_PHASES],
-)
+@pytest.mark.parametrize(("size", "victim", "phase"), CASES)
 def test_a_kill_at_each_phase_leaves_the_old_or_the_new_one(
-    tmp_path: Path, warm: Any, store: dist.TCPStore, size: int, victim: int, phase: str
+    killed: dict[Case, Killed], size: int, victim: int, phase: str
 ) -> None:
-    first = 10
-    processes = [
-        warm.Process(
-            target=save_and_die,
-            args=((rank, size, store.port, tmp_path.name), tmp_path, first, victim, phase),
-        )
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    processes[victim].join()
-    assert processes[victim].exitcode == -signal.SIGKILL
+    directory, processes = killed[size, victim, phase]
     for process in processes:
         process.join()
+    assert processes[victim].exitcode == -signal.SIGKILL
     survived = PHASES.index(phase) >= PHASES.index("committed")
     if victim == 1:
         # Once it has announced, the save goes on without it.
         survived = phase in ("announced", "told")
-    assert find_state(tmp_path) == first + (2 if survived else 1)
+    assert find_state(directory) == FIRST + (2 if survived else 1)
     # The next saver goes on from here, and cleans up.
-    saver = Saver(tmp_path, World.solo(), keep=1)
-    saver.save(state_at(first + 3, 0, 1), first + 3, {})
+    saver = Saver(directory, World.solo(), keep=1)
+    saver.save(state_at(FIRST + 3, 0, 1), FIRST + 3, {})
     saver.wait()
-    assert find_state(tmp_path) == first + 3
-    assert [path.name for path in tmp_path.iterdir()] == [f"step-{first + 3:08d}"]
+    assert find_state(directory) == FIRST + 3
+    assert [path.name for path in directory.iterdir()] == [f"step-{FIRST + 3:08d}"]
