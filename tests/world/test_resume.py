@@ -301,6 +301,14 @@ def test_auto_takes_the_newest_and_says_what_changed(
     assert len(rest) == 3
 
 
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank, which nobody changes."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    ranks.run(1, run_job, str(text), str(out), {}, None, {})
+    return out
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -318,10 +326,8 @@ def test_auto_takes_the_newest_and_says_what_changed(
     ],
 )
 def test_what_cannot_go_on_says_why(
-    ranks: Ranks, text: Path, tmp_path: Path, changes: dict[str, Any], words: str
+    ranks: Ranks, text: Path, alone: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    out = tmp_path / "run"
-    ranks.run(1, run_job, str(text), str(out), {}, None, {})
     with pytest.raises((UserError, RankFailed), match=words):
-        ranks.run(1, run_job, str(text), str(tmp_path / "x"), {}, middle(out), changes)
+        ranks.run(1, run_job, str(text), str(tmp_path / "x"), {}, middle(alone), changes)
     assert not (tmp_path / "x").exists()
