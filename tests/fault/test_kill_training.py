@@ -75,7 +75,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
     text.write_text("all happy families are alike; " * 400)
     job.write_text(JOB.format(text=text, cache=tmp_path / "cache"))
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    undisturbed, process = start(job, straight), start(job, killed)
+    finish(start(job, straight))
+    process = start(job, killed)
     until = time.monotonic() + 60
     while not (killed / "checkpoints" / "step-00000009" / "COMMIT").exists():
         assert process.poll() is None, process.communicate()[0].decode()
@@ -84,7 +85,6 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (killed / "checkpoints" / "step-00000024").exists()
-    finish(undisturbed)
     finish(start(job, killed, "--resume", "auto"))
     assert losses(killed) == losses(straight)
     assert weights(killed) == weights(straight)
