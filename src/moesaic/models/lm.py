@@ -210,11 +210,11 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 if id(old) not in memory:
-                    new = torch.empty_like(old, device=device)
+                    new = _memory_for(old.detach(), device)
                     memory[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
                 setattr(module, name, memory[id(old)])
             for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, torch.empty_like(buffer, device=device))
+                setattr(module, name, _memory_for(buffer, device))
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The named blocks, in order."""
@@ -268,3 +268,10 @@ def _head_norms(config: ModelConfig, slices: Slices) -> tuple[RMSNorm, RMSNorm] 
     if slices.count == 1:
         return RMSNorm(query, epsilon), RMSNorm(key, epsilon)
     return SlicedNorm(query, epsilon, slices), SlicedNorm(key, epsilon, slices)
+
+
+def _memory_for(one: Tensor, device: torch.device) -> Tensor:
+    """As much on `device`; `empty_like`, which slices need, imports as much as `to_empty` does."""
+    if type(one) is Tensor:
+        return torch.empty(one.shape, dtype=one.dtype, device=device)
+    return torch.empty_like(one, device=device)
