@@ -92,6 +92,8 @@ class World:
             device_id=device if device.type != "cpu" else None,
         )  # fmt: skip
         everyone = dist.group.WORLD
+        if device.type == "cpu":  # Others may still be joining theirs, and miss who leaves at once.
+            dist.barrier()
         return cls(rank, size, device, generation, deadline, prefixed, everyone)
 
     @classmethod
