@@ -363,9 +363,16 @@ def invented(house: list[Module], page: str) -> list[str]:
 # The house keeps them.
 
 
+@pytest.fixture(scope="module")
+def house() -> list[Module]:
+    return modules(SOURCE)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps(rule: Callable[[list[Module]], Iterator[str]]) -> None:
-    assert not list(rule(modules(SOURCE)))
+def test_the_house_keeps(
+    house: list[Module], rule: Callable[[list[Module]], Iterator[str]]
+) -> None:
+    assert not list(rule(house))
 
 
 def test_every_directory_of_tests_is_run(pytestconfig: pytest.Config) -> None:
@@ -376,8 +383,8 @@ def test_every_directory_of_tests_is_run(pytestconfig: pytest.Config) -> None:
             assert not any(fnmatch(name, pattern) for pattern in passed_over), path
 
 
-def test_every_module_is_on_the_map() -> None:
-    house, page = modules(SOURCE), (ROOT / "docs" / "architecture.md").read_text()
+def test_every_module_is_on_the_map(house: list[Module]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
     assert not undocumented(house, page)
     assert not invented(house, page)
 

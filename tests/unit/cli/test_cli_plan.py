@@ -152,7 +152,8 @@ def test_tokens_go_in_as_many_parts_and_beside_as_much_as_is_shortest(
     if pipeline:
         Path("cluster.toml").write_text(CLUSTER.replace("replicas = 2", "replicas = 4"))
     layout = f"ep=16,dispatch=visits,hosts=2{pipeline}"
-    larger = ["--set", "train.batch=1024", "--set", "train.micro_batches=32"]
+    parts = 16 if pipeline else 32
+    larger = ["--set", f"train.batch={32 * parts}", "--set", f"train.micro_batches={parts}"]
 
     def told(*more: str) -> str:
         line = [*LINE, *larger, "--layout", ",".join((layout, *more))]
