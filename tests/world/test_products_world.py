@@ -120,22 +120,24 @@ def test_the_slowest_rank_says_it_for_all(
 @pytest.mark.parametrize(
     ("found", "why"),
     [
-        ([Rank(fault="no room"), Rank()], {0: "no room"}),
-        ([Rank(), Rank(fault="no room")], {1: "no room"}),
-        ([Rank(), Rank(fault=OSError("full"))], {1: "OSError: full"}),
-        ([Rank(late=RuntimeError("lost")), Rank()], {0: "RuntimeError: lost"}),
-        ([Rank(fault="a"), Rank(fault="b")], {0: "a", 1: "b"}),
+        ([Rank(fault="no room"), Rank()], {"no room": [0]}),
+        ([Rank(), Rank(fault="no room")], {"no room": [1]}),
+        ([Rank(), Rank(fault=OSError("full"))], {"OSError: full": [1]}),
+        ([Rank(late=RuntimeError("lost")), Rank()], {"RuntimeError: lost": [0]}),
+        ([Rank(fault="a"), Rank(fault="b")], {"a": [0], "b": [1]}),
+        ([Rank(fault="a"), Rank(fault="a")], {"a": [0, 1]}),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_taken_on_none(
-    ranks: Ranks, found: list[Rank], why: dict[int, str]
+    ranks: Ranks, found: list[Rank], why: dict[str, list[int]]
 ) -> None:
     """And it is told by all, of which a person sees the first; nobody waits for anybody."""
     for plan, banks, seconds, faults, told, _ in ranks.run(2, begun, {}, found):
         assert (plan, banks, seconds, faults) == ("torch", {"torch"}, {}, why)
+        where = ["" if len(on) == 2 else f"on rank {on[0]}: " for on in why.values()]
         assert told == [
-            f"experts: kernels of our own are not taken, for on rank {rank}: {fault}"
-            for rank, fault in why.items()
+            f"experts: kernels of our own are not taken: {on}{fault}"
+            for on, fault in zip(where, why, strict=True)
         ]
 
 

@@ -193,7 +193,7 @@ def _generate(
         from moesaic.serve.loading import load_model
 
     place = device.resolve(config.device, key="device")
-    check(config.products, place, key="products")
+    check(config.products if origin.model.experts else "auto", place, key="products")
     device.activate(place)
     model = load_model(origin, place, config.precision, config.products)
     sampling = Sampling(config.temperature, config.top_p, config.seed)

@@ -142,6 +142,11 @@ class Dispatcher:
         return self._alone and self.capacity is None
 
     @property
+    def by_visits(self) -> bool:
+        """Whether tokens travel once to each rank that has some of their experts."""
+        return bool(self._stops)
+
+    @property
     def computations(self) -> int:
         """How often the experts compute in a pass."""
         return self.chunks + self._pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moesaic.base.config import Section
 from moesaic.facts.job.train import Products
@@ -32,12 +32,3 @@ class GenerateConfig(Section):
     """With --chat: what the model is told before each prompt; unset: nothing."""
     tokenizer: str | None = None
     """`bytes`, or the path of a tokenizer.json or of its directory; unset: the model's own."""
-
-    @model_validator(mode="after")
-    def _multiplied(self) -> GenerateConfig:
-        if self.precision == "fp64" and self.products not in ("auto", "torch"):
-            raise ValueError(
-                f'products = "{self.products}" with precision = "fp64", which its kernels do not '
-                'multiply: set it to "torch", or choose another precision'
-            )
-        return self

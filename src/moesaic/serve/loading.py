@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from moesaic.base.errors import ConfigError
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job.train import Products
 from moesaic.models.hf.origin import Origin
@@ -29,6 +30,11 @@ def load_model(
         products: what multiplies experts; auto: as is usual of the device.
     """
     dtype = PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
+    if dtype == torch.float64 and products not in ("auto", "torch") and origin.model.experts:
+        raise ConfigError(
+            f'products = "{products}" with weights in fp64, which its kernels do not multiply: set '
+            'it to "torch", or precision to "fp32"'
+        )
     with torch.device("meta"):
         model = LanguageModel(origin.model)
     model.to(dtype).materialise(device)

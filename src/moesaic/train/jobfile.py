@@ -82,6 +82,8 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     What an item of `sets` says otherwise is refused: it could only be a mistake.
     """
     plan, origin = load_plan(path), f"--plan '{path}'"
+    if plan.products == "auto":  # It says nothing of it, and the job may.
+        plan = plan.model_copy(update={"products": loaded.job.layout.products})
     check(plan, loaded.job, origin)
     job, told = ruled(loaded.job, plan), loaded.told
     said_of = None if plan.predictions is None else plan.predictions.basis

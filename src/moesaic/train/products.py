@@ -8,7 +8,7 @@ exchanges, whatever befalls one of them in between, and decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from moesaic.dist.products import engine, leaves_choice, obstacle
 from moesaic.dist.world import World
 from moesaic.facts.job.train import Products
 from moesaic.nn.context import NARROW
-from moesaic.nn.trial import Load, Trial
+from moesaic.nn.trial import Load, Trial, said
 from moesaic.policy.products import fastest
 from moesaic.train.run import Run, Tried
 
@@ -51,8 +51,10 @@ def begin(
         moe.bank.by = taken
     run.plan = run.plan.model_copy(update={"products": taken})
     if say is not None:
-        for line in _words(run.tried, kind, device):
+        for line in _words(run, kind):
             say(line)
+        if before == taken:
+            say(f"experts: as before by {engine(device, kind, taken)}")
 
 
 def tokens_of(run: Run) -> int:
@@ -73,20 +75,26 @@ def _found(run: Run, kind: torch.dtype, *, timed: bool) -> Tried:
     def seconds() -> dict[Products, float]:
         return {} if trial is None else trial.seconds()
 
-    each = _on_all(world, fault)
-    faults = {rank: one.found or one.failed for rank, one in enumerate(each)}
-    wrong = {rank: fault for rank, fault in faults.items() if fault is not None}
-    if wrong or not timed:
-        return Tried(faults=wrong)
+    faults = _on_all(world, fault)
+    if any(one.told for one in faults) or not timed:
+        return Tried(faults=_by_words(faults))
     each = _on_all(world, seconds)
-    failed = {rank: one.failed for rank, one in enumerate(each) if one.failed is not None}
-    if failed:
-        return Tried(faults=failed)
+    if any(one.failed for one in each):
+        return Tried(faults=_by_words([_Outcome(None, one.failed) for one in each]))
     slowest = dict[Products, float]()
     for one in each:
         for name, taken_s in one.found.items():
             slowest[name] = max(taken_s, slowest.get(name, 0.0))
     return Tried(slowest)
+
+
+def _by_words(outcomes: Sequence[_Outcome]) -> dict[str, list[int]]:
+    """The ranks that tell the same."""
+    found = dict[str, list[int]]()
+    for rank, one in enumerate(outcomes):
+        if one.told is not None:
+            found.setdefault(one.told, []).append(rank)
+    return found
 
 
 class _Outcome(NamedTuple):
@@ -96,26 +104,39 @@ class _Outcome(NamedTuple):
     failed: str | None = None
     """What it raised instead."""
 
+    @property
+    def told(self) -> str | None:
+        """What it raised, or what was found, in words."""
+        return self.failed or self.found
+
 
 def _on_all(world: World, work: Callable[[], object]) -> list[_Outcome]:
     """What came of `work` on every rank, by rank; who fails tells the others, who would wait."""
     try:
         mine = _Outcome(work())
     except Exception as error:  # noqa: BLE001 - torch can have the run, whatever it is
-        mine = _Outcome(None, f"{type(error).__name__}: {error}")
-    said = [mine] * world.size
+        mine = _Outcome(None, said(error))
+    everyones = [mine] * world.size
     if world.everyone is not None:
-        dist.all_gather_object(said, mine, group=world.everyone)
-    return said
+        dist.all_gather_object(everyones, mine, group=world.everyone)
+    return everyones
 
 
-def _words(found: Tried, kind: torch.dtype, device: torch.device) -> Iterator[str]:
+def _words(run: Run, kind: torch.dtype) -> Iterator[str]:
     """What came of trying, for a person."""
-    kernels = engine(device, kind, "triton")
-    for rank, fault in found.faults.items():
-        yield f"experts: {kernels} are not taken, for on rank {rank}: {fault}"
-    if found.seconds:
+    device, size = run.world.device, run.world.size
+    for fault, ranks in run.tried.faults.items():
+        where = "" if len(ranks) == size else f"on {_named(ranks)}: "
+        yield f"experts: {engine(device, kind, 'triton')} are not taken: {where}{fault}"
+    if run.tried.seconds:
         each = [
-            f"{1e3 * s:.3g} ms by {engine(device, kind, by)}" for by, s in found.seconds.items()
+            f"{1e3 * taken_s:.3g} ms by {engine(device, kind, by)}"
+            for by, taken_s in run.tried.seconds.items()
         ]
         yield f"experts of a layer, there and back: {', '.join(each)}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(ranks) - 1
+    return f"rank {ranks[0]}" + f" and {more} more" * (more > 0)

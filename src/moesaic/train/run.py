@@ -85,8 +85,8 @@ class Tried:
 
     seconds: dict[Products, float] = field(default_factory=dict)
     """Of a layer's experts on the slowest rank, there and back, by each that was timed."""
-    faults: dict[int, str] = field(default_factory=dict)
-    """What speaks against them, by rank."""
+    faults: dict[str, list[int]] = field(default_factory=dict)
+    """What speaks against them, on which ranks."""
 
 
 @dataclass

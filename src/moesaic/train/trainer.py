@@ -19,6 +19,7 @@ from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist import device as devices
 from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, go_back_to
+from moesaic.dist.products import check
 from moesaic.dist.state import PARAMETER, Piece, Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, Prices
@@ -96,6 +97,8 @@ def _train(
     job = loaded.job
     plan = loaded.plan or settled(planned(job, world.size), job, world)
     check_machines(plan, world, loaded.plan_origin)
+    if loaded.plan is not None and job.model.experts:
+        check(plan.products, world.device, key=f"{loaded.plan_origin}: products")
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
     replay = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.dist import device as devices
-from moesaic.dist import passes
+from moesaic.dist import loops, passes
 from moesaic.dist.products import leaves_choice, obstacle
 from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Dispatcher
@@ -52,11 +52,13 @@ def layer(*, adapted: bool = False, **more: Any) -> MoE:
     return made.to(DEVICE)
 
 
-def trial(
-    tokens: int, dtype: torch.dtype = torch.float32, *, adapted: bool = False,
-    waited_for: bool = True,
-) -> Trial:  # fmt: skip
-    return Trial(layer(adapted=adapted).bank, Load(tokens, TOP_K, dtype, waited_for))
+def trial(tokens: int, *, adapted: bool = False, **more: Any) -> Trial:
+    return Trial(layer(adapted=adapted).bank, Load(tokens, TOP_K, torch.float32, **more))
+
+
+def is_off(one: Trial) -> bool:
+    """Whether results are found to be others, and nothing else."""
+    return (one.fault() or "").endswith(" times as far from torch's as they may be")
 
 
 @pytest.mark.usefixtures("tiles")
@@ -67,7 +69,9 @@ def test_what_is_right_is_found_right(dtype: torch.dtype, adapted: bool) -> None
     moe = layer(adapted=adapted)
     before = {name: one.detach().clone() for name, one in moe.named_parameters()}
     chances = torch.get_rng_state()
-    assert Trial(moe.bank, Load(30, TOP_K, dtype, waited_for=adapted)).fault() is None
+    alone, times = adapted, 2 - adapted
+    load = Load(30, TOP_K, dtype, times, alone=alone, waited_for=not alone)
+    assert Trial(moe.bank, load).fault() is None
     assert moe.bank.by == "auto"
     assert torch.get_rng_state().equal(chances)
     for name, one in moe.named_parameters():
@@ -78,7 +82,14 @@ def test_what_is_right_is_found_right(dtype: torch.dtype, adapted: bool) -> None
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_few_tokens_are_right_too(tokens: int) -> None:
-    assert trial(tokens, waited_for=False).fault() is None
+    assert trial(tokens, alone=True, waited_for=False).fault() is None
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_of_others_are_right_too(weighted: bool) -> None:
+    bank = layer().bank
+    assert Trial(bank, Load(24, 1, torch.float32, 2, weighted=weighted)).fault() is None
 
 
 def _last_row_of_a_slot(out: Tensor, counts: Tensor) -> None:
@@ -88,7 +99,7 @@ def _last_row_of_a_slot(out: Tensor, counts: Tensor) -> None:
 
 
 def _a_number(out: Tensor, counts: Tensor) -> None:
-    out[len(out) // 2, 5] = float("nan")
+    out[len(out) // 2, -1] = float("nan")
 
 
 def _a_row(out: Tensor, counts: Tensor) -> None:
@@ -100,8 +111,13 @@ def _of_empty(out: Tensor, counts: Tensor) -> None:
     out[int((counts == 0).nonzero()[0])] = 1e-3
 
 
+def _a_column(out: Tensor, counts: Tensor) -> None:
+    """As where the end of a tile's columns is not written."""
+    out[:, -1] = 0.0
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["backward", "forward"])
-@pytest.mark.parametrize("spoil", [_last_row_of_a_slot, _a_number, _a_row])
+@pytest.mark.parametrize("spoil", [_last_row_of_a_slot, _a_number, _a_row, _a_column])
 @pytest.mark.parametrize("tokens", [13, 64])
 def test_products_that_are_wrong_are_found(
     tiles: Any, tokens: int, spoil: Callable[[Tensor, Tensor], None], transposed: bool,
@@ -118,9 +134,7 @@ def test_products_that_are_wrong_are_found(
             spoil(out, counts)
 
     monkeypatch.setattr(tiles, "grouped_mm", wrong)
-    fault = trial(tokens).fault()
-    assert fault is not None
-    assert "as far from torch's as they may be" in fault
+    assert is_off(trial(tokens, alone=True))
 
 
 @pytest.mark.parametrize("spoil", [_a_number, _a_row, _of_empty])
@@ -136,7 +150,67 @@ def test_gradients_of_matrices_that_are_wrong_are_found(
         spoil(out.flatten(1), counts) if spoil is _of_empty else spoil(out[-1], counts)
 
     monkeypatch.setattr(tiles, "grouped_outer", wrong)
-    assert trial(24, adapted=adapted).fault() is not None
+    assert is_off(trial(24, alone=True, adapted=adapted))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_not_written_is_found(
+    tiles: Any, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that comes again has what torch has made, as on a GPU: of the same pass it would be
+    right. Nothing is written, or nothing for experts without rows."""
+    ours, torchs, memory = tiles.grouped_outer, loops.outer, dict[Any, Tensor]()
+
+    def right(left: Tensor, other: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
+        torchs(left, other, counts, out, added)
+        memory[out.shape] = out.detach().clone()
+
+    def wrong(left: Tensor, other: Tensor, counts: Tensor, out: Tensor, added: bool) -> None:
+        before = memory[out.shape]
+        if kept:
+            ours(left, other, counts, out, added)
+            before = torch.where((counts == 0)[:, None, None].to(out.device), before, out)
+        out.copy_(before)
+
+    monkeypatch.setattr(loops, "outer", right)
+    monkeypatch.setattr(tiles, "grouped_outer", wrong)
+    assert is_off(trial(24, alone=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("gated_back", {"weighted": False}),
+        ("activate", {}),
+        ("grouped_gated", {"alone": True}),
+        ("grouped_outer", {"times": 2}),
+    ],
+)
+def test_what_only_some_layouts_do_is_tried_for_them(
+    tiles: Any, name: str, load: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of others have no weights; halves of a backward activate anew; where no backward follows
+    nothing is kept; several computations add to what is there."""
+    right = getattr(tiles, name)
+    only = {
+        "gated_back": lambda given: given[2] is None,
+        "activate": lambda given: True,
+        "grouped_gated": lambda given: given[3] is None,
+        "grouped_outer": lambda given: given[4],
+    }[name]
+
+    def wrong(*given: Any, **more: Any) -> Any:
+        found = right(*given, **more)
+        if only(given):
+            spoilt = {"grouped_gated": given[4:5], "grouped_outer": given[3:4]}.get(name, found)
+            for one in [spoilt] if isinstance(spoilt, Tensor) else spoilt:
+                one.mul_(1.1)
+        return found
+
+    monkeypatch.setattr(tiles, name, wrong)
+    bank = layer().bank
+    choices = 1 if "weighted" in load else TOP_K
+    assert is_off(Trial(bank, Load(24, choices, torch.float32, **load)))
 
 
 def test_gradients_of_weights_that_are_wrong_are_found(
@@ -150,7 +224,7 @@ def test_gradients_of_weights_that_are_wrong_are_found(
         return found
 
     monkeypatch.setattr(tiles, "gated_back", wrong)
-    assert trial(24).fault() is not None
+    assert is_off(trial(24, alone=True))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +245,8 @@ def test_whatever_is_raised_speaks_against_them(
     for adapted in (False, True):
         moe = layer(adapted=adapted)
         before = [one.detach().clone() for one in moe.parameters()]
-        assert Trial(moe.bank, Load(24, TOP_K, torch.float32)).fault() == words
+        load = Load(24, TOP_K, torch.float32, alone=True)
+        assert Trial(moe.bank, load).fault() == words
         assert moe.bank.by == "auto"
         assert all(map(torch.equal, before, moe.parameters()))
 
@@ -182,7 +257,7 @@ def test_results_that_are_no_numbers_are_no_measure() -> None:
     with torch.no_grad():
         moe.bank.arena[1, 3] = float("inf")
     fault = Trial(moe.bank, Load(24, TOP_K, torch.float32)).fault()
-    assert fault == "what torch makes of numbers by chance is not finite"
+    assert fault == "what torch makes of numbers by chance is not finite in torch.float32"
 
 
 @pytest.mark.usefixtures("tiles")
@@ -191,7 +266,8 @@ def test_both_are_timed_in_turn(waited_for: bool) -> None:
     """By a clock by which a pass of torch takes 2 s, and one of kernels 1 s."""
     moe = layer()
     now = itertools.accumulate(itertools.cycle([0.0, 2.0, 0.0, 1.0]))
-    timed = Trial(moe.bank, Load(6, TOP_K, torch.float32, waited_for))
+    load = Load(6, TOP_K, torch.float32, 2, alone=True, waited_for=waited_for)
+    timed = Trial(moe.bank, load)
     assert timed.seconds(lambda _: next(now)) == {"torch": 2.0, "triton": 1.0}
     assert moe.bank.by == "auto"
     assert all(one.grad is None for one in moe.parameters())
@@ -200,8 +276,8 @@ def test_both_are_timed_in_turn(waited_for: bool) -> None:
 @pytest.mark.parametrize(
     ("more", "load"),
     [
-        ({}, Load(24, TOP_K, torch.float32, waited_for=False)),
-        ({"kind": "gshard"}, Load(24, TOP_K, torch.float32)),
+        ({}, Load(24, TOP_K, torch.float32, alone=True, waited_for=False)),
+        ({"kind": "gshard"}, Load(24, TOP_K, torch.float32, alone=True)),
     ],
 )
 def test_loads_of_a_rank_alone(more: dict[str, Any], load: Load) -> None:
@@ -209,15 +285,18 @@ def test_loads_of_a_rank_alone(more: dict[str, Any], load: Load) -> None:
 
 
 def test_loads_in_other_layouts() -> None:
-    """In chunks, with a capacity, and with rows of others, each of which is a token by itself."""
-    moe = layer()
+    """In chunks, with a capacity, and with rows of others, each of which is a token by itself, or
+    visits, which have some rows each."""
+    moe, kind = layer(), torch.float32
     moe.dispatcher = Dispatcher(EXPERTS, Ranks(), chunks=3)
-    assert Load.of(moe, 24, torch.float32) == Load(8, TOP_K, torch.float32)
+    assert Load.of(moe, 24, kind) == Load(8, TOP_K, kind, 2, alone=True)
     moe.dispatcher = Dispatcher(EXPERTS, Ranks(), capacity=1.5)
-    assert Load.of(moe, 24, torch.float32) == Load(24, TOP_K, torch.float32)
+    assert Load.of(moe, 24, kind) == Load(24, TOP_K, kind, alone=True)
     moe.dispatcher.ranks = Ranks(carriers=(object(),))  # type: ignore[arg-type]
-    assert Load.of(moe, 24, torch.float32) == Load(48, 1, torch.float32)
-    assert Load.of(moe, 0, torch.float32).tokens == 1
+    assert Load.of(moe, 24, kind) == Load(48, 1, kind, weighted=False)
+    moe.dispatcher._stops = [2]
+    assert Load.of(moe, 24, kind) == Load(24, TOP_K, kind)
+    assert Load.of(moe, 0, kind).tokens == 1
 
 
 def test_kernels_are_tried_where_they_were_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

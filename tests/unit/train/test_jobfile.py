@@ -103,6 +103,24 @@ def test_what_has_no_effect_under_a_plan_is_told_of_that(ep: int, keys: list[str
     assert sorted(loaded.warnings) == [sentence.format(key) for key in keys]
 
 
+@pytest.mark.parametrize("pinned", ["auto", "torch", "triton", "fp8"])
+@pytest.mark.parametrize("planned", ["auto", "torch", "triton"])
+def test_a_plan_that_leaves_products_open_leaves_them_to_the_job(pinned: str, planned: str) -> None:
+    """As the plan of any run on a CPU does. One that names them is obeyed, but for eight bits; what
+    is said beside it may be the same."""
+    path, sets = write(), [f'layout.products="{pinned}"'] * (pinned != "auto")
+    plan = lay_out(LayoutConfig(products=planned), load_job(path).job.model, 1)
+    Path("plan.json").write_text(plan.to_json())
+    if pinned == "auto" or planned in ("auto", pinned):
+        loaded = obey(load_job(path, sets), Path("plan.json"), sets)
+        assert loaded.plan is not None
+        expected = pinned if planned == "auto" else planned
+        assert loaded.plan.products == loaded.job.layout.products == expected
+    else:
+        with pytest.raises(ConfigError, match="products = "):
+            obey(load_job(path, sets), Path("plan.json"), sets)
+
+
 def test_a_model_that_cannot_be_exported_is_told() -> None:
     (warning,) = load_job(write('preset = "tiny-mixtral"\nrenormalise = false')).warnings
     assert warning.startswith("this model cannot be exported to a Hugging Face directory: ")
