@@ -69,7 +69,7 @@ class LayoutConfig(Section):
     of our own, for all types but fp64. fp8: these, which multiply in eight bits, each row and each
     column scaled by its own largest number; gradients of matrices stay in the type of the rows.
     auto: a run tries triton when it begins, with experts of its own, and takes it where it is right
-    and no slower than torch; going on in the same layout, what it had; never in eight bits."""
+    and fast; going on in the same layout, what it had; never in eight bits."""
     embedding: Literal["auto"] | Embedding = "auto"
     """What of the embedding's table each rank has, where `tp` does not share out its words. whole:
     all of it, and gradients are summed, or what `shard` leaves. columns: an equal share of every
