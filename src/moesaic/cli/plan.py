@@ -142,7 +142,7 @@ def plan(  # noqa: PLR0913 - a parameter for each flag
         after.append(f"{'timeline':<18} {trace}, for ui.perfetto.dev")
     if out is not None and not dry_run:
         flags.write_new("--out", out, promise(job_, chosen, where, facts, timeline).to_json())
-        words = shlex.join(_train_words(path, out, sets or ()))
+        words = shlex.join(_train_words(path, out, items))
         after += [f"{'next':<18} {words}"] * facts["fits"]
     _warn(facts, [*loaded.warnings, idle_words(chosen, job_)])
     for doubt in doubtful(where):
@@ -206,6 +206,11 @@ def placed(plan: Plan, cluster: Cluster) -> Plan:
     for one in place(cluster, plan.ranks):
         device = device_at(cluster, one)
         places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
+        if plan.experts and plan.products not in ("auto", "torch") and device.kind == "cpu":
+            raise ConfigError(
+                f'layout.products = "{plan.products}" is for GPUs, and rank {len(places) - 1} '
+                f"would compute on {device.model} in cluster '{cluster.name}': leave it out"
+            )
     return plan.model_copy(update={"places": places})
 
 
@@ -229,8 +234,13 @@ def _layout_sets(layout: str | None, sets: Sequence[str]) -> list[str]:
 
 
 def _train_words(job: Path, out: Path, sets: Sequence[str]) -> list[str]:
-    """The command that trains as planned; what the plan decides need not be said again."""
-    kept = [item for item in sets if not item.startswith("layout.")]
+    """The command that trains as planned; what the plan decides need not be said again. Eight bits
+    are for the job to say."""
+    kept = [
+        item
+        for item in sets
+        if not item.startswith("layout.") or item.partition("=")[0].strip() == "layout.products"
+    ]
     words = [word for item in kept for word in ("--set", item)]
     return ["moesaic", "train", str(job), *words, "--plan", str(out)]
 

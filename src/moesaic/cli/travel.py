@@ -215,9 +215,9 @@ def warn_of_hosts(plan: Plan) -> None:
     if plan.hosts in (1, there):
         return
     found = f"on {there} hosts" if there > 1 else "on one host, or unevenly on several"
-    means = "what it costs is foretold, what it would save is not there"
+    means = "what it costs is foretold, what it would save is not there, so leave layout.hosts out"
     if plan.trips == 1:
-        means = f"it has no effect, tokens go straight, as where each of {plan.ep} hosts has one"
+        means = "tokens go straight, as without it, so leave layout.hosts out"
     screen.warn(
         f"hosts = {plan.hosts}, but the ranks that share out the experts are {found}: {means}"
     )

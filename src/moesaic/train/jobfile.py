@@ -94,22 +94,33 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
             "edited, and are left out: plan anew to have some",
         ]
         plan = plan.model_copy(update={"predictions": None})
-    said = apply_sets({}, sets)
-    decided = [("layout", name) for name in LayoutConfig.model_fields]
-    for table, name in (*decided, ("train", "recompute")):
-        before, now = (getattr(getattr(one, table), name) for one in (loaded.job, job))
-        if before not in (now, "auto") and name in said.get(table, {}):
-            said_so = [item for item in sets if covers(item, f"{table}.{name}")]
-            raise ConfigError(
-                f"--set {said_so[-1]} beside {origin}, which has {name} = {keys.show(now)}: "
-                "leave one of them out"
-            )
+    told = [*told, *_overruled(loaded.job, job, sets, origin)]
     space = "\n" if sets else "\n\n"
     text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
     given = frozenset(loaded.job.layout.model_fields_set)
     return replace(
         loaded, job=job, text=text, told=told, plan=plan, plan_origin=origin, given=given
     )
+
+
+def _overruled(before: Job, now: Job, sets: Sequence[str], origin: str) -> list[str]:
+    """What a plan decides otherwise than the job says, in a sentence; an item of `sets` is refused
+    that says so."""
+    said, others = apply_sets({}, sets), list[str]()
+    decided = [("layout", name) for name in LayoutConfig.model_fields]
+    for table, name in (*decided, ("train", "recompute")):
+        asked, own = getattr(before, table), getattr(now, table)
+        wanted, has = getattr(asked, name), getattr(own, name)
+        if wanted in (has, "auto") or name not in asked.model_fields_set:
+            continue
+        if name in said.get(table, {}):
+            said_so = [item for item in sets if covers(item, f"{table}.{name}")]
+            raise ConfigError(
+                f"--set {said_so[-1]} beside {origin}, which has {name} = {keys.show(has)}: "
+                "leave one of them out"
+            )
+        others.append(f"{table}.{name} = {keys.show(has)}, not {keys.show(wanted)}")
+    return [f"{origin} decides otherwise than the job: {'; '.join(others)}"] * bool(others)
 
 
 def fill_from(

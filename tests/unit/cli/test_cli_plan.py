@@ -247,18 +247,52 @@ def test_hosts_that_are_not_there_are_told(place: Path, capfd: pytest.CaptureFix
         assert main([*line, f"ep=8,dispatch={dispatch},hosts=8"]) == 0
         assert (
             "hosts = 8, but the ranks that share out the experts are on one host, or unevenly on "
-            "several: it has no effect, tokens go straight, as where each of 8 hosts has one\n"
+            "several: tokens go straight, as without it, so leave layout.hosts out\n"
         ) in capfd.readouterr().err
     assert main([*line, "ep=16,hosts=1"]) == 0
     for layout, words in (
         ("ep=16,hosts=2", 'layout.hosts = 2 with layout.dispatch = "auto", which finds the hosts'),
         (
-            "ep=1,dispatch=rows,hosts=2",
-            "does not divide layout.ep = 1, and each host has as many of",
+            "ep=8,dispatch=rows,hosts=3",
+            "does not divide layout.ep = 8, and each host has as many of",
         ),
     ):
         assert main([*line, layout]) == 2
         assert words in capfd.readouterr().err
+    for layout in ("ep=1,dispatch=rows,hosts=2", "ep=1,hosts=2"):
+        assert main([*line, layout]) == 0
+        assert "layout.hosts has no effect: layout.ep = 1" in capfd.readouterr().err.replace(
+            "\n", " "
+        )
+
+
+def test_kernels_are_for_gpus_and_eight_bits_are_the_jobs(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks on a CPU have none; the command that trains by a plan says eight bits again."""
+    (place / "cpu.toml").write_text(
+        'name = "here"\n[[hosts]]\nname = "here"\nmemory_bytes = 1e12\n[[hosts.devices]]\n'
+        'kind = "cpu"\nmodel = "8 cores"\ncount = 8\nmemory_bytes = 1e12\nmemory_bandwidth = 1e10\n'
+        'matmul = [{ dtype = "bf16", flops = 1e12 }, { dtype = "fp32", flops = 1e12 }]\n'
+        '[[links]]\nends = ["here", "here"]\nkind = "loopback"\nlatency_s = 1e-5\nbandwidth = 1e9\n'
+    )
+    on_cpu = ["plan", "job.toml", "--cluster", "cpu.toml", "--nproc", "8", "--layout"]
+    assert main([*on_cpu, "ep=8,products=torch"]) == 0
+    capfd.readouterr()
+    for products in ("triton", "fp8"):
+        assert main([*on_cpu, f"ep=8,products={products}"]) == 2
+        words = f'layout.products = "{products}" is for GPUs, and rank 0 would compute on 8 cores'
+        assert words in capfd.readouterr().err.replace("\n", " ")
+    (place / "nowhere").write_text("some text")
+    line = [*LINE, "--nproc", "8", "--set", "train.batch=32"]
+    for number, layout in enumerate(
+        (["--layout", "products=fp8"], ["--set", "layout.products=fp8"])
+    ):
+        assert main([*line, *layout, "--out", f"{number}.json"]) == 0
+        (said,) = [one for one in capfd.readouterr().out.splitlines() if one.startswith("next ")]
+        assert "--set train.batch=32 --set layout.products=fp8 --plan" in said
+        assert main([*said.split()[2:], "--dry-run"]) == 0, capfd.readouterr().err
+        capfd.readouterr()
 
 
 def test_a_plan_that_was_edited_is_costed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

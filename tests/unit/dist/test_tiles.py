@@ -395,6 +395,18 @@ def test_no_plan_gives_or_takes_eight_bits(plan_first: bool) -> None:
     check(planned(dense, 1).model_copy(update={"products": "triton"}), dense, "--plan x")
 
 
+@pytest.mark.parametrize("by", ["triton", "fp8"])
+def test_kernels_are_not_for_a_job_of_the_cpu(by: Products) -> None:
+    with pytest.raises(ConfigError, match=r'is for GPUs, and train.device = "cpu": leave one'):
+        tiny_job(layout={"products": by}, train={"precision": "fp32", "device": "cpu"})
+    dense = {"family": "llama", "experts": 0, "top_k": 0}
+    tiny_job(layout={"products": by}, train={"device": "cpu"}, model=dense)
+    job = tiny_job(train={"precision": "fp32", "device": "cpu"})
+    if by == "triton":
+        with pytest.raises(ConfigError, match="is for GPUs"):
+            check(planned(job, 1).model_copy(update={"products": by}), job, "--plan x")
+
+
 def test_predictions_do_not_rest_on_what_multiplies_by_itself() -> None:
     """A run may find it only when it begins, and its own plan keeps them; eight bits are asked
     for."""

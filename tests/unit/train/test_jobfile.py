@@ -103,6 +103,20 @@ def test_what_has_no_effect_under_a_plan_is_told_of_that(ep: int, keys: list[str
     assert sorted(loaded.warnings) == [sentence.format(key) for key in keys]
 
 
+def test_what_a_plan_decides_otherwise_is_told() -> None:
+    path = write()
+    Path("job.toml").write_text(path.read_text() + '\n[layout]\nep = 2\nlocal = "first"\n')
+    alone = load_job(path)
+    plan = lay_out(LayoutConfig(ep=2, chunks=4), alone.job.model, 2)
+    Path("plan.json").write_text(plan.to_json())
+    (said,) = obey(alone, Path("plan.json")).warnings
+    assert said == (
+        '--plan \'plan.json\' decides otherwise than the job: layout.local = "along", not "first"'
+    )
+    with pytest.raises(ConfigError, match=r"--set layout.local=first beside --plan 'plan.json'"):
+        obey(alone, Path("plan.json"), ["layout.local=first"])
+
+
 @pytest.mark.parametrize("pinned", ["auto", "torch", "triton", "fp8"])
 @pytest.mark.parametrize("planned", ["auto", "torch", "triton"])
 def test_a_plan_that_leaves_products_open_leaves_them_to_the_job(pinned: str, planned: str) -> None:

@@ -68,7 +68,7 @@ class Job(Section):
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
         self._check_finetune()
-        fault = products_fault(self.layout.products, self.train.precision)
+        fault = products_fault(self.layout.products, self.train)
         if fault and self.model.experts:
             raise ValueError(f"layout.{fault}")
         if self.schedule.warmup > self.train.steps:

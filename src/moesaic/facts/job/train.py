@@ -173,9 +173,16 @@ class LogConfig(Section):
     """Steps between records of expert load, and of what a policy of balance made of it."""
 
 
-def products_fault(products: Literal["auto"] | Products, precision: str) -> str | None:
-    """Why experts cannot be multiplied like that in a job of such a precision, if they cannot."""
-    if products in ("auto", "torch") or precision != "fp64":
+def products_fault(products: Literal["auto"] | Products, train: TrainConfig) -> str | None:
+    """Why experts cannot be multiplied like that in a job of such a precision, on such a device, if
+    they cannot."""
+    if products in ("auto", "torch"):
+        return None
+    if train.device == "cpu":
+        return (
+            f'products = "{products}" is for GPUs, and train.device = "cpu": leave one of them out'
+        )
+    if train.precision != "fp64":
         return None
     return (
         f'products = "{products}" with train.precision = "fp64", which its kernels do not '

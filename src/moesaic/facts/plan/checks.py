@@ -73,7 +73,7 @@ def _products_fault(plan: Plan, job: Job) -> str | None:
             "depend on eight bits, so that no plan may change it: make them equal, or plan this "
             "job anew (moesaic plan)"
         )
-    return products_fault(ours, job.train.precision)
+    return products_fault(ours, job.train)
 
 
 def _check_blocks(stages: list[list[str]], blocks: Sequence[str], origin: str) -> None:

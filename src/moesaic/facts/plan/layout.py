@@ -57,19 +57,18 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
 
 def _travelling(layout: LayoutConfig) -> dict[str, Any]:
     """How tokens travel to experts of other ranks, and when local ones are computed."""
-    hosts = layout.hosts or 1
+    alone = layout.ep == 1  # Then no token travels, whatever is said of it: `Job.idle` tells.
+    hosts = 1 if alone else layout.hosts or 1
     if hosts > 1 and layout.dispatch == "auto":
         raise ConfigError(
             f'layout.hosts = {hosts} with layout.dispatch = "auto", which finds the hosts '
             'itself: set layout.dispatch to "rows" or "visits", or leave layout.hosts out'
         )
     if layout.ep % hosts:
-        ways = "choose a divisor" if layout.ep > 1 else "raise layout.ep, or leave it out"
         raise ConfigError(
             f"layout.hosts = {hosts} does not divide layout.ep = {layout.ep}, and each host "
-            f"has as many of those ranks: {ways}"
+            "has as many of those ranks: choose a divisor"
         )
-    alone = layout.ep == 1  # Then no token travels, whatever is said of it: `Job.idle` tells.
     return {
         "dispatch": "rows" if layout.dispatch == "auto" else layout.dispatch, "hosts": hosts,
         "local": "along" if alone or layout.local == "auto" else layout.local,
