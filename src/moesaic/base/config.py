@@ -35,6 +35,16 @@ class Section(BaseModel):
     resolved_keys: ClassVar[frozenset[str]] = frozenset()
     """Fields that resolving fills in, and that no file may use."""
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """Fields that were given, with another value than they have by themselves."""
+        fields = type(self).model_fields
+        return frozenset(
+            name
+            for name in self.model_fields_set
+            if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+        )
+
     def to_json(self) -> str:
         """The section as JSON, indented, every default filled in."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2) + "\n"

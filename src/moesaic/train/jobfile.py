@@ -97,7 +97,7 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     told = [*told, *_overruled(loaded.job, job, sets, origin)]
     space = "\n" if sets else "\n\n"
     text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
-    given = frozenset(loaded.job.layout.model_fields_set)
+    given = loaded.job.layout.asked
     return replace(
         loaded, job=job, text=text, told=told, plan=plan, plan_origin=origin, given=given
     )

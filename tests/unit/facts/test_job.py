@@ -267,7 +267,7 @@ def test_settings_without_effect_are_told() -> None:
         'routing.bias_step has no effect: the routers of family "olmoe" have no bias'
     ]
     assert job("model.preset=tiny-deepseek", "routing.bias_step=0.01").idle() == []
-    given = ("dispatch=visits", "hosts=1", "local=along", "chunks=auto")
+    given = ("dispatch=visits", "hosts=1", "local=along", "chunks=2")
     assert job(*(f"layout.{one}" for one in given)).idle() == [
         f"layout.{key} has no effect: layout.ep = 1 sends no token"
         for key in ("dispatch", "hosts", "local", "chunks")

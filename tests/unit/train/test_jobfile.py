@@ -86,6 +86,16 @@ def test_settings_without_effect_are_told() -> None:
     assert loaded.warnings == ["routing.z_loss has no effect: the model is dense"]
 
 
+@pytest.mark.parametrize("preset", ["tiny-olmoe", "tiny-dense", "tiny-deepseek"])
+def test_defaults_that_are_written_out_are_not_told(preset: str) -> None:
+    """A job as a dry run prints it, made a file."""
+    first = load_job(write(f'preset = "{preset}"'))
+    Path("whole.toml").write_text(first.job.to_toml())
+    again = load_job(Path("whole.toml"))
+    assert again.job == first.job
+    assert again.warnings == first.warnings == []
+
+
 @pytest.mark.parametrize(("ep", "keys"), [(2, []), (1, ["chunks", "local"])])
 def test_what_has_no_effect_under_a_plan_is_told_of_that(ep: int, keys: list[str]) -> None:
     """Of what the job says itself: the plan has more, that nobody asked for."""

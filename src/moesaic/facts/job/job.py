@@ -300,26 +300,27 @@ class Job(Section):
         return [f"balance.hottest = {hottest} is all experts: model.experts = {experts}"]
 
     def idle(self, layout: AbstractSet[str] | None = None) -> list[str]:
-        """A sentence for each setting that was given and has no effect in this job; of those of the
-        layout these were given, where a plan rules the job, which has more to say of them."""
+        """A sentence for each setting that was given, with a value of its own, and has no effect in
+        this job; of those of the layout these were given, where a plan rules the job, which has
+        more to say of them."""
         found = self._idle_finetune()
-        found += self._idle_layout(self.layout.model_fields_set if layout is None else layout)
+        found += self._idle_layout(self.layout.asked if layout is None else layout)
         if self.layout.ep > 1:
             found += self.balance.idle() + self._too_hot()
         if not self.model.experts:
-            given = sorted(self.routing.model_fields_set)
+            given = sorted(self.routing.asked)
             found += [f"routing.{key} has no effect: the model is dense" for key in given]
-        elif self.model.score != "sigmoid" and "bias_step" in self.routing.model_fields_set:
+        elif self.model.score != "sigmoid" and "bias_step" in self.routing.asked:
             found.append(
                 f'routing.bias_step has no effect: the routers of family "{self.model.family}" '
                 "have no bias"
             )
-        elif self._biases_stay() and "bias_step" in self.routing.model_fields_set:
+        elif self._biases_stay() and "bias_step" in self.routing.asked:
             found.append('routing.bias_step has no effect: finetune.router = "frozen"')
-        if self.schedule.kind == "constant" and "final" in self.schedule.model_fields_set:
+        if self.schedule.kind == "constant" and "final" in self.schedule.asked:
             found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
         if not (self.data.validation_path or self.data.validation_share):
-            given = sorted(self.train.model_fields_set & {"validate_every", "validation_samples"})
+            given = sorted(self.train.asked & {"validate_every", "validation_samples"})
             found += [
                 f"train.{key} has no effect: there is no validation text "
                 "(data.validation_path, data.validation_share)"
