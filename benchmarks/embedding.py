@@ -24,7 +24,7 @@ from moesaic.nn.slices import WHOLE, Slices
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.memory import most_allocated
 from moesaic.testing.ranks import Ranks
-from moesaic.train.optim import AdamW
+from moesaic.train.optim import AdamW, zeros
 
 RATES = {"1 Gbit/s": 1000}
 RANKS = 4
@@ -156,7 +156,7 @@ class Table:
         draw.manual_seed(4 + world.rank)
         self._cotangent = torch.randn(1, tokens, hidden, generator=draw)
         self._optimizer = AdamW(OptimizerConfig())
-        self._optimizer.attach("table", self.embedding.weight.detach())
+        self._moments = zeros(self.embedding.weight.detach())
 
     def __call__(self) -> Tensor:
         """One step; what was found for this rank's tokens."""
@@ -169,8 +169,9 @@ class Table:
             sum_buckets_([weight.grad], self.world.everyone)
         self.step += 1
         self._optimizer.update(
-            ["table"], [weight.detach()], [weight.grad], self.step, lr=1e-3, clip=1.0, decay=True
-        )
+            [weight.detach()], [weight.grad], [self._moments], self.step,
+            lr=1e-3, clip=1.0, decay=True,
+        )  # fmt: skip
         weight.grad = None
         result: Tensor = found.detach()
         return result

@@ -1,4 +1,5 @@
-"""Gradients in flat buckets, which are summed over ranks while backward goes on.
+"""Gradients in flat buckets, which are summed over ranks while backward goes on; and parameters
+side by side as their gradients are, for an update to find either in one piece.
 
 A bucket has the gradients of some parameters side by side, in the order in which backward finishes
 them; each parameter's `grad` is a view of it. It is made when the first of them arrives, leaves
@@ -11,7 +12,7 @@ have left, and what a backward pass has left behind goes at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,16 @@ class Summed(NamedTuple):
     """Those ranks; None: nobody else has it."""
     kind: str = ""
     """Gradients of several kinds share no bucket."""
+    decays: bool = True
+    """Whether weight decay applies; in a bucket what has none stands behind what has."""
+
+
+class Place(NamedTuple):
+    """Where the values of a parameter are."""
+
+    flat: Tensor
+    """One dimension of many parameters' numbers, zeros between them."""
+    start: int
 
 
 class Bucket:
@@ -82,18 +93,32 @@ class Bucket:
         self._work.wait()
         self._work, self._views = None, []
 
+    def settle(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        """Give parameters memory side by side, in which nothing is yet; one alone keeps its own."""
+        if len(self.parameters) == 1:
+            return
+        for parameter, view in zip(self.parameters, self._open(), strict=True):
+            if is_shared_out(parameter):
+                parameter._local_tensor = view  # As FSDP2 does it; such a tensor's data is not it.
+            else:
+                parameter.data = view
+            assert view._base is not None
+            yield parameter, Place(view._base, int(view.storage_offset()))
+
     def _open(self) -> list[Tensor]:
         """The places of a new bucket, with zeros between them."""
         one = local(self.parameters[0])
         width, end = one.element_size(), 0
         flat = torch.empty(self._places.num_bytes // width, dtype=one.dtype, device=one.device)
+        starts = [start // width for start in self._places.starts]
         views = []
-        for parameter, start_byte in zip(self.parameters, self._places.starts, strict=True):
-            start, here = start_byte // width, local(parameter)
+        for parameter, start in zip(self.parameters, starts, strict=True):
+            here = local(parameter)
+            views.append(flat[start : start + here.numel()].view(here.shape))
+        for start, view in sorted(zip(starts, views, strict=True), key=lambda one: one[0]):
             if start > end:
                 flat[end:start].zero_()
-            end = start + here.numel()
-            views.append(flat[start:end].view(here.shape))
+            end = start + view.numel()
         return views
 
 
@@ -127,13 +152,15 @@ class Buckets:
             most: bytes of a bucket of several.
         """
         classes: dict[tuple[Group, str, torch.dtype], list[int]] = {}
-        for number, (parameter, group, kind) in enumerate(sums):
-            if group is not None:
-                classes.setdefault((group, kind, parameter.dtype), []).append(number)
+        for number, one in enumerate(sums):
+            if one.group is not None:
+                kind = one.group, one.kind, one.parameter.dtype
+                classes.setdefault(kind, []).append(number)
         found: list[tuple[int, Bucket]] = []
         for (group, *_), numbers in classes.items():
             sizes = [local(sums[number].parameter).nbytes for number in numbers]
-            for places in together(sizes, most):
+            behind = {at for at, number in enumerate(numbers) if not sums[number].decays}
+            for places in together(sizes, most, behind):
                 mine = [numbers[at] for at in places.members]
                 parameters = [sums[number].parameter for number in mine]
                 found.append((mine[-1], Bucket(parameters, places, group)))
@@ -146,6 +173,10 @@ class Buckets:
             for number, parameter in enumerate(bucket.parameters)
             if early
         ]
+
+    def settle(self) -> dict[nn.Parameter, Place]:
+        """Give parameters that share buckets memory side by side, before they have values."""
+        return dict(place for bucket in self.buckets for place in bucket.settle())
 
     def expect(self) -> None:
         """The next gradients that come are the last ones of their parameters."""

@@ -31,7 +31,7 @@ from moesaic.nn.travel import Ranks
 from moesaic.policy import balance as policies
 from moesaic.train import balancing, products, scale
 from moesaic.train.narrow import NarrowAdamW
-from moesaic.train.optim import AdamW
+from moesaic.train.optim import AdamW, Stretch, stretches
 from moesaic.train.rehoming import Rehoming
 from moesaic.train.run import Run
 
@@ -79,17 +79,17 @@ def assemble(
         _shard(model, roots, plan, mesh, world.device)
     else:
         model.materialise(world.device)
-    optimizer = _optimizer(job, world.device)
     everything = held(model, plan, world.rank)
     holdings = [item for item in everything if item.parameter.requires_grad]
     frozen = [item for item in everything if not item.parameter.requires_grad]
-    for item in holdings:
-        optimizer.hold(item, world.rank)
+    buckets = _buckets(plan, world, holdings)
+    updated = stretches(holdings, buckets.settle())
+    optimizer = _optimizer(job, world, updated)
     devices.activate(world.device)
     run = Run(
-        job, plan, world, model, holdings, optimizer,
+        job, plan, world, model, holdings, updated, optimizer,
         part=world.partition(plan.part_groups()), ends=_ends(job, plan, world),
-        buckets=_buckets(plan, world, holdings), pipeline=pipeline, frozen=frozen,
+        buckets=buckets, pipeline=pipeline, frozen=frozen,
     )  # fmt: skip
     if moves:
         run.rehoming = Rehoming(job, plan, world, model, everything, optimizer)
@@ -138,20 +138,25 @@ def _buckets(plan: Plan, world: World, holdings: Sequence[Held]) -> Buckets:
         whole = world.partition(plan.part_groups(), purpose)
         sliced = world.partition(plan.same_slice_groups(), purpose)
     sums = [
-        Summed(item.parameter, copies, "experts")
+        Summed(item.parameter, copies, "experts", item.decays)
         if item.bank is not None
-        else Summed(item.parameter, sliced if item.sliced else whole)
+        else Summed(item.parameter, sliced if item.sliced else whole, decays=item.decays)
         for item in reversed(holdings)
         if not item.columns
     ]
     return Buckets(sums, early=early)
 
 
-def _optimizer(job: Job, device: torch.device) -> AdamW:
-    """Of full moments, or narrow ones."""
-    if job.optimizer.moments == "full":
-        return AdamW(job.optimizer)
-    return NarrowAdamW(job.optimizer, job.seed, device)
+def _optimizer(job: Job, world: World, updated: Sequence[Stretch]) -> AdamW:
+    """Of full moments, or narrow ones, all of them zero."""
+    optimizer = (
+        AdamW(job.optimizer)
+        if job.optimizer.moments == "full"
+        else NarrowAdamW(job.optimizer, job.seed, world.device)
+    )
+    for stretch in updated:
+        optimizer.hold(stretch, world.rank)
+    return optimizer
 
 
 def _columns(plan: Plan, world: World) -> Columns:

@@ -37,7 +37,7 @@ from moesaic.facts.job.train import MOMENT_BLOCK
 from moesaic.facts.workload.sizes import GPU_MOMENT_CHUNK, MOMENT_CHUNK
 from moesaic.models.pieces import Held
 from moesaic.nn.randomness import bits
-from moesaic.train.optim import AdamW
+from moesaic.train.optim import AdamW, Stretch
 
 _LOW = 0xFFFF
 _KEY_SHIFT = 15
@@ -69,13 +69,14 @@ class NarrowAdamW(AdamW):
         self._format: Format = HalfMoments() if config.moments == "bf16" else ByteMoments(device)
         self._elements = MOMENT_CHUNK if device.type == "cpu" else GPU_MOMENT_CHUNK
 
-    def hold(self, item: Held, rank: int) -> None:
-        """Create zero moments for a parameter as `rank` holds it."""
-        if not item.decays:
-            super().hold(item, rank)
+    def hold(self, stretch: Stretch, rank: int) -> None:
+        """Create zero moments for parameters as `rank` holds them."""
+        if not stretch.decays:
+            super().hold(stretch, rank)
             return
-        for values in item.pieces(PARAMETER, item.local, rank):
-            self.moments[values.name] = self._format.zeros(values)
+        for item in stretch.items:
+            for values in item.pieces(PARAMETER, item.local, rank):
+                self.moments[values.name] = self._format.zeros(values)
 
     def pieces(self, item: Held, rank: int) -> Iterator[Piece]:
         """A parameter's moments as pieces of state."""
@@ -85,12 +86,12 @@ class NarrowAdamW(AdamW):
         for values in item.pieces(PARAMETER, item.local, rank):
             yield from self._format.pieces(values, self.moments[values.name])
 
-    def apply(self, items: Sequence[Held], rank: int, step: int, *, lr: float, clip: float) -> None:
-        """Update parameters of a block by their gradients, in place: matrices one by one."""
-        super().apply([item for item in items if not item.decays], rank, step, lr=lr, clip=clip)
-        for item in items:
-            if not item.decays:
-                continue
+    def apply(
+        self, some: Sequence[Stretch], rank: int, step: int, *, lr: float, clip: float
+    ) -> None:
+        """Update a block, or some of it, by its gradients, in place: matrices one by one."""
+        super().apply([one for one in some if not one.decays], rank, step, lr=lr, clip=clip)
+        for item in (item for one in some if one.decays for item in one.items):
             grads = item.pieces(PARAMETER, item.grad, rank)
             for values, grad in zip(item.pieces(PARAMETER, item.local, rank), grads, strict=True):
                 self.update_matrix(values, grad.tensor, step, lr=lr, clip=clip)
@@ -106,7 +107,7 @@ class NarrowAdamW(AdamW):
             part = slice(start, start + rows)
             stored = [one[part] for one in kept]
             moments = self._format.widen(stored, tensor.dtype)
-            self._step([tensor[part]], [grad[part]], [moments], step, lr=lr, clip=clip, decay=True)
+            self.update([tensor[part]], [grad[part]], [moments], step, lr=lr, clip=clip, decay=True)
             places = _places(values, start, len(stored[0]))
             draws = bits(self._seed, f"moments {values.name}", step, places)
             self._format.narrow(*moments, stored, draws)

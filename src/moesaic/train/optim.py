@@ -1,24 +1,107 @@
 """AdamW that runs where a block lives, and the learning rate over steps.
 
-`update(names, values, grads, step, ...)` needs nothing but the parameters' own tensors, so that a
-block can be updated wherever and whenever its gradients are ready, all that is alike of it in a few
-operations. Moments are plain tensors of the values' layout; they are state like any other.
-`train.narrow` keeps them in fewer bytes.
+A block is updated in stretches: parameters that lie side by side in memory, as their gradients do
+(`dist.buckets`), are one tensor with one pair of moments; what lies alone is a stretch of its own.
+`update(values, grads, moments, step, ...)` needs nothing but such tensors, so that a block can be
+updated wherever and whenever its gradients are ready, all that is alike of it in a few operations.
+Moments are plain tensors of the values' layout; they are state like any other. `train.narrow` keeps
+them in fewer bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
+from moesaic.dist.buckets import Place
 from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, Piece
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
 from moesaic.models.pieces import Held
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Parameters of one block, alike to the optimizer, that lie side by side; or one by itself."""
+
+    items: Sequence[Held]
+    starts: Sequence[int] = (0,)
+    """Where each of them begins in `values`."""
+    flat: Tensor | None = None
+    """All their numbers, and zeros between them; of one by itself it is asked for, as FSDP2 may put
+    it elsewhere."""
+
+    @property
+    def values(self) -> Tensor:
+        """What is updated, in place."""
+        if self.flat is None:
+            return self.items[0].local
+        for item, start in zip(self.items, self.starts, strict=True):
+            there = self.flat.data_ptr() + start * self.flat.element_size()
+            assert item.local.data_ptr() == there, f"{item.name} has left the memory that it shares"
+        return self.flat
+
+    @property
+    def block(self) -> str:
+        """The block that they belong to."""
+        return self.items[0].block
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to them."""
+        return self.items[0].decays
+
+    def parts(self, tensor: Tensor) -> Iterator[tuple[Held, Tensor]]:
+        """The parameters, and what of `tensor`, which is laid out as their values, is each one's;
+        as a view."""
+        if self.flat is None:
+            yield self.items[0], tensor
+            return
+        for item, start in zip(self.items, self.starts, strict=True):
+            here = item.local
+            yield item, tensor[start : start + here.numel()].view(here.shape)
+
+    def grads(self) -> Tensor:
+        """Their gradients as they lie; those that lie elsewhere are put together."""
+        grads = [item.grad for item in self.items]
+        if self.flat is None:
+            return grads[0]
+        first = grads[0].storage_offset() - self.starts[0]
+        memory = grads[0].untyped_storage().data_ptr()
+        if all(
+            grad.untyped_storage().data_ptr() == memory and grad.storage_offset() == first + start
+            for grad, start in zip(grads, self.starts, strict=True)
+        ):
+            return grads[0].as_strided(self.flat.shape, (1,), first)
+        found = torch.zeros_like(self.flat)
+        for (_, place), grad in zip(self.parts(found), grads, strict=True):
+            place.copy_(grad)
+        return found
+
+
+def stretches(items: Sequence[Held], places: Mapping[nn.Parameter, Place]) -> list[Stretch]:
+    """All of `items`, of one block after another, by where those that share memory are."""
+    groups: dict[tuple[str, int, bool], list[Held]] = {}
+    for item in items:
+        place = places.get(item.parameter)
+        where = id(item) if place is None else id(place.flat)
+        groups.setdefault((item.block, where, item.decays), []).append(item)
+    found = []
+    for group in groups.values():
+        if len(group) == 1:
+            found.append(Stretch(group))
+            continue
+        flat = places[group[0].parameter].flat
+        starts = [places[item.parameter].start for item in group]
+        ends = [start + item.local.numel() for start, item in zip(starts, group, strict=True)]
+        first = min(starts)
+        found.append(Stretch(group, [at - first for at in starts], flat[first : max(ends)]))
+    return found
 
 
 class AdamW:
@@ -27,11 +110,17 @@ class AdamW:
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
         self.moments: dict[str, tuple[Tensor, ...]] = {}
+        """By parameter; of those in one stretch, views of that of the stretch."""
+        self._together: dict[str, tuple[Tensor, Tensor]] = {}
+        """By the first parameter of a stretch."""
 
-    def hold(self, item: Held, rank: int) -> None:
-        """Create zero moments for a parameter as `rank` holds it."""
+    def hold(self, stretch: Stretch, rank: int) -> None:
+        """Create zero moments for parameters as `rank` holds them."""
         del rank
-        self.attach(item.name, item.local)
+        first, second = zeros(stretch.values)
+        self._together[stretch.items[0].name] = first, second
+        for (item, one), (_, two) in zip(stretch.parts(first), stretch.parts(second), strict=True):
+            self.moments[item.name] = one, two
 
     def pieces(self, item: Held, rank: int) -> Iterator[Piece]:
         """A parameter's moments as pieces of state."""
@@ -39,21 +128,20 @@ class AdamW:
         for kind, tensor in zip(kinds, self.moments[item.name], strict=True):
             yield from item.pieces(kind, tensor, rank)
 
-    def apply(self, items: Sequence[Held], rank: int, step: int, *, lr: float, clip: float) -> None:
-        """Update parameters of a block by their gradients, in place; see `update`."""
+    def apply(
+        self, some: Sequence[Stretch], rank: int, step: int, *, lr: float, clip: float
+    ) -> None:
+        """Update a block, or some of it, by its gradients, in place; see `update`."""
         del rank
         for decay in (True, False):
-            alike = [item for item in items if item.decays == decay]
-            names, values = [item.name for item in alike], [item.local for item in alike]
-            grads = [item.grad for item in alike]
-            self.update(names, values, grads, step, lr=lr, clip=clip, decay=decay)
-
-    def attach(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Create zero moments for a parameter and return them."""
-        first = torch.zeros_like(values, memory_format=torch.contiguous_format)
-        second = torch.zeros_like(first)
-        self.moments[name] = (first, second)
-        return first, second
+            alike = [one for one in some if one.decays == decay]
+            self.update(
+                [one.values for one in alike], [one.grads() for one in alike],
+                [self._together[one.items[0].name] for one in alike],
+                step, lr=lr, clip=clip, decay=decay,
+            )  # fmt: skip
+            # Parameters count for themselves what is written to the memory that they share.
+            increment_version([item.local for one in alike for item in one.items])
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Moments of parameters that have other names from now on, by those that they had."""
@@ -63,9 +151,9 @@ class AdamW:
 
     def update(
         self,
-        names: Sequence[str],
         values: Sequence[Tensor],
         grads: Sequence[Tensor],
+        moments: Sequence[tuple[Tensor, ...]],
         step: int,
         *,
         lr: float,
@@ -75,32 +163,19 @@ class AdamW:
         """One step, in place.
 
         Args:
-            names: the parameters' names, as given to `attach`.
-            values: their values on this rank.
-            grads: their gradients; they may be scaled in place.
+            values: what is updated.
+            grads: of each its gradient; they may be scaled in place.
+            moments: of each both moments.
             step: 1 for the first update.
             lr: learning rate.
             clip: factor on the gradients.
             decay: whether weight decay applies.
         """
         filled = [number for number, one in enumerate(values) if one.numel()]
-        moments = [self.moments[names[number]] for number in filled]
+        if not filled:
+            return
         values, grads = [values[n] for n in filled], [grads[n] for n in filled]
-        if filled:
-            self._step(values, grads, moments, step, lr=lr, clip=clip, decay=decay)
-
-    def _step(
-        self,
-        values: list[Tensor],
-        grads: list[Tensor],
-        moments: Sequence[tuple[Tensor, ...]],
-        step: int,
-        *,
-        lr: float,
-        clip: float,
-        decay: bool,
-    ) -> None:
-        firsts, seconds = ([pair[which] for pair in moments] for which in (0, 1))
+        firsts, seconds = ([moments[n][which] for n in filled] for which in (0, 1))
         if clip < 1.0:
             torch._foreach_mul_(grads, clip)
         steps = torch.full((len(values),), float(step - 1), device=values[0].device)
@@ -112,6 +187,17 @@ class AdamW:
         )  # fmt: skip
         # The fused kernel writes without counting; whoever copies state relies on the count.
         increment_version((*values, *firsts, *seconds))
+
+    def close(self) -> None:
+        """Let go of all moments."""
+        self.moments.clear()
+        self._together.clear()
+
+
+def zeros(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Both moments of what has never been updated."""
+    first = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    return first, torch.zeros_like(first)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -37,7 +37,7 @@ from moesaic.train import scale
 from moesaic.train.balancing import Balancer
 from moesaic.train.data import Batch, Samples
 from moesaic.train.objectives import lm
-from moesaic.train.optim import AdamW, learning_rate
+from moesaic.train.optim import AdamW, Stretch, learning_rate
 from moesaic.train.phases import Phases
 from moesaic.train.rehoming import Moved, Rehoming
 from moesaic.train.routes import RouteRecorder, RouteReplay
@@ -99,6 +99,8 @@ class Run:
     model: LanguageModel
     holdings: list[Held]
     """What learns."""
+    updated: list[Stretch]
+    """The same, by what is updated in one piece."""
     optimizer: AdamW
     part: Group | None
     """Ranks that hold the same blocks; all of them but for a pipeline."""
@@ -315,10 +317,10 @@ class Run:
         train, lr = self.job.train, self._learning_rate()
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
         update = scale.updates(self.counters) + 1
-        for _, block in groupby(self.holdings, key=lambda item: item.block):
-            items = list(block)
-            self.optimizer.apply(items, self.world.rank, update, lr=lr, clip=clip / factor)
-            for item in items:
+        for _, block in groupby(self.updated, key=lambda one: one.block):
+            some = list(block)
+            self.optimizer.apply(some, self.world.rank, update, lr=lr, clip=clip / factor)
+            for item in (item for one in some for item in one.items):
                 item.parameter.grad = None
         scale.keep(self.counters)
         return lr
@@ -418,8 +420,9 @@ class Run:
     def close(self) -> None:
         """Let go of the model; the world stays."""
         self.holdings.clear()
+        self.updated.clear()
         self.frozen.clear()
-        self.optimizer.moments.clear()
+        self.optimizer.close()
         self.buckets.close()
         self.pipeline = self.rehoming = None
         del self.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.optim import AdamW, learning_rate
+from moesaic.train.optim import AdamW, learning_rate, zeros
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.3])
@@ -27,12 +28,12 @@ def test_equals_torch(clip: float, decay: bool) -> None:
     reference = torch.optim.AdamW(
         [theirs], lr=0.01, betas=(0.8, 0.9), weight_decay=0.3 if decay else 0.0, eps=config.epsilon
     )
-    ours.attach("w", values)
+    moments = zeros(values)
     for step in range(1, 6):
         grad = torch.randn_like(values)
         theirs.grad = grad * clip
         reference.step()
-        ours.update(["w"], [values], [grad.clone()], step, lr=0.01, clip=clip, decay=decay)
+        ours.update([values], [grad.clone()], [moments], step, lr=0.01, clip=clip, decay=decay)
     torch.testing.assert_close(values, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -61,14 +62,13 @@ def test_a_block_takes_few_operations_and_is_what_single_parameters_are() -> Non
     for run in runs:
         for _ in range(3):
             run.gradients(samples)
-            held = run.holdings
-            blocks = {item.block: [one for one in held if one.block == item.block] for item in held}
-            groups = blocks.values() if run is once else [[item] for item in held]
+            blocks = [list(some) for _, some in groupby(run.updated, key=lambda one: one.block)]
+            groups = blocks if run is once else [[one] for one in run.updated]
             with Counting() as counting:
-                for items in groups:
-                    run.optimizer.apply(items, 0, run.counters["step"] + 1, lr=0.01, clip=0.5)
+                for some in groups:
+                    run.optimizer.apply(some, 0, run.counters["step"] + 1, lr=0.01, clip=0.5)
             run.counters["step"] += 1
-            for item in held:
+            for item in run.holdings:
                 item.parameter.grad = None
         counts.append(counting.number)
     found, expected = ({p.key: p.tensor for p in run.state().pieces} for run in runs)
@@ -81,8 +81,7 @@ def test_a_block_takes_few_operations_and_is_what_single_parameters_are() -> Non
 def test_an_empty_shard_is_left_alone() -> None:
     ours = AdamW(OptimizerConfig())
     empty = torch.empty(0, 4)
-    ours.attach("w", empty)
-    ours.update(["w"], [empty], [empty], 1, lr=0.1, clip=0.5, decay=True)
+    ours.update([empty], [empty], [zeros(empty)], 1, lr=0.1, clip=0.5, decay=True)
 
 
 def test_schedules() -> None:
@@ -102,7 +101,8 @@ def test_an_update_is_counted_by_the_tensors_it_changes() -> None:
     """A save that copies while training goes on tells by these counts that it was overtaken."""
     ours = AdamW(OptimizerConfig())
     values = torch.randn(4, 4)
-    tensors = (values, *ours.attach("w", values))
+    moments = zeros(values)
+    tensors = (values, *moments)
     before = [tensor._version for tensor in tensors]
-    ours.update(["w"], [values], [torch.randn(4, 4)], 1, lr=0.1, clip=1.0, decay=True)
+    ours.update([values], [torch.randn(4, 4)], [moments], 1, lr=0.1, clip=1.0, decay=True)
     assert all(t._version > b for t, b in zip(tensors, before, strict=True))

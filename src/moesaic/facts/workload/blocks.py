@@ -102,7 +102,7 @@ def workload(
     chunk = sizes.moment_chunk
     for number, block in enumerate(blocks):
         learnt = [p for p in by_block[block.name] if p.name in share.learning]
-        update = Work(_update(job, plan, rank, learnt, chunk))
+        update = Work(_update(share, learnt, chunk))
         blocks[number] = replace(block, update=update)
     if plan.shard > 1:
         blocks = _sharded(blocks, by_block, share)
@@ -353,29 +353,33 @@ def _block(
     return Block(name, Work(first, talk.forward), backward, Work())
 
 
-def _update(
-    job: Job, plan: Plan, rank: int, holding: Sequence[Parameter], chunk: int
-) -> tuple[Op, ...]:
-    """The gradient's norm, clipping and AdamW on what `rank` holds of a block, of narrow moments
+def _update(share: Share, holding: Sequence[Parameter], chunk: int) -> tuple[Op, ...]:
+    """The gradient's norm, clipping and AdamW on what a rank holds of a block, of narrow moments
     `chunk` elements at a time."""
+    job, plan, rank = share.job, share.plan, share.rank
     width, sharers = STORED_BYTES[job.train.precision], plan.shard
     dense = [p for p in holding if p.is_dense]
     experts = [p for p in holding if p.expert is not None]
     sizes = [local_size(p, sharers) for p in dense]
     arena = sum(p.size for p in experts)
     elements, tensors = sum(sizes) + arena, len(dense) + (arena > 0)
+    pieces = sum(p.name in share.leading for p in dense) + (arena > 0)
     owned = sum(n for p, n in zip(dense, sizes, strict=True) if is_first(p, plan, rank))
     owned += sum(p.size for p in experts if is_first(p, plan, rank))
     added, clips = job.train.micro_batches - 1, job.train.clip > 0
     # In a pipeline FSDP shares out what micro-batches have added up to.
     grown = sum(p.size for p in dense) + arena if plan.pp > 1 else elements
-    update = ops.update(elements * width, tensors, normed_bytes=owned * width, clips=clips)
+    update = ops.update(
+        elements * width, tensors, normed_bytes=owned * width, pieces=pieces, clips=clips
+    )
     if job.optimizer.moments != "full":
         matrices = [local_size(p, sharers) for p in dense if len(p.shape) > 1]
         matrices += [p.size for p in experts]
-        vectors = [local_size(p, sharers) for p in dense if len(p.shape) == 1]
+        vectors = [p for p in dense if len(p.shape) == 1]
+        of_vectors = sum(local_size(p, sharers) for p in vectors) * width
+        pieces = sum(p.name in share.leading for p in vectors)
         narrow = ops.narrow_adamw(matrices, job.optimizer.moments, chunk)
-        update = (*update[:-1], ops.adamw(sum(vectors) * width, len(vectors)), narrow)
+        update = (*update[:-1], ops.adamw(of_vectors, pieces), narrow)
     return (Op("accumulate", (), 3 * added * grown * width, added * tensors), *update)
 
 

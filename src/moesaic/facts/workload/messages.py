@@ -6,7 +6,7 @@ link, and how long it takes, is for whoever knows the cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -249,18 +249,32 @@ class Together:
     """Of the message: of them, and of what lies between them."""
 
 
-def together(sizes: Sequence[int], most: int = BUCKET_BYTES) -> Iterator[Together]:
-    """Tensors of `sizes` bytes, in their order, as they share messages of at most so many bytes."""
-    first, end, starts = 0, 0, list[int]()
+def together(
+    sizes: Sequence[int], most: int = BUCKET_BYTES, behind: Container[int] = ()
+) -> Iterator[Together]:
+    """Tensors of `sizes` bytes, in their order, as they share messages of at most so many bytes;
+    in each of them those whose numbers are `behind` stand after all others."""
+    first, filled = 0, 0
     for number, size in enumerate(sizes):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if starts and start + size > most:
-            yield Together(range(first, number), tuple(starts), end)
-            first, start, starts = number, 0, []
-        starts.append(start)
-        end = start + size
-    if starts:
-        yield Together(range(first, len(sizes)), tuple(starts), end)
+        if number > first and filled + size > most:
+            yield _side_by_side(range(first, number), sizes, behind)
+            first, filled = number, 0
+        filled += _aligned(size)
+    if sizes:
+        yield _side_by_side(range(first, len(sizes)), sizes, behind)
+
+
+def _side_by_side(members: range, sizes: Sequence[int], behind: Container[int]) -> Together:
+    starts, end = dict[int, int](), 0
+    for number in sorted(members, key=lambda one: one in behind):
+        starts[number] = _aligned(end)
+        end = starts[number] + sizes[number]
+    return Together(members, tuple(starts[number] for number in members), end)
+
+
+def _aligned(num_bytes: int) -> int:
+    """The next multiple of what tensors begin at."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def scalars(model: ModelConfig, plan: Plan, rank: int) -> Iterator[Message]:

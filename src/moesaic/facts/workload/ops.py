@@ -375,7 +375,12 @@ def loss(s: Sizes) -> Part:
 
 
 def update(
-    num_bytes: int, tensors: int, *, normed_bytes: int | None = None, clips: bool = True
+    num_bytes: int,
+    tensors: int,
+    *,
+    normed_bytes: int | None = None,
+    pieces: int | None = None,
+    clips: bool = True,
 ) -> tuple[Op, ...]:
     """The gradient's norm, clipping and AdamW, once a step.
 
@@ -383,13 +388,15 @@ def update(
         num_bytes: of all that is updated.
         tensors: in how many tensors it lies.
         normed_bytes: what counts in the norm here; absent: all of it.
+        pieces: as how many the optimizer sees them, as some lie side by side; absent: each is one.
         clips: whether the gradient is scaled.
     """
     normed = num_bytes if normed_bytes is None else normed_bytes
+    pieces = tensors if pieces is None else pieces
     return (
         Op("norm", (), PASSED_BYTES["norm"] * normed, tensors, kind="norm"),
-        Op("clip", (), PASSED_BYTES["scale"] * clips * num_bytes, clips * tensors, kind="scale"),
-        adamw(num_bytes, tensors),
+        Op("clip", (), PASSED_BYTES["scale"] * clips * num_bytes, clips * pieces, kind="scale"),
+        adamw(num_bytes, pieces),
     )
 
 

@@ -31,6 +31,8 @@ class Gradient:
     block: str
     """In whose backward it comes."""
     num_bytes: int
+    decays: bool = True
+    """Whether weight decay applies to the parameter: what has none stands behind what has."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Sums:
     def buckets(self) -> list[Together]:
         """What travels together; nothing, where nobody else has a part in it."""
         sizes = [one.num_bytes for one in self.gradients]
-        return list(together(sizes)) if len(self.ranks) > 1 else []
+        behind = {at for at, one in enumerate(self.gradients) if not one.decays}
+        return list(together(sizes, behind=behind)) if len(self.ranks) > 1 else []
 
 
 def sums_of(share: Share) -> list[Sums]:
@@ -63,7 +66,10 @@ def sums_of(share: Share) -> list[Sums]:
     def gradients(some: Iterable[Parameter]) -> list[Gradient]:
         replica = plan.replica(rank)
         return [
-            Gradient(block_of(p, model), rank_size(p, plan.shard, replica) * width) for p in some
+            Gradient(
+                block_of(p, model), rank_size(p, plan.shard, replica) * width, len(p.shape) > 1
+            )
+            for p in some
         ]
 
     whole = gradients(p for p in dense if not (share.is_cut(p) or p.columns))
