@@ -1,11 +1,13 @@
-"""Sums of gradients: in buckets that leave under backward, against one a parameter after it."""
+"""Sums of gradients: in buckets that leave under backward, against one a parameter after it; and
+the update of what lies side by side for their sake, against that of single tensors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 from unittest import mock
 
@@ -23,11 +25,14 @@ from moesaic.facts.workload.share import Share
 from moesaic.facts.workload.sums import sums_of
 from moesaic.testing.hosts import impossible, met, two_hosts
 from moesaic.testing.ranks import Ranks
+from moesaic.train.optim import AdamW, Stretch
+from moesaic.train.run import Run
 
 RANKS = 2
 LINKS = {"one host": 0, "two hosts, 1 Gbit/s": 1000, "two hosts, 200 Mbit/s": 200}
 """Megabits a second; 0: no link."""
 PLAIN, LATE, FUSED = "one a parameter", "buckets after backward", "buckets"
+SINGLE, FLAT = "single tensors", "side by side"
 BAR = ">= 1.0"
 
 
@@ -49,6 +54,13 @@ def rows(rounds: int) -> Iterator[measure.Row]:
                 bar=f"== {implied()}", repeats=1,
                 against=f"limit: what buckets of 32 MiB imply; {num_parameters} parameters",
             )  # fmt: skip
+            ratio, interval = found.updates.ratio(SINGLE, FLAT)
+            yield measure.row(
+                "AdamW, two ranks, dense parameters side by side", ratio, "ratio", bar=BAR,
+                against=f"moesaic, each a tensor: {found.counted[SINGLE]} for "
+                f"{found.counted[FLAT]} on a rank; 108 million numbers, a core a rank",
+                interval=interval, repeats=rounds,
+            )  # fmt: skip
         shape = "OLMoE-shaped, 8 layers of 4 experts, 8 x 128 tokens, a core a rank"
         for other, bar in ((PLAIN, BAR), (LATE, "")):
             ratio, interval = found.times.ratio(other, FUSED)
@@ -64,8 +76,9 @@ class Found:
     """What two ranks did."""
 
     times: measure.Times
+    updates: measure.Times
     counted: dict[str, int]
-    """Sums of gradients in a step."""
+    """Sums of gradients in a step; and tensors that AdamW is given."""
 
 
 def on_two_ranks(megabits: int, rounds: int) -> Found:
@@ -101,7 +114,7 @@ def steps(world: World, rounds: int, root: int) -> Found | None:
         ours = Ours(job(), world)
         arenas = {id(item.parameter) for item in ours.run.holdings if item.bank is not None}
         sums = [
-            Summed(one, bucket.group, "experts" if id(one) in arenas else "")
+            Summed(one, bucket.group, "experts" if id(one) in arenas else "", one.dim() > 1)
             for bucket in ours.run.buckets.buckets
             for one in bucket.parameters
         ]
@@ -112,8 +125,11 @@ def steps(world: World, rounds: int, root: int) -> Found | None:
             FUSED: lambda: Buckets(sums, early=True),
         }
 
+        optimizers: dict[str, Any] = {FLAT: ours.run.optimizer, SINGLE: Single(ours.run.optimizer)}
+
         def step(kind: str) -> None:
             ours.run.buckets = kinds[kind]()
+            ours.run.optimizer = optimizers[SINGLE if kind == PLAIN else FLAT]
             ours.step()
             ours.run.buckets.close()
 
@@ -123,7 +139,14 @@ def steps(world: World, rounds: int, root: int) -> Found | None:
         calls = {kind: partial(step, kind) for kind in kinds}
         counted = {kind: count(call) for kind, call in calls.items()}
         times = in_turn(world, calls, rounds, root)
-        return None if times is None else Found(times, counted)
+        ours.run.buckets = kinds[FUSED]()
+        ours.run.gradients(ours.samples)
+        updates = {kind: partial(update, ours.run, one) for kind, one in optimizers.items()}
+        counted |= {SINGLE: len(ours.run.holdings), FLAT: len(ours.run.updated)}
+        updated = in_turn(world, updates, rounds, root)
+        if times is None or updated is None:
+            return None
+        return Found(times, updated, counted)
     finally:
         os.sched_setaffinity(0, set(cores))
 
@@ -137,6 +160,33 @@ def gradients(ours: Ours, kind: Callable[[], Any]) -> list[torch.Tensor]:
         item.parameter.grad = None
     ours.run.buckets.close()
     return found
+
+
+def update(run: Run, optimizer: AdamW | Single) -> None:
+    """All of a rank, block by block, by gradients that are there."""
+    step = run.counters["step"] + 1
+    for _, block in groupby(run.updated, key=lambda one: one.block):
+        optimizer.apply(list(block), run.world.rank, step, lr=1e-4, clip=1.0)
+
+
+class Single:
+    """AdamW on parameters as if none lay beside others; in place of a run's."""
+
+    def __init__(self, real: AdamW) -> None:
+        self._real = real
+
+    def apply(
+        self, some: Sequence[Stretch], rank: int, step: int, *, lr: float, clip: float
+    ) -> None:
+        """As `AdamW.apply`."""
+        del rank
+        for decay in (True, False):
+            items = [item for one in some if one.decays == decay for item in one.items]
+            self._real.update(
+                [item.local for item in items], [item.grad for item in items],
+                [self._real.moments[item.name] for item in items],
+                step, lr=lr, clip=clip, decay=decay,
+            )  # fmt: skip
 
 
 class OneByOne:
@@ -153,7 +203,7 @@ class OneByOne:
 
     def finish(self) -> None:
         """All of them, one after another."""
-        for parameter, group, _ in self._sums:
+        for parameter, group, *_ in self._sums:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
