@@ -164,8 +164,10 @@ def _holds_checkpoint(run: Path) -> bool:
 def _warnings(loaded: LoadedJob, plan: Plan, *, fresh: bool) -> list[str]:
     """What a person should know before ranks start; only a `fresh` run takes weights that the job
     starts from."""
-    idle = idle_words(plan, loaded.job)
+    idle, alone = idle_words(plan, loaded.job), plan.ranks // plan.pp == 1
     found = [*loaded.warnings, *([] if idle is None else [idle])]
+    if loaded.job.layout.embedding == "columns" and alone:
+        found.append("layout.embedding has no effect: nobody shares the table with another rank")
     return [*found, *_check_weights(loaded.job)] if fresh else found
 
 

@@ -56,6 +56,10 @@ class Part:
     """The most that a rank held, saves and all; known at its end."""
     machines: tuple[Machine, ...] = ()
     """Of each rank; none where the run did not say so."""
+    layout: str = ""
+    """Who shares out what, as `--layout` takes it; empty: every rank has everything."""
+    engines: str = ""
+    """What multiplied experts and carried tokens, in words."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,20 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
             machines=_machines(event.get("machines")),
+            layout=_layout(event.get("plan")),
+            engines=str(event.get("engines") or ""),
         )
+    )
+
+
+def _layout(plan: object) -> str:
+    """What is shared out, of a plan's decisions."""
+    if not isinstance(plan, Mapping):
+        return ""
+    counted = [(key, plan.get(key)) for key in ("ep", "shard", "tp", "etp", "pp")]
+    found = [f"{key}={value}" for key, value in counted if isinstance(value, int) and value > 1]
+    return ",".join(
+        [*found, *(["embedding=columns"] if plan.get("embedding") == "columns" else [])]
     )
 
 

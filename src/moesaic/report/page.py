@@ -384,10 +384,12 @@ def _validations(run: RunFacts) -> str:
 def _parts(run: RunFacts) -> str:
     rows = [
         (moment(part.start_s), f"{part.step:,}", part.resumed_from or "new run", str(part.ranks),
-         part.device, duration(part.end_s - part.start_s))
+         part.layout or "copies" * (part.ranks > 1), part.engines, part.device,
+         duration(part.end_s - part.start_s))
         for part in run.parts[-_ROWS:]
     ]  # fmt: skip
-    return table(("started", "finished steps", "from", "ranks", "device", "lasted"), rows)
+    names = ("started", "finished steps", "from", "ranks", "layout", "by", "device", "lasted")
+    return table(names, rows)
 
 
 def _foot(run: RunFacts) -> str:

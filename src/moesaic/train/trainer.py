@@ -301,6 +301,9 @@ class _Session:
                 f'train.precision = "{train.precision}" on a CPU: few are quick at it, "fp32" may '
                 "be far faster"
             )
+        named = self.job.layout.products != "auto" and self.job.model.experts > 0
+        if named and self.world.device.type == "cpu":
+            self.progress.message("layout.products has no effect: experts are on a CPU")
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, done)
         rates: list[float] = []
@@ -360,6 +363,7 @@ class _Session:
             parameters_total=counts.total, parameters_active=counts.active,
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
             machines=described(self.world), products=asdict(self.run.tried),
+            engines=self.run.engines(),
         )  # fmt: skip
 
     def _step(self) -> None:

@@ -228,6 +228,16 @@ def test_a_dry_run_tells_of_ranks_without_samples(capfd: pytest.CaptureFixture[s
     assert "no sample" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dry_run_tells_of_columns_of_one_rank(
+    ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["--set", 'layout.embedding="columns"', "--set", f"layout.ep={ranks}"]
+    assert main(["train", "job.toml", "--dry-run", "--nproc", str(ranks), *sets]) == 0
+    said = "layout.embedding has no effect: nobody shares the table"
+    assert (said in capfd.readouterr().err) == (ranks == 1)
+
+
 def test_a_dry_run_tells_all_and_writes_nothing(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,24 @@ def test_experts_that_moved_for_good_are_told(tmp_path: Path) -> None:
         again = RunFacts.read(directory)
         assert [(one.step, one.layer) for one in again.moves] == [(10, 0)]
         assert "2 experts of 1 layer moved for good, once." in page.render(again)
+
+
+def test_starts_tell_who_shared_out_what(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=20)
+    log = EventLog(directory / "events" / "rank-0.jsonl")
+    plan = {"ep": 2, "shard": 1, "tp": 4, "embedding": "columns"}
+    words = "experts: torch's loop; tokens carried by memory"
+    log.emit("run_start", step=16, ranks=8, resumed_from="there", plan=plan, engines=words)
+    log.emit("run_start", step=17, ranks=2, resumed_from="there")
+    log.close()
+    run = RunFacts.read(directory)
+    assert [(part.layout, part.engines) for part in run.parts[-2:]] == [
+        ("ep=2,tp=4,embedding=columns", words), ("", ""),
+    ]  # fmt: skip
+    section = page.render(run).split("Starts and resumes")[1].split("</table>")[0]
+    assert "ep=2,tp=4,embedding=columns" in section
+    assert escape(words) in section
+    assert "copies" in section.split("<tr>")[-1]
 
 
 def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
