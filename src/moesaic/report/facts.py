@@ -70,6 +70,17 @@ class RunFacts:
     """Why it ended; empty while its log has no end."""
     read_at_s: float
 
+    @property
+    def laid_out_at(self) -> int:
+        """Steps that were finished when it began to be on such ranks, in such a layout, as now."""
+        found = 0
+        for part in reversed(self.parts):
+            now = self.parts[-1]
+            if (part.ranks, part.layout, part.device) != (now.ranks, now.layout, now.device):
+                break
+            found = part.step
+        return found
+
     @classmethod
     def read(cls, run_dir: Path, now_s: float | None = None) -> RunFacts:
         """Read `run_dir`; `now_s` (default: the clock) tells a silent run from a running one."""

@@ -22,6 +22,7 @@ _RECENT = 50
 def summary(run: RunFacts) -> dict[str, Any]:
     """What the head of the report says, and its findings; what is not known is None."""
     part = run.parts[-1] if run.parts else None
+    alike = run.steps.step > run.laid_out_at  # Speeds of other ranks or layouts are no one's.
     checkpoint = run.newest_checkpoint
     return {
         "run": run.name,
@@ -30,8 +31,8 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "step": run.last_step,
         "planned_steps": run.planned_steps,
         **_losses(run),
-        "tokens_per_s": known(middle(run.steps.tokens_per_s)),
-        "step_s": known(middle(run.steps.step_s)),
+        "tokens_per_s": known(middle(run.steps.tokens_per_s[alike])),
+        "step_s": known(middle(run.steps.step_s[alike])),
         "tokens": int(np.nansum(run.steps.tokens)),
         "seconds": known(run.seconds),
         "last_event_s": known(run.last_event_s),

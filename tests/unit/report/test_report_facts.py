@@ -102,6 +102,21 @@ def test_resume_voids_what_the_killed_part_wrote_after_it(tmp_path: Path) -> Non
     assert run.seconds == pytest.approx(7.0 + 1.0)
 
 
+def test_a_speed_is_that_of_the_layout_that_there_is(tmp_path: Path) -> None:
+    """Two starts on two ranks, the second of which goes on, and then one on four."""
+    directory = bare_run(tmp_path / "run")
+    log, speeds = EventLog(directory / "events" / "rank-0.jsonl"), []
+    two, four = {"ranks": 2, "plan": {"ep": 2}}, {"ranks": 4, "plan": {"ep": 2, "shard": 2}}
+    for first, more, step_s in ((1, two, 1.0), (5, two, 3.0), (9, four, 10.0)):
+        log.emit("run_start", time=100.0 * first, step=first, device="cpu", **more)
+        speeds.append(summary(RunFacts.read(directory))["step_s"])
+        for step in range(first, first + 4):
+            log.emit("step", time=100.0 * first + step, step=step, loss=1.0, step_s=step_s)
+        speeds.append(summary(RunFacts.read(directory))["step_s"])
+    log.close()
+    assert speeds == [None, 1.0, 1.0, 3.0, None, 10.0]
+
+
 def test_resume_voids_rows_of_other_ranks_even_of_ranks_that_are_gone(tmp_path: Path) -> None:
     directory = bare_run(tmp_path / "run")
     zero = EventLog(directory / "events" / "rank-0.jsonl")
