@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -20,8 +23,11 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import lay_out
 from moesaic.facts.workload import workload
-from moesaic.facts.workload.messages import ALIGNMENT
+from moesaic.facts.workload.messages import ALIGNMENT, together
+from moesaic.facts.workload.sizes import BUCKET_BYTES
 from moesaic.models.initial import InitialSource
+from moesaic.models.lm import LanguageModel
+from moesaic.models.pieces import Held, held
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.train.assemble import assemble
@@ -79,8 +85,8 @@ def trained(world: World, job: Job, side_by_side: bool) -> tuple[list[Any], int]
 def test_side_by_side_is_what_single_tensors_are(
     ranks: Ranks, case: tuple[int, dict[str, Any]]
 ) -> None:
-    """Bit for bit but for the last numbers of a tensor that are no whole vector of the processor's:
-    by itself it has them done one by one, in other instructions."""
+    """Bit for bit, unless a tensor's last numbers are no whole vector of the processor's: by itself
+    it has them done one by one, in other instructions, and the next step has others for it."""
     size, tables = case
     job = tiny_job(**{"routing": {"router": "balanced"}, "train": {"clip": 0.1}, **tables})
     flat, single = (ranks.run(size, trained, job, kind) for kind in (True, False))
@@ -88,10 +94,10 @@ def test_side_by_side_is_what_single_tensors_are(
     assert not any(several for _, several in single)
     found, expected = (put_together([state for state, _ in one]) for one in (flat, single))
     assert found.keys() == expected.keys()
-    whole = {key for key, values in expected.items() if values.size % LANES == 0}
-    assert all((found[key] == expected[key]).all() for key in whole)
-    for key in found.keys() - whole:
-        np.testing.assert_allclose(found[key], expected[key], rtol=1e-13, atol=0)
+    if all(values.size % LANES == 0 for values in expected.values()):
+        assert all((found[key] == expected[key]).all() for key in found)
+    for key in found:
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-9, atol=1e-15)
 
 
 def lies(world: World, job: Job) -> list[str]:
@@ -214,15 +220,17 @@ def test_fewer_tensors_are_foretold_to_be_updated() -> None:
         }
         by_ranks.append(calls)
     alone, several = by_ranks
-    assert several["layers.0.attention"] == several["layers.1.attention"] == 2
-    assert several["layers.0.moe"] == 1
+    for layer in ("layers.0", "layers.1"):
+        assert several[f"{layer}.attention"] + several[f"{layer}.moe"] == 3
     assert several["embed"] == alone["embed"] == 1
     assert alone["layers.0.attention"] == 7
 
 
-def called(world: World, job: Job) -> tuple[int, int]:
-    """Tensors that AdamW is given in a step, and those that are foretold."""
-    run, samples = started(world, job)
+def called(world: World, job: Job, most: int) -> tuple[int, int]:
+    """Tensors that AdamW is given in a step, and those that are foretold, with buckets of so many
+    bytes."""
+    with mock.patch.object(Buckets.__init__, "__kwdefaults__", {"early": True, "most": most}):
+        run, samples = started(world, job)
     given = [0]
     update = run.optimizer.update
 
@@ -233,22 +241,52 @@ def called(world: World, job: Job) -> tuple[int, int]:
     with mock.patch.object(run.optimizer, "update", counting):
         run.step(samples)
     run.close()
-    blocks = workload(job, run.plan, world.rank)
+    with mock.patch("moesaic.facts.workload.sums.together", partial(together, most=most)):
+        blocks = workload(job, run.plan, world.rank)
     ops = [op for block in blocks for op in block.update.ops]
     return given[0], sum(op.calls for op in ops if op.name == "adamw")
 
 
+@pytest.mark.parametrize("most", [BUCKET_BYTES, 1 << 14, 256])
 @pytest.mark.parametrize(
     ("size", "layout"),
     [(1, {}), (2, {}), (2, {"embedding": "columns"}), (2, {"shard": 2}), (4, {"tp": 2})],
     ids=str,
 )
 def test_as_many_tensors_are_updated_as_foretold(
-    ranks: Ranks, size: int, layout: dict[str, Any]
+    ranks: Ranks, size: int, layout: dict[str, Any], most: int
 ) -> None:
+    """However blocks lie in buckets; in those of a number, all by themselves."""
     job = tiny_job(layout=layout, model=SLICED)
-    for given, foretold in ranks.run(size, called, job):
+    for given, foretold in ranks.run(size, called, job, most):
         assert given == foretold
+
+
+def left_alive(world: World, job: Job) -> int:
+    """Parameters that are still there when there was no room for moments."""
+    made = list[Any]()
+
+    def refuses(values: torch.Tensor) -> None:
+        raise MemoryError
+
+    def noting(model: LanguageModel, *args: Any) -> list[Held]:
+        found = held(model, *args)
+        made.extend(weakref.ref(item.parameter) for item in found)
+        return found
+
+    where = "moesaic.train"
+    with (
+        mock.patch(f"{where}.optim.zeros", refuses), mock.patch(f"{where}.assemble.held", noting),
+        pytest.raises(MemoryError),
+    ):  # fmt: skip
+        started(world, job)
+    gc.collect()
+    assert made
+    return sum(one() is not None for one in made)
+
+
+def test_a_start_that_fails_leaves_nothing(ranks: Ranks) -> None:
+    assert ranks.run(2, left_alive, tiny_job()) == [0, 0]
 
 
 def test_stretches_follow_each_other_by_block(ranks: Ranks) -> None:

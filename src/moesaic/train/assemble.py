@@ -79,23 +79,14 @@ def assemble(
         _shard(model, roots, plan, mesh, world.device)
     else:
         model.materialise(world.device)
-    everything = held(model, plan, world.rank)
-    holdings = [item for item in everything if item.parameter.requires_grad]
-    frozen = [item for item in everything if not item.parameter.requires_grad]
-    buckets = _buckets(plan, world, holdings)
-    updated = stretches(holdings, buckets.settle())
-    optimizer = _optimizer(job, world, updated)
     devices.activate(world.device)
-    run = Run(
-        job, plan, world, model, holdings, updated, optimizer,
-        part=world.partition(plan.part_groups()), ends=_ends(job, plan, world),
-        buckets=buckets, pipeline=pipeline, frozen=frozen,
-    )  # fmt: skip
-    if moves:
-        run.rehoming = Rehoming(job, plan, world, model, everything, optimizer)
+    run = _with_memory(job, plan, world, model, pipeline)
     run.counters.update(counters or {})
     scale.begin(run.counters, scaled=job.train.precision == "fp16")
     try:
+        if moves:
+            items = [*run.holdings, *run.frozen]
+            run.rehoming = Rehoming(job, plan, world, model, items, run.optimizer)
         source.fill(run.state().pieces)
         products.begin(run, DTYPES[job.train.precision], before, say)
         if priced:
@@ -104,6 +95,27 @@ def assemble(
         run.close()  # Hooks of its parameters hold the model.
         raise
     return run
+
+
+def _with_memory(
+    job: Job, plan: Plan, world: World, model: LanguageModel, pipeline: Pipeline | None
+) -> Run:
+    """A run of `model`, with room for all that it learns by: nothing has a value yet."""
+    everything = held(model, plan, world.rank)
+    holdings = [item for item in everything if item.parameter.requires_grad]
+    buckets = _buckets(plan, world, holdings)
+    try:
+        updated = stretches(holdings, buckets.settle())
+        devices.begin_anew(world.device)  # Where parameters have been leaves holes.
+        return Run(
+            job, plan, world, model, holdings, updated, _optimizer(job, world, updated),
+            part=world.partition(plan.part_groups()), ends=_ends(job, plan, world),
+            buckets=buckets, pipeline=pipeline,
+            frozen=[item for item in everything if not item.parameter.requires_grad],
+        )  # fmt: skip
+    except BaseException:
+        buckets.close()  # Hooks of its parameters hold the model.
+        raise
 
 
 def ranks_of(plan: Plan, world: World, *, copies: bool = False) -> Ranks:

@@ -42,8 +42,9 @@ class Stretch:
         if self.flat is None:
             return self.items[0].local
         for item, start in zip(self.items, self.starts, strict=True):
-            there = self.flat.data_ptr() + start * self.flat.element_size()
-            assert item.local.data_ptr() == there, f"{item.name} has left the memory that it shares"
+            there, here = self.flat.data_ptr() + start * self.flat.element_size(), item.local
+            lies = here.data_ptr() == there or not here.numel()
+            assert lies, f"{item.name} has left the memory that it shares"
         return self.flat
 
     @property
@@ -141,7 +142,8 @@ class AdamW:
                 step, lr=lr, clip=clip, decay=decay,
             )  # fmt: skip
             # Parameters count for themselves what is written to the memory that they share.
-            increment_version([item.local for one in alike for item in one.items])
+            sharing = (one for one in alike if one.flat is not None)
+            increment_version([item.parameter for one in sharing for item in one.items])
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Moments of parameters that have other names from now on, by those that they had."""

@@ -20,7 +20,7 @@ from moesaic.facts.workload.ops import Op, Part
 from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.share import Share
 from moesaic.facts.workload.sizes import STORED_BYTES, Sizes
-from moesaic.facts.workload.sums import Sums, said, sums_of
+from moesaic.facts.workload.sums import Sums, leading, said, sums_of
 
 STEP = "step"
 """Name of the block of what belongs to none."""
@@ -99,21 +99,26 @@ def workload(
     by_block: dict[str, list[Parameter]] = {}
     for parameter in (*share.dense, *share.experts):
         by_block.setdefault(block_of(parameter, model), []).append(parameter)
-    chunk = sizes.moment_chunk
-    for number, block in enumerate(blocks):
+    groups = sums_of(share)
+    leaders = leading(share, groups)
+
+    def updated(block: Block) -> Block:
         learnt = [p for p in by_block[block.name] if p.name in share.learning]
-        update = Work(_update(share, learnt, chunk))
-        blocks[number] = replace(block, update=update)
+        work = Work(_update(share, learnt, leaders, sizes.moment_chunk))
+        return replace(block, update=work)
+
     if plan.shard > 1:
-        blocks = _sharded(blocks, by_block, share)
+        blocks = _sharded([updated(block) for block in blocks], by_block, share)
     whole = [
         replace(block, name=block.name.replace(firsts[kind], name, 1))
         for name, kind in kinds.items()
         for block in blocks
         if f"{block.name}.".startswith(f"{firsts[kind]}.")
     ]
+    if plan.shard == 1:  # What is alike but for where its gradients end a bucket, too.
+        whole = [updated(block) for block in whole]
     last = Work((), tuple(messages.scalars(model, plan, rank)))
-    return with_sums(whole, sums_of(share), last)
+    return with_sums(whole, groups, last)
 
 
 @dataclass(frozen=True)
@@ -353,9 +358,11 @@ def _block(
     return Block(name, Work(first, talk.forward), backward, Work())
 
 
-def _update(share: Share, holding: Sequence[Parameter], chunk: int) -> tuple[Op, ...]:
-    """The gradient's norm, clipping and AdamW on what a rank holds of a block, of narrow moments
-    `chunk` elements at a time."""
+def _update(
+    share: Share, holding: Sequence[Parameter], leaders: Container[str], chunk: int
+) -> tuple[Op, ...]:
+    """The gradient's norm, clipping and AdamW on what a rank holds of a block, `leaders` and what
+    lies beside them in one piece, of narrow moments `chunk` elements at a time."""
     job, plan, rank = share.job, share.plan, share.rank
     width, sharers = STORED_BYTES[job.train.precision], plan.shard
     dense = [p for p in holding if p.is_dense]
@@ -363,7 +370,7 @@ def _update(share: Share, holding: Sequence[Parameter], chunk: int) -> tuple[Op,
     sizes = [local_size(p, sharers) for p in dense]
     arena = sum(p.size for p in experts)
     elements, tensors = sum(sizes) + arena, len(dense) + (arena > 0)
-    pieces = sum(p.name in share.leading for p in dense) + (arena > 0)
+    pieces = sum(p.name in leaders for p in dense) + (arena > 0)
     owned = sum(n for p, n in zip(dense, sizes, strict=True) if is_first(p, plan, rank))
     owned += sum(p.size for p in experts if is_first(p, plan, rank))
     added, clips = job.train.micro_batches - 1, job.train.clip > 0
@@ -377,7 +384,7 @@ def _update(share: Share, holding: Sequence[Parameter], chunk: int) -> tuple[Op,
         matrices += [p.size for p in experts]
         vectors = [p for p in dense if len(p.shape) == 1]
         of_vectors = sum(local_size(p, sharers) for p in vectors) * width
-        pieces = sum(p.name in share.leading for p in vectors)
+        pieces = sum(p.name in leaders for p in vectors)
         narrow = ops.narrow_adamw(matrices, job.optimizer.moments, chunk)
         update = (*update[:-1], ops.adamw(of_vectors, pieces), narrow)
     return (Op("accumulate", (), 3 * added * grown * width, added * tensors), *update)

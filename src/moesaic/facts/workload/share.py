@@ -13,7 +13,7 @@ from moesaic.facts.workload.finetune import adapters, learns
 from moesaic.facts.workload.holdings import blocks_on, held, model_block
 from moesaic.facts.workload.messages import group_of, part_of
 from moesaic.facts.workload.parameters import Parameter, moment_bytes, parameters, rank_size
-from moesaic.facts.workload.sizes import BIAS_BYTES, BUCKET_BYTES, ROW_BYTES, STORED_BYTES
+from moesaic.facts.workload.sizes import BIAS_BYTES, ROW_BYTES, STORED_BYTES
 
 
 def expert_bytes(job: Job, plan: Plan) -> int:
@@ -76,26 +76,6 @@ class Share:
     def is_cut(self, parameter: Parameter) -> bool:
         """Whether slices share out a dense parameter."""
         return self.plan.tp > 1 and parameter.cut is not None
-
-    @cached_property
-    def leading(self) -> frozenset[str]:
-        """Of dense parameters that are updated as one tensor the first, as often as there are such;
-        of those that are updated by themselves, all."""
-        firsts: dict[object, str] = {}
-        for p in self.learning_dense:
-            firsts.setdefault(self._stretch(p), p.name)
-        return frozenset(firsts.values())
-
-    def _stretch(self, parameter: Parameter) -> object:
-        """What it has in common with those of its block that lie beside it, as their gradients do
-        in buckets; one as large as a bucket lies by itself."""
-        cut = self.is_cut(parameter)
-        groups = self.plan.same_slice_groups() if cut else self.plan.part_groups()
-        alone = self.plan.shard > 1 or parameter.columns or len(group_of(groups, self.rank)) == 1
-        large = parameter.size * STORED_BYTES[self.job.train.precision] >= BUCKET_BYTES
-        if alone or large:
-            return parameter.name
-        return model_block(parameter), cut, len(parameter.shape) > 1
 
     def rank_size(self, parameter: Parameter) -> int:
         """Elements of a dense parameter that lie on this rank, without what is padded."""

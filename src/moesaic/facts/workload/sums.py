@@ -33,6 +33,8 @@ class Gradient:
     num_bytes: int
     decays: bool = True
     """Whether weight decay applies to the parameter: what has none stands behind what has."""
+    parameter: Parameter | None = None
+    """A dense one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def sums_of(share: Share) -> list[Sums]:
         replica = plan.replica(rank)
         return [
             Gradient(
-                block_of(p, model), rank_size(p, plan.shard, replica) * width, len(p.shape) > 1
+                block_of(p, model), rank_size(p, plan.shard, replica) * width, len(p.shape) > 1, p
             )
             for p in some
         ]
@@ -94,6 +96,22 @@ def sums_of(share: Share) -> list[Sums]:
         tied = gradients(p for p in dense if p.name.startswith("embed."))
         found.append(Sums("ends", ends, tied, early=False))
     return found
+
+
+def leading(share: Share, groups: Sequence[Sums]) -> frozenset[str]:
+    """Names of the first dense parameter of each tensor that the optimizer is given: parameters of
+    one block that lie side by side in a bucket of these groups, as far as they decay or do not, are
+    one, and any other is one by itself."""
+    firsts, beside = dict[object, str](), set[str]()
+    for one in (one for one in groups if one.stay and one.name in ("dense", "slices")):
+        for number, bucket in enumerate(one.buckets):
+            some = [one.gradients[at].parameter for at in bucket.members]
+            for p in (p for p in some if p is not None):
+                where = one.name, number, model_block(p), len(p.shape) > 1
+                firsts.setdefault(where, p.name)
+                beside.add(p.name)
+    apart = (p.name for p in share.learning_dense if p.name not in beside)
+    return frozenset((*firsts.values(), *apart))
 
 
 def _in_backward(some: Sequence[Parameter], share: Share) -> list[Parameter]:
