@@ -54,8 +54,9 @@ def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]
             continue
         tokens = each * shape.experts // shape.top_k
         layer = Layer(Case(shape, torch.bfloat16, tokens, skewed, "cuda"))
+        taken = _taken(layer, what)
         for back in BARS:
-            for row in _rows(layer, back, f"{what}, {_way(back)}", rounds):
+            for row in _rows(layer, taken, back, f"{what}, {_way(back)}", rounds):
                 yield replace(row, hardware=f"{_gpu()}; {row.hardware}")
         del layer
         gc.collect()
@@ -86,17 +87,26 @@ def _asked(what: str, by: Products) -> str:
     return f'{what}, layout.products = "{by}"'
 
 
-def _rows(layer: Layer, back: bool, what: str, rounds: int) -> Iterator[measure.Row]:
+def _taken(layer: Layer, what: str) -> Products:
+    """What a run would take."""
+    if obstacle(layer.bank.arena.device) is not None:
+        return "torch"
+    tokens, choices = layer.choices.shape
+    load = Load(tokens, choices, layer.tokens.dtype, waited_for=False)
+    matrices = layer.bank.arena.detach()
+    kept, trial = matrices.clone(), Trial(layer.bank, [load])
+    fault = trial.fault()
+    if fault is not None:
+        raise RuntimeError(f"{what}: {fault}")
+    taken = fastest(trial.seconds())
+    matrices.copy_(kept)
+    return taken
+
+
+def _rows(
+    layer: Layer, taken: Products, back: bool, what: str, rounds: int
+) -> Iterator[measure.Row]:
     hindered: dict[Products, str] = {}
-    load = Load(len(layer.tokens), layer.choices.shape[1], layer.tokens.dtype,
-                waited_for=False)  # fmt: skip
-    taken: Products = "torch"
-    if obstacle(layer.bank.arena.device) is None:
-        trial = Trial(layer.bank, load)
-        fault = trial.fault()
-        if fault is not None:
-            raise RuntimeError(f"{what}: {fault}")
-        taken = fastest(trial.seconds())
     ours: dict[str, Callable[[], Any]] = {"auto": layer.call(partial(_by, layer, taken), back)}
     for by in OTHERS:
         try:

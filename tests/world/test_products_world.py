@@ -56,8 +56,8 @@ def a_choice(rank: Rank) -> Iterator[list[tuple[str, int]]]:
     asked = list[tuple[str, int]]()
 
     class Trial:
-        def __init__(self, bank: Bank, load: Load) -> None:
-            self.tokens = load.tokens
+        def __init__(self, bank: Bank, loads: list[Load]) -> None:
+            self.tokens = loads[0].tokens
 
         def fault(self) -> str | None:
             asked.append(("fault", self.tokens))

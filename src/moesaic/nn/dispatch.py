@@ -136,10 +136,9 @@ class Dispatcher:
         self.homes = Homes(tuple(slots), len(self.ranks.group_ranks))
         self._places_E: Tensor | None = None
 
-    @property
-    def waits_for_none(self) -> bool:
+    def waits_for_none(self, *, training: bool) -> bool:
         """Whether numbers of rows may stay on the device, if all that routers ask for is whole."""
-        return self._alone and self.capacity is None
+        return self._alone and not (training and self.capacity is not None)
 
     @property
     def by_visits(self) -> bool:
@@ -159,8 +158,7 @@ class Dispatcher:
         They are `whole` if none is NOBODY's, nobody asks for them choice by choice, and no row is
         to be balanced: a rank alone then leaves numbers on its device, and waits for none, if what
         multiplies, `by`, needs none on the host."""
-        limited = self.capacity is not None and training
-        if whole and self._alone and not limited and by != "torch":
+        if whole and by != "torch" and self.waits_for_none(training=training):
             return self.count_there(experts_TK, by)
         num_tokens, top_k = experts_TK.shape
         known_TK = torch.where(experts_TK == NOBODY, self.experts, experts_TK)

@@ -2,14 +2,15 @@
 torch makes, and how long a pass takes by either.
 
 Experts are a layer's own, with as many rows as they will have, from sorting to sums of each token's
-results, and back, on this rank alone: nothing travels. They are held against torch with rows that
-are as uneven as by chance, some experts without any, and timed with equally many.
+results, and back, on this rank alone: nothing travels. They are held against torch with numbers by
+chance, which nothing of theirs can hide in, and with rows that are as uneven as by chance, of some
+experts none; and timed with equally many.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,22 +25,34 @@ from moesaic.nn.bank import Bank, Compute
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.grouped import activate
 from moesaic.nn.moe import MoE
+from moesaic.nn.router import NOBODY
 from moesaic.nn.routes import Routes
 from moesaic.nn.travel import Ranks
 
 _BOTH: tuple[Products, ...] = ("torch", "triton")
-_APART = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_APART = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """What a row or a column of results may differ by, as a share of itself, or of what its matrix's
 are in the mean: more than rounding comes to."""
-_OF_WEIGHTS = 4
+_OF_WEIGHTS = 2
 """Times that, of gradients of weights, each of which is one sum of numbers that cancel."""
+_FEW = 16
+"""Of fewer of them none is judged: all may be sums that come to nearly nothing."""
+_ASKEW = 0.4
+"""What of that all results together may be larger or smaller by: rounding goes either way."""
+_ENOUGH = 1024
+"""Numbers whose rounding is none in the mean."""
+_GIVEN_UP = 0.2
+"""Of choices, where those may be dropped, or be for other ranks."""
 _DRAWN = 8
 """Numbers that stand for a row or a column, sums of it with signs and sizes by chance: the
 differences of two are as large as those two differ, to a third or so, and take little room."""
 _EXPONENT = 0.7
 """Of the odds of experts by their place."""
-_EIGHTHS = 7, 9
-"""Of the load that are tried where a rank's rows change from pass to pass: tiles may be others."""
+_ROWS = 1, 17, 40, 100, 600
+"""Of a slot in the mean, each of which tiles are of other sizes for: a pass has now more rows, now
+fewer."""
+_AT_MOST = 4
+"""Times its load that a rank is tried with."""
 _ROUNDS = 5
 _SAMPLE_S, _MOST_PASSES = 0.02, 32
 """Passes that follow each other are timed together, as layers do in a run."""
@@ -56,61 +69,96 @@ class Load:
     """Of products."""
     times: int = 1
     """Computations of a pass, each of so many tokens, whose gradients of matrices are added up."""
-    alone: bool = False
-    """Whether all tokens are this rank's own, and as many in every pass."""
     weighted: bool = True
     """Whether experts add up the results of a token."""
     waited_for: bool = True
     """Whether the host waits for numbers of rows in any case."""
+    learns: bool = True
+    """Whether steps have it, and not validation alone."""
+    again: bool = False
+    """Whether backward computes results anew."""
 
     @staticmethod
-    def of(moe: MoE, tokens: int, dtype: torch.dtype) -> Load:
-        """Of a rank that has so many tokens, in a layer as it is laid out: what comes from others
-        is rows, each of which is a token by itself, unless it comes once for several experts."""
-        dispatcher = moe.dispatcher
+    def all_of(moe: MoE, tokens: int, dtype: torch.dtype, *, again: bool = False) -> list[Load]:
+        """Those of a rank that has so many tokens, in a layer as it is laid out: what comes from
+        others is rows, each of which is a token by itself, unless it comes once for several
+        experts; what stays, where it does not go along, is tokens."""
+        dispatcher, router = moe.dispatcher, moe.router
         alone, times = not dispatcher.ranks.carriers, min(dispatcher.computations, 2)
-        rows = tokens * moe.router.top_k * moe.bank.slices.count // dispatcher.computations
-        weighted = alone or dispatcher.by_visits
-        choices = min(moe.router.top_k, len(moe.bank.arena)) if weighted else 1
-        free = dispatcher.waits_for_none and moe.router.keeps_all
-        return Load(max(1, rows // choices), choices, dtype, times, alone, weighted, not free)
+        rows = tokens * router.top_k * moe.bank.slices.count / dispatcher.computations
+        choices = min(router.top_k, len(moe.bank.arena))
+
+        def load(weighted: bool) -> Load:
+            each = choices if weighted else 1
+            some = max(1, math.ceil(rows / each))
+            return Load(some, each, dtype, times, weighted, again=again)
+
+        if alone or dispatcher.by_visits:
+            free = [
+                router.keeps_all and dispatcher.waits_for_none(training=training)
+                for training in (True, False)
+            ]
+            steps = replace(load(True), waited_for=not free[0])
+            # Validation does without a capacity.
+            validation = replace(load(True), waited_for=not free[1], learns=False)
+            return [steps, *[validation] * (free[0] != free[1])]
+        return [load(False), *[load(True)] * (dispatcher.computations > dispatcher.chunks)]
+
+    def with_rows(self, each: float, slots: int) -> Load:
+        """With so many rows a slot, in the mean."""
+        return replace(self, tokens=max(1, math.ceil(each * slots / self.choices)))
 
 
 class Trial:
-    """Experts of a bank under a load."""
+    """Experts of a bank under loads. Their matrices get numbers by chance, and keep them."""
 
-    def __init__(self, bank: Bank, load: Load) -> None:
-        self._bank, self._load = bank, load
+    def __init__(self, bank: Bank, loads: Sequence[Load]) -> None:
+        self._bank, self._loads, self._slots = bank, loads, len(bank.arena)
         self._draws = torch.Generator(bank.arena.device)
 
     def fault(self) -> str | None:
         """What speaks against kernels of our own here: other results than torch's, or whatever they
         raise; or that torch's own are no numbers, which nothing can be held against."""
         self._draws.manual_seed(0)
-        load = self._load
-        eighths = [8] if load.alone else _EIGHTHS
-        loads = [replace(load, tokens=max(1, load.tokens * one // 8)) for one in eighths]
-        with _adapters_drawn(self._bank, self._draws):
-            return next(filter(None, map(self._fault, loads)), None)
+        adapters, std = self._bank.adapters, 1 / math.sqrt(self._bank.hidden)
+        for arena in (self._bank.arena, *([] if adapters is None else [adapters.arena])):
+            arena.detach().normal_(std=std, generator=self._draws)
+        return next(filter(None, map(self._fault_of, self._loads)), None)
 
-    def _fault(self, load: Load) -> str | None:
-        going = self._uneven(load, empty=0)
+    def _fault_of(self, load: Load) -> str | None:
+        """With the first slot empty, the last one, two of every four, and none; and with more and
+        fewer rows."""
+        slots, last = range(self._slots), self._slots - 1
+        two = {slot for slot in slots if slot % 4 in (1, 2)}
+        each = load.tokens * load.choices / self._slots
+        tries = [
+            (replace(load, tokens=load.tokens * 7 // 8 | 1), {0}),
+            (replace(load, tokens=load.tokens * 9 // 8 | 1), {last}),
+            (replace(load, tokens=load.tokens | 1), two),
+            (load, set[int]()),
+        ]
+        tries += [
+            (load.with_rows(rows, self._slots), {0}) for rows in _ROWS if rows < _AT_MOST * each
+        ]
+        return next(filter(None, (self._fault(*one) for one in tries)), None)
+
+    def _fault(self, load: Load, empty: set[int]) -> str | None:
+        """With those slots empty in the first computation, the next ones in the next."""
+        going = self._uneven(load, empty)
         with _by(self._bank, "torch"):
             due = [_standing_for(one) for one in going()]
             finite = [one.isfinite().all() for pair in due for one in pair]
             if not bool(torch.stack(finite).all()):
                 return f"what torch makes of numbers by chance is not finite in {load.dtype}"
             # What kernels leave as it was must not be what torch has left there.
-            for _ in self._uneven(load, empty=-1)():
+            for _ in self._uneven(load, {slot + 1 for slot in empty})():
                 pass
         try:
             with _by(self._bank, "triton"):
-                found = [_standing_for(one) for one in going()]
+                found, again = ([_standing_for(one) for one in going()] for _ in range(2))
         except Exception as error:  # noqa: BLE001 - torch can have the run, whatever it is
             return said(error)
-        off = [max(map(_off, *pairs)) for pairs in zip(found, due, strict=True)]
-        off[going.of_weights] /= _OF_WEIGHTS
-        times = max(off) / _APART[load.dtype]
+        times = max(_times(one, due, load.dtype, going.of_weights) for one in (found, again))
         if times <= 1:
             return None
         return f"results are {times:.3g} times as far from torch's as they may be"
@@ -120,7 +168,8 @@ class Trial:
     ) -> dict[Products, float]:
         """Of a pass, by torch and by kernels, in turn: the middle one of several times each."""
         self._draws.manual_seed(0)
-        going, now = self._even(), partial(clock, self._bank.arena.device)
+        going = [self._even(load) for load in self._loads if load.learns]
+        now = partial(clock, self._bank.arena.device)
         times: dict[Products, list[float]] = {name: [] for name in _BOTH}
         passes_each = 1
         for turn in range(1 + _ROUNDS):
@@ -128,7 +177,8 @@ class Trial:
                 with _by(self._bank, name):
                     began = now()
                     for _ in range(passes_each):
-                        going.there_and_back()
+                        for one in going:
+                            one.there_and_back()
                     some.append((now() - began) / passes_each)
             if turn == 0:  # Which says how many of them go into a sample, and is none.
                 longest_s = max(some.pop() for some in times.values())
@@ -136,21 +186,48 @@ class Trial:
                 passes_each = max(1, min(_MOST_PASSES, wanted))
         return {name: median(some) for name, some in times.items()}
 
-    def _even(self) -> _Going:
-        load = self._load
+    def _even(self, load: Load) -> _Going:
         shape, device = (load.tokens * load.times, load.choices), self._bank.arena.device
-        slots = torch.arange(math.prod(shape), device=device).view(shape) % len(self._bank.arena)
+        slots = torch.arange(math.prod(shape), device=device).view(shape) % self._slots
         return _Going(self._bank, load, slots, self._draws)
 
-    def _uneven(self, load: Load, empty: int) -> _Going:
-        """Slots of each token by chance, the later ones rarer; none goes to one of them, if there
-        are others enough."""
-        slots, device = len(self._bank.arena), self._bank.arena.device
-        odds = torch.arange(1, 1 + slots, device=device) ** -_EXPONENT
-        odds[empty] *= slots <= load.choices
-        each = odds.expand(load.tokens * load.times, -1)
-        chosen = each.multinomial(load.choices, generator=self._draws)
-        return _Going(self._bank, load, chosen, self._draws)
+    def _uneven(self, load: Load, empty: set[int]) -> _Going:
+        """Slots of each token by chance, the later ones rarer; none goes to those that are to be
+        empty, others in each computation, if there are enough or choices may be given up."""
+        slots, device = self._slots, self._bank.arena.device
+        parts, spares = list[Tensor](), load.weighted and load.waited_for
+        for turn in range(load.times):
+            odds = torch.arange(1, 1 + slots, device=device) ** -_EXPONENT
+            left_out = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+            left_out[[(slot + turn * len(empty)) % slots for slot in empty]] = True
+            if len(empty) + load.choices <= slots:
+                odds[left_out[:slots]] = 0
+            each = odds.expand(load.tokens, -1)
+            chosen = each.multinomial(load.choices, generator=self._draws)
+            if spares:
+                draws = torch.rand(chosen.shape, generator=self._draws, device=device)
+                draws[:1] = 1.0
+                given_up = draws < _GIVEN_UP
+                if slots > len(empty):
+                    given_up |= left_out[chosen]
+                chosen = chosen.masked_fill(given_up, NOBODY)
+            parts.append(chosen)
+        return _Going(self._bank, load, torch.cat(parts), self._draws)
+
+
+def _times(
+    found: Sequence[tuple[Tensor, ...]], due: Sequence[tuple[Tensor, ...]], dtype: torch.dtype,
+    of_weights: int,
+) -> float:  # fmt: skip
+    """How many times as far some results are from those that are due as rounding may have it."""
+    least = torch.finfo(dtype).smallest_normal
+    off = [
+        max(_off(*pair, least) for pair in zip(one, right, strict=True))
+        for one, right in zip(found, due, strict=True)
+    ]
+    off[of_weights] /= _OF_WEIGHTS if due[of_weights][0].numel() >= _FEW else math.inf
+    askew = [max(map(_askew, *pairs)) / _ASKEW for pairs in zip(found, due, strict=True)]
+    return max(*off, *askew) / _APART[dtype]
 
 
 def said(error: Exception) -> str:
@@ -183,6 +260,8 @@ class _Going:
         """Sums of each token's results, and gradients of tokens, of weights if there are some, and
         of what learns."""
         with torch.enable_grad():
+            if self._load.again:
+                self._forward()
             result = self._forward()
             return result.detach(), *torch.autograd.grad(result, self._inputs, self._grad)
 
@@ -221,7 +300,7 @@ class _Going:
 def _standing_for(results: Tensor) -> tuple[Tensor, ...]:
     """Numbers that stand for each row, and for each column, where those are longer."""
     if min(results.shape) <= _DRAWN:
-        return (results.float(),)
+        return results.float(), results.float().T
     wide = results.float()
     height, width = (_drawn(size, results.device) for size in results.shape)
     return wide @ width, wide.T @ height
@@ -233,12 +312,22 @@ def _drawn(size: int, device: torch.device) -> Tensor:
     return torch.randn((size, _DRAWN), generator=draws, device=device) / math.sqrt(_DRAWN)
 
 
-def _off(found: Tensor, due: Tensor) -> float:
-    """The most by which a row differs, as a share of itself, or of what they are in the mean."""
+def _off(found: Tensor, due: Tensor, least: float) -> float:
+    """The most by which a row differs, as a share of itself, or of what they are in the mean, as
+    numbers that are no less than the `least` that a type has in full."""
     sizes = due.norm(dim=1)
-    least = sizes.mean().clamp(min=torch.finfo(sizes.dtype).tiny)
-    off = float(((found - due).norm(dim=1) / sizes.maximum(least)).max())
+    floor = sizes.mean().clamp(min=least * math.sqrt(_DRAWN))
+    off = float(((found - due).norm(dim=1) / sizes.maximum(floor)).max())
     return math.inf if math.isnan(off) else off
+
+
+def _askew(found: Tensor, due: Tensor) -> float:
+    """By what share all of it is too large or too small, where it is enough to say so."""
+    square = float((due * due).sum())
+    if due.numel() < _ENOUGH or not square:
+        return 0.0
+    askew = abs(float((found * due).sum()) / square - 1)
+    return math.inf if math.isnan(askew) else askew
 
 
 @contextmanager
@@ -249,19 +338,3 @@ def _by(bank: Bank, products: Products) -> Iterator[None]:
         yield
     finally:
         bank.by = before
-
-
-@contextmanager
-def _adapters_drawn(bank: Bank, draws: torch.Generator) -> Iterator[None]:
-    """A stretch in which adapters have numbers by chance: half of a new one's are zero, and so are
-    half of its gradients."""
-    if bank.adapters is None:
-        yield
-        return
-    arena = bank.adapters.arena.detach()
-    kept = arena.clone()
-    arena.normal_(std=1 / math.sqrt(bank.hidden), generator=draws)
-    try:
-        yield
-    finally:
-        arena.copy_(kept)

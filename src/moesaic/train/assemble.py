@@ -87,8 +87,8 @@ def assemble(
         if moves:
             items = [*run.holdings, *run.frozen]
             run.rehoming = Rehoming(job, plan, world, model, items, run.optimizer)
-        source.fill(run.state().pieces)
         products.begin(run, DTYPES[job.train.precision], before, say)
+        source.fill(run.state().pieces)
         if priced:
             run.plan = balancing.begin(model, job, run.plan, world, say)
     except BaseException:

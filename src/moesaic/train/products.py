@@ -1,6 +1,7 @@
 """What multiplies a run's experts, where neither job nor plan say: the fastest on its devices.
 
-Every rank tries kernels of our own, with experts and as many rows of its own. They are taken if
+Every rank tries kernels of our own, in the memory of its own experts, before these have values, and
+with as many rows as it will have. They are taken if
 they are right on all ranks, and the faster on the slowest one; a run that goes on in the same
 layout goes on with what it had, if that is right where it is now. All ranks meet in each of two
 exchanges, whatever befalls one of them in between, and decide alike.
@@ -14,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moesaic.base.errors import UserError
 from moesaic.dist import device as devices
 from moesaic.dist.products import engine, leaves_choice, obstacle
 from moesaic.dist.world import World
 from moesaic.facts.job.train import Products
 from moesaic.nn.context import NARROW
+from moesaic.nn.moe import MoE
 from moesaic.nn.trial import Load, Trial, said
 from moesaic.policy.products import fastest
 from moesaic.train.run import Run, Tried
@@ -67,13 +70,16 @@ def tokens_of(run: Run) -> int:
 def _found(run: Run, kind: torch.dtype, *, timed: bool) -> Tried:
     """What trying comes to on all ranks; some may have no experts."""
     moe, world = next((moe for _, moe in run.model.expert_layers()), None), run.world
-    trial = None if moe is None else Trial(moe.bank, Load.of(moe, tokens_of(run), kind))
+    again = any(layer.recompute for layer in run.model.decoder_layers())
+
+    def trial(moe: MoE) -> Trial:
+        return Trial(moe.bank, Load.all_of(moe, tokens_of(run), kind, again=again))
 
     def fault() -> str | None:
-        return None if trial is None else obstacle(world.device) or trial.fault()
+        return None if moe is None else obstacle(world.device) or trial(moe).fault()
 
     def seconds() -> dict[Products, float]:
-        return {} if trial is None else trial.seconds()
+        return {} if moe is None else trial(moe).seconds()
 
     faults = _on_all(world, fault)
     if any(one.told for one in faults) or not timed:
@@ -117,8 +123,17 @@ def _on_all(world: World, work: Callable[[], object]) -> list[_Outcome]:
     except Exception as error:  # noqa: BLE001 - torch can have the run, whatever it is
         mine = _Outcome(None, said(error))
     everyones = [mine] * world.size
-    if world.everyone is not None:
-        dist.all_gather_object(everyones, mine, group=world.everyone)
+    try:
+        devices.now(world.device)
+        if world.everyone is not None:
+            dist.all_gather_object(everyones, mine, group=world.everyone)
+    except Exception as error:
+        if mine.failed is None:
+            raise
+        raise UserError(
+            f"experts: kernels of our own have left the device of rank {world.rank} unusable "
+            f'({mine.failed}): set layout.products = "torch"'
+        ) from error
     return everyones
 
 
