@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import experts, measure, on_gpu
+from benchmarks import experts, measure, on_gpu, on_tutel
 from benchmarks.training import Ours, olmoe
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -112,7 +112,7 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
 WHOLES = {
     "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
     "embedding": tables, "peers": against_peers, "exchange": exchanges, "step": steps,
-    "gpu": on_gpu.rows,
+    "gpu": on_gpu.rows, "tutel": on_tutel.rows,
 }  # fmt: skip
 OF_EXPERTS = {one.name.lower(): partial(experts.rows, shapes=[one]) for one in experts.SHAPES}
 """A shape at a time, each a quarter of the whole."""
@@ -121,7 +121,7 @@ OF_GPU = {
     for one in on_gpu.SHAPES
 }
 """Likewise."""
-PARTS = {**WHOLES, **OF_EXPERTS, **OF_GPU}
+PARTS = {**WHOLES, **OF_EXPERTS, **OF_GPU, **on_tutel.OF_SHAPES}
 
 
 @dataclass(frozen=True)

@@ -50,25 +50,25 @@ def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]
         what += ", by Zipf" if skewed else ", even"
         if not torch.cuda.is_available():
             for back in BARS:
-                yield from _untried(f"{what}, {_way(back)}", back, "no GPU here")
+                yield from _untried(f"{what}, {way(back)}", back, "no GPU here")
             continue
         tokens = each * shape.experts // shape.top_k
         layer = Layer(Case(shape, torch.bfloat16, tokens, skewed, "cuda"))
-        taken = _taken(layer, what)
+        taken = faster(layer, what)
         for back in BARS:
-            for row in _rows(layer, taken, back, f"{what}, {_way(back)}", rounds):
-                yield replace(row, hardware=f"{_gpu()}; {row.hardware}")
+            for row in _rows(layer, taken, back, f"{what}, {way(back)}", rounds):
+                yield replace(row, hardware=f"{gpu()}; {row.hardware}")
         del layer
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _gpu() -> str:
+def gpu() -> str:
     facts = torch.cuda.get_device_properties(0)
     return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
-def _way(back: bool) -> str:
+def way(back: bool) -> str:
     return "forward and backward" if back else "forward"
 
 
@@ -87,7 +87,7 @@ def _asked(what: str, by: Products) -> str:
     return f'{what}, layout.products = "{by}"'
 
 
-def _taken(layer: Layer, what: str) -> Products:
+def faster(layer: Layer, what: str) -> Products:
     """What a run would take."""
     if obstacle(layer.bank.arena.device) is not None:
         return "torch"
@@ -119,7 +119,7 @@ def _rows(
         **ours, "dense": partial(layer.dense, back),
         "plain": layer.call(partial(plain, layer), back), **layer.modes(back),
     }  # fmt: skip
-    contenders = {name: _awaited(call) for name, call in contenders.items()}
+    contenders = {name: awaited(call) for name, call in contenders.items()}
     times = near(contenders, rounds, warmup=1, patience_s=PATIENCE_S)
     share, interval = times.ratio("dense", "auto")
     yield measure.row(
@@ -160,7 +160,7 @@ def plain(layer: Layer) -> Tensor:
     return torch.zeros_like(tokens).index_add(0, sources, made)
 
 
-def _awaited(call: Callable[[], object]) -> Callable[[], None]:
+def awaited(call: Callable[[], object]) -> Callable[[], None]:
     def done() -> None:
         for _ in range(PASSES):
             call()
