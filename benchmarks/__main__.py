@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--parts", nargs="?", const="", metavar="PART",
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
         "of layer experts (or a shape of them: olmoe, qwen3-moe, mixtral, deepseek-v3), hosts, "
-        "overlap, fusion, embedding, peers, exchange, step, gpu or tutel (or a shape: gpu-olmoe), of "
-        "balance host, hosts, model, break-even, early, planning or policies; without a name, the "
-        "first",
+        "overlap, fusion, embedding, peers, exchange, step, gpu or tutel (or a shape: gpu-olmoe), "
+        "of balance host, hosts, model, break-even, early, planning or policies; without a name, "
+        "the first",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     sleep_soon()  # As the program's own processes do, and before a theme imports torch.
