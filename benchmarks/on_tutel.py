@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure
-from benchmarks.experts import Case, Layer, Shape, near
+from benchmarks.experts import Case, Layer, Shape
 from benchmarks.on_gpu import EACH, PATIENCE_S, SHAPES, awaited, faster, gpu, way
 from moesaic.dist.products import engine
 
@@ -71,7 +71,7 @@ def _rows(layer: Layer, what: str, rounds: int) -> Iterator[measure.Row]:
             "ours": awaited(layer.call(layer.ours, back)),
             "tutel": awaited(layer.call(theirs, back)),
         }
-        times = near(calls, rounds, warmup=1, patience_s=PATIENCE_S)
+        times = measure.interleave(calls, rounds, warmup=1, patience_s=PATIENCE_S)
         ratio, interval = times.ratio("tutel", "ours")
         row = measure.row(
             f"{what}, {way(back)}, against Tutel", ratio, "ratio", bar="", interval=interval,
