@@ -64,7 +64,9 @@ def _rows(layer: Layer, what: str, rounds: int) -> Iterator[measure.Row]:
         found, due = theirs(), layer.ours() / layer.weights.sum(dim=1, keepdim=True)
     off = float((found - due).norm() / due.norm())
     if not off <= CLOSE:
-        raise RuntimeError(f"{what}: Tutel's results are {off:.2e} from ours")
+        for back in (False, True):
+            yield _untried(what, back, f"Tutel's results are {off:.3g} times the norm of ours away")
+        return
     by = engine(layer.bank.arena.device, torch.bfloat16, layer.bank.by)
     for back in (False, True):
         calls = {

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moesaic.base.errors import UserError
 from moesaic.base.events import read_events
 from moesaic.dist.products import engine
 from moesaic.dist.world import World
@@ -141,6 +142,36 @@ def test_what_is_wrong_on_one_rank_is_taken_on_none(
         ]
 
 
+@pytest.mark.parametrize("found", ["RuntimeError: lost", RuntimeError("lost"), None])
+def test_a_device_that_is_lost_is_told_with_the_remedy(
+    found: str | Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever met it first: kernels, or who waited for them."""
+
+    def work() -> str | None:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def lost(_: torch.device) -> float:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(products.devices, "now", lost)
+    words = r'rank 0 unusable \(RuntimeError: lost\): set layout.products = "torch"'
+    with pytest.raises(UserError, match=words):
+        products._on_all(World.solo(), work)
+
+
+def test_a_peer_that_is_gone_is_no_fault_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(products.dist, "all_gather_object", gone)
+    world = replace(World.solo(), everyone=object())
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        products._on_all(world, lambda: "no room")
+
+
 def test_ranks_without_experts_have_no_say(ranks: Ranks) -> None:
     tables = {"model": LATE, "layout": {"pp": 2}}
     first, second = ranks.run(2, begun, tables, [Rank(9.0, 9.0, fault="none"), Rank()])
@@ -229,6 +260,7 @@ def stepped(world: World, tables: dict[str, Any]) -> tuple[Any, ...]:
             patch.setattr(products, "obstacle", lambda _: None)
             patch.setattr(products, "fastest", lambda _: "torch")
             patch.setattr(trial, "_ROUNDS", 1)  # Interpreted they take long.
+            patch.setattr(trial, "_ROWS", ())
             run = assemble(job, plan, world, source)
         losses = [run.step(samples).loss for _ in range(2)]
         pieces = {piece.key: piece.tensor.clone() for piece in run.state().pieces}

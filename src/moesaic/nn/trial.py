@@ -138,7 +138,9 @@ class Trial:
             (load, set[int]()),
         ]
         tries += [
-            (load.with_rows(rows, self._slots), {0}) for rows in _ROWS if rows < _AT_MOST * each
+            (load.with_rows(rows, self._slots), set[int]())
+            for rows in _ROWS
+            if rows < _AT_MOST * each
         ]
         return next(filter(None, (self._fault(*one) for one in tries)), None)
 
@@ -195,11 +197,13 @@ class Trial:
         """Slots of each token by chance, the later ones rarer; none goes to those that are to be
         empty, others in each computation, if there are enough or choices may be given up."""
         slots, device = self._slots, self._bank.arena.device
-        parts, spares = list[Tensor](), load.weighted and load.waited_for
+        parts, spares = list[Tensor](), load.weighted and load.waited_for and bool(empty)
         for turn in range(load.times):
             odds = torch.arange(1, 1 + slots, device=device) ** -_EXPONENT
             left_out = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-            left_out[[(slot + turn * len(empty)) % slots for slot in empty]] = True
+            left_out[[(slot + turn * (1 if len(empty) == 1 else 2)) % slots for slot in empty]] = (
+                True
+            )
             if len(empty) + load.choices <= slots:
                 odds[left_out[:slots]] = 0
             each = odds.expand(load.tokens, -1)
@@ -225,7 +229,9 @@ def _times(
         max(_off(*pair, least) for pair in zip(one, right, strict=True))
         for one, right in zip(found, due, strict=True)
     ]
-    off[of_weights] /= _OF_WEIGHTS if due[of_weights][0].numel() >= _FEW else math.inf
+    if math.isfinite(off[of_weights]):
+        few = due[of_weights][0].numel() < _FEW
+        off[of_weights] = 0.0 if few else off[of_weights] / _OF_WEIGHTS
     askew = [max(map(_askew, *pairs)) / _ASKEW for pairs in zip(found, due, strict=True)]
     return max(*off, *askew) / _APART[dtype]
 

@@ -101,6 +101,10 @@ def stretches(items: Sequence[Held], places: Mapping[nn.Parameter, Place]) -> li
         starts = [places[item.parameter].start for item in group]
         ends = [start + item.local.numel() for start, item in zip(starts, group, strict=True)]
         first = min(starts)
+        inside = [
+            one for one in places.values() if one.flat is flat and first <= one.start < max(ends)
+        ]
+        assert len(inside) == len(group), f"others lie among {group[0].name} and its like"
         found.append(Stretch(group, [at - first for at in starts], flat[first : max(ends)]))
     return found
 

@@ -122,18 +122,17 @@ def _on_all(world: World, work: Callable[[], object]) -> list[_Outcome]:
         mine = _Outcome(work())
     except Exception as error:  # noqa: BLE001 - torch can have the run, whatever it is
         mine = _Outcome(None, said(error))
-    everyones = [mine] * world.size
     try:
         devices.now(world.device)
-        if world.everyone is not None:
-            dist.all_gather_object(everyones, mine, group=world.everyone)
     except Exception as error:
-        if mine.failed is None:
-            raise
+        why = mine.told if isinstance(mine.told, str) else said(error)
         raise UserError(
             f"experts: kernels of our own have left the device of rank {world.rank} unusable "
-            f'({mine.failed}): set layout.products = "torch"'
+            f'({why}): set layout.products = "torch"'
         ) from error
+    everyones = [mine] * world.size
+    if world.everyone is not None:
+        dist.all_gather_object(everyones, mine, group=world.everyone)
     return everyones
 
 

@@ -86,7 +86,7 @@ LOADS = [FREE, {}, {"times": 2}, {"weighted": False}, {"again": True}]
 @pytest.mark.parametrize(
     ("hidden", "ffn", "experts", "top_k", "tokens"),
     [(64, 48, 4, 2, 64), (37, 29, 3, 2, 17), (64, 48, 1, 1, 1), (64, 48, 4, 4, 1), (8, 8, 2, 1, 1),
-     (512, 256, 8, 2, 128)],
+     (256, 128, 8, 2, 128)],
 )  # fmt: skip
 def test_what_is_right_is_found_right(
     dtype: torch.dtype, hidden: int, ffn: int, experts: int, top_k: int, tokens: int
@@ -200,21 +200,27 @@ def test_tiles_are_never_whole_by_themselves(
     assert is_off(fault(layer(experts=experts), 1024, choices, FP32, **more))
 
 
-@pytest.mark.parametrize("tokens", [30, 150])
+@pytest.mark.parametrize("more", [FREE, {}, {"times": 2}], ids=str)
+@pytest.mark.parametrize(("experts", "tokens"), [(4, 30), (8, 200), (8, 600), (8, 2200)])
 def test_other_numbers_of_rows_are_tried(
-    tiles: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+    tiles: Any, experts: int, tokens: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For them tiles are others, of which any may be more than a GPU has room for: those that are
     as high as they are for up to four times the rows."""
-    met = set[int]()
+    met, of_outer = set[Any](), set[Any]()
 
     def notes(_: None, some: Tensor, weight: Tensor, *others: Any) -> None:
-        met.add(tiles.blocks(FP16, max(len(some) / len(weight), 1)).rows)
+        met.add(tiles.blocks(FP16, max(len(some) / len(weight), 1)))
+
+    def notes_outer(_: None, left: Tensor, right: Tensor, counts: Tensor, *others: Any) -> None:
+        of_outer.add(tiles.blocks_of_outer(FP16, len(left) / len(counts)))
 
     spoil(tiles, monkeypatch, "grouped_mm", notes)
-    assert fault(layer(), tokens, TOP_K, FP16, **FREE) is None
-    most = tokens * TOP_K // EXPERTS * 4
-    assert met >= {tiles.blocks(FP16, rows).rows for rows in range(1, most, 8)}
+    spoil(tiles, monkeypatch, "grouped_outer", notes_outer)
+    assert fault(layer(16, 8, experts), tokens, TOP_K, FP16, **more) is None
+    most = range(1, tokens * TOP_K // experts * 4, 8)
+    assert met >= {tiles.blocks(FP16, rows) for rows in most}
+    assert of_outer >= {tiles.blocks_of_outer(FP16, rows) for rows in most}
 
 
 def test_tiles_that_there_is_no_room_for_are_found(
@@ -370,6 +376,17 @@ def test_a_gradient_of_one_weight_that_is_wrong_is_found(
 
     spoil(tiles, monkeypatch, "gated_back", wrong)
     assert is_off(fault(layer(), 24, TOP_K, FP32, **FREE))
+
+
+def test_few_gradients_of_weights_may_not_be_no_numbers(
+    tiles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(found: Any, *given: Any) -> None:
+        if given[4].numel() <= 8:
+            given[4].fill_(float("nan"))
+
+    spoil(tiles, monkeypatch, "gated_back", wrong)
+    assert is_off(fault(layer(experts=8), 64, TOP_K, FP32, **FREE))
 
 
 @pytest.mark.parametrize(
