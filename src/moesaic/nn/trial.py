@@ -48,7 +48,7 @@ _DRAWN = 8
 differences of two are as large as those two differ, to a third or so, and take little room."""
 _EXPONENT = 0.7
 """Of the odds of experts by their place."""
-_ROWS = 1, 17, 40, 100, 600
+_ROWS = 1, 17, 33, 65, 513
 """Of a slot in the mean, each of which tiles are of other sizes for: a pass has now more rows, now
 fewer."""
 _AT_MOST = 4
@@ -140,7 +140,7 @@ class Trial:
         tries += [
             (load.with_rows(rows, self._slots), set[int]())
             for rows in _ROWS
-            if rows < _AT_MOST * each
+            if rows <= _AT_MOST * each
         ]
         return next(filter(None, (self._fault(*one) for one in tries)), None)
 

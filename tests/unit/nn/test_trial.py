@@ -19,6 +19,7 @@ from torch import Tensor
 from moesaic.dist import device as devices
 from moesaic.dist import loops, passes
 from moesaic.dist.products import leaves_choice, obstacle
+from moesaic.nn import trial
 from moesaic.nn.bank import Bank
 from moesaic.nn.dispatch import Dispatcher
 from moesaic.nn.moe import MoE
@@ -106,8 +107,12 @@ def test_what_is_right_is_found_right(
 
 @pytest.mark.parametrize("more", [FREE, {"times": 2}])
 @pytest.mark.parametrize("adapted", [0, 4])
-def test_kernels_themselves_are_found_right(more: dict[str, Any], adapted: int) -> None:
+def test_kernels_themselves_are_found_right(
+    more: dict[str, Any], adapted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few numbers of rows, for interpreted they take long."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(trial, "_ROWS", (1,))
     assert fault(layer(16, 12, adapted=adapted), 10, TOP_K, FP32, **more) is None
 
 
