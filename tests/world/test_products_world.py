@@ -275,11 +275,13 @@ def stepped(world: World, tables: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        ({}, "fp16"), ({"shard": 2}, "fp32"), ({"ep": 2, "chunks": 2}, "fp32"),
-        ({"pp": 2}, "fp32"), ({"tp": 2, "etp": 2}, "fp32"),
+        pytest.param({}, "fp16", id="copies"),
+        pytest.param({"shard": 2}, "fp32", id="sharded", marks=pytest.mark.soak),
+        pytest.param({"ep": 2, "chunks": 2}, "fp32", id="chunks"),
+        pytest.param({"pp": 2}, "fp32", id="two parts", marks=pytest.mark.soak),
+        pytest.param({"tp": 2, "etp": 2}, "fp32", id="sliced", marks=pytest.mark.soak),
     ],
-    ids=["copies", "sharded", "chunks", "two parts", "sliced"],
-)  # fmt: skip
+)
 def test_a_trial_leaves_no_trace(ranks: Ranks, layout: dict[str, Any], precision: str) -> None:
     """Kernels are right in every layout, and the run is the same to the bit as without."""
     pytest.importorskip("triton")

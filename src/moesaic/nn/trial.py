@@ -201,9 +201,8 @@ class Trial:
         for turn in range(load.times):
             odds = torch.arange(1, 1 + slots, device=device) ** -_EXPONENT
             left_out = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-            left_out[[(slot + turn * (1 if len(empty) == 1 else 2)) % slots for slot in empty]] = (
-                True
-            )
+            moved = turn * (1 if len(empty) == 1 else 2)  # Of two in four, the other two.
+            left_out[[(slot + moved) % slots for slot in empty]] = True
             if len(empty) + load.choices <= slots:
                 odds[left_out[:slots]] = 0
             each = odds.expand(load.tokens, -1)
