@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
         "of layer experts (or a shape of them: olmoe, qwen3-moe, mixtral, deepseek-v3), hosts, "
         "overlap, fusion, embedding, peers, exchange, step, gpu or tutel (or a shape: gpu-olmoe), "
+        "gpu-decoding, "
         "of balance host, hosts, model, break-even, early, planning or policies; without a name, "
         "the first",
     )  # fmt: skip

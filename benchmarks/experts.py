@@ -69,13 +69,15 @@ class Case:
     tokens: int
     skewed: bool = False
     device: str = "cpu"
+    steps: int = 1
+    """With experts in turn: so many, each of the ones after those of the step before."""
 
     def choices(self) -> list[Tensor]:
         """Experts of each token: in turn, or by Zipf's law, step after step drawn anew."""
         shape = self.shape
         if not self.skewed:
-            first = torch.arange(self.tokens)[:, None] * shape.top_k
-            return [(first + torch.arange(shape.top_k)) % shape.experts]
+            places = torch.arange(self.steps * self.tokens * shape.top_k) % shape.experts
+            return list(places.view(self.steps, self.tokens, shape.top_k))
         draws = DRAWS if self.device == "cpu" else FEW
         ranks = torch.arange(1, shape.experts + 1, dtype=torch.float64, device=self.device)
         odds = (ranks**-ZIPF).expand(self.tokens, -1)
@@ -146,7 +148,7 @@ class Layer:
         arena = self.bank.arena.detach()
         for _ in range(1 + back):
             for matrices in arena:
-                _read(matrices)
+                read_over(matrices)
         if back:
             self._gradients.zero_()
 
@@ -173,7 +175,7 @@ class Layer:
         return {mode: self.call(partial(self.transformers, mode), back) for mode in MODES}
 
 
-def _read(matrices: Tensor) -> None:
+def read_over(matrices: Tensor) -> None:
     """As fast as memory gives them: sums of bf16 wait for the processor."""
     matrices.view(torch.float32).sum()
 
@@ -282,7 +284,7 @@ def _decoding(shape: Shape, name: str, dtype: torch.dtype, rounds: int) -> measu
     def read() -> None:
         for choice in chosen:
             for expert in choice[0].tolist():
-                _read(layer.bank.arena[expert])
+                read_over(layer.bank.arena[expert])
 
     times = measure.interleave({"ours": ours, "read": read}, rounds)
     share, interval = times.ratio("read", "ours")

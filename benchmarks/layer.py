@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import experts, measure, on_gpu, on_tutel
+from benchmarks import decoding_on_gpu, experts, measure, on_gpu, on_tutel
 from benchmarks.training import Ours, olmoe
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
@@ -112,7 +112,7 @@ def between_hosts(rounds: int) -> Iterator[measure.Row]:
 WHOLES = {
     "experts": experts.rows, "hosts": between_hosts, "overlap": overlapping, "fusion": fusing,
     "embedding": tables, "peers": against_peers, "exchange": exchanges, "step": steps,
-    "gpu": on_gpu.rows, "tutel": on_tutel.rows,
+    "gpu": on_gpu.rows, "gpu-decoding": decoding_on_gpu.rows, "tutel": on_tutel.rows,
 }  # fmt: skip
 OF_EXPERTS = {one.name.lower(): partial(experts.rows, shapes=[one]) for one in experts.SHAPES}
 """A shape at a time, each a quarter of the whole."""

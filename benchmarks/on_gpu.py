@@ -107,14 +107,14 @@ def _rows(
     layer: Layer, taken: Products, back: bool, what: str, rounds: int
 ) -> Iterator[measure.Row]:
     hindered: dict[Products, str] = {}
-    ours: dict[str, Callable[[], Any]] = {"auto": layer.call(partial(_by, layer, taken), back)}
+    ours: dict[str, Callable[[], Any]] = {"auto": layer.call(partial(ours_by, layer, taken), back)}
     for by in OTHERS:
         try:
             check(by, layer.bank.arena.device)
         except ConfigError as error:
             hindered[by] = str(error)
         else:
-            ours[by] = layer.call(partial(_by, layer, by), back)
+            ours[by] = layer.call(partial(ours_by, layer, by), back)
     contenders = {
         **ours, "dense": partial(layer.dense, back),
         "plain": layer.call(partial(plain, layer), back), **layer.modes(back),
@@ -143,7 +143,8 @@ def _rows(
         )  # fmt: skip
 
 
-def _by(layer: Layer, by: Any) -> Tensor:
+def ours_by(layer: Layer, by: Products) -> Tensor:
+    """Forward, by what is to multiply."""
     layer.bank.by = by
     return layer.ours()
 
@@ -160,9 +161,11 @@ def plain(layer: Layer) -> Tensor:
     return torch.zeros_like(tokens).index_add(0, sources, made)
 
 
-def awaited(call: Callable[[], object]) -> Callable[[], None]:
+def awaited(call: Callable[[], object], passes: int = PASSES) -> Callable[[], None]:
+    """So many of them, one after another, and the wait for the last."""
+
     def done() -> None:
-        for _ in range(PASSES):
+        for _ in range(passes):
             call()
         torch.cuda.synchronize()
 

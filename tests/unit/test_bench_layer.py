@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import exchange, measure, on_gpu, peers
+from benchmarks import decoding_on_gpu, exchange, measure, on_gpu, peers
 from benchmarks import experts as of_experts
 from benchmarks.__main__ import main
 from benchmarks.peers import DEEPSPEED, LIMITED, OURS, PLAIN, TUTEL, Case, Contender, Work
@@ -192,6 +192,20 @@ def test_grouped_products_as_a_person_calls_them_are_the_layer(skewed: bool) -> 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+def test_decoding_reads_what_its_calls_multiply(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = of_experts.Shape("small", 16, 24, 12, 2)
+    case = of_experts.Case(shape, torch.float32, tokens, steps=of_experts.NUMBERS)
+    layer, read = of_experts.Layer(case), list[torch.Tensor]()
+    monkeypatch.setattr(decoding_on_gpu, "read_over", read.append)
+    reading = decoding_on_gpu.reading(layer)
+    for choices in case.choices():
+        reading()
+        assert torch.equal(read[-1], layer.bank.arena[choices.unique()])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_its_figures_are_untried() -> None:
     rows = list(on_gpu.rows(3))
@@ -199,3 +213,6 @@ def test_without_a_gpu_its_figures_are_untried() -> None:
     assert {row.value for row in rows} == {None}
     assert {row.against for row in rows} == {"untried: no GPU here"}
     assert sorted({row.bar for row in rows}) == ["", ">= 0.65", ">= 0.75"]
+    rows = list(decoding_on_gpu.rows(3))
+    assert len({row.name for row in rows}) == len(rows) == 4 * 4 * 3
+    assert {row.against for row in rows} == {"untried: no GPU here"}
