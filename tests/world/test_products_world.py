@@ -22,7 +22,7 @@ from moesaic.facts.plan import lay_out
 from moesaic.models.initial import InitialSource
 from moesaic.nn import trial
 from moesaic.nn.bank import Bank
-from moesaic.nn.trial import Load
+from moesaic.nn.trial import Load, Trial
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import Ranks
 from moesaic.testing.watch import Silent
@@ -32,6 +32,8 @@ from moesaic.train.jobfile import LoadedJob
 from moesaic.train.trainer import train
 
 CPU = torch.device("cpu")
+TRYING = 'experts: trying kernels of our own (layout.products = "torch" does without)'
+TORCH = f"experts: {engine(CPU, torch.float32)}, also when this run goes on; a new one tries anew"
 DENSE = {"family": "llama", "experts": 0, "top_k": 0}
 LATE = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 2, "dense_layers": 1, "shared": 1,
@@ -56,7 +58,7 @@ def a_choice(rank: Rank) -> Iterator[list[tuple[str, int]]]:
     """As on devices that leave one, where that is found; what was asked, with how many tokens."""
     asked = list[tuple[str, int]]()
 
-    class Trial:
+    class Found:
         def __init__(self, bank: Bank, loads: list[Load]) -> None:
             self.tokens = loads[0].tokens
 
@@ -75,7 +77,7 @@ def a_choice(rank: Rank) -> Iterator[list[tuple[str, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "leaves_choice", lambda _: True)
         patch.setattr(products, "obstacle", lambda _: None)
-        patch.setattr(products, "Trial", Trial)
+        patch.setattr(products, "Trial", Found)
         yield asked
 
 
@@ -115,7 +117,7 @@ def test_the_slowest_rank_says_it_for_all(
         assert (plan, banks) == (taken, {taken})
         assert (seconds, faults) == (dict(zip(("torch", "triton"), times, strict=True)), {})
         assert asked == [("fault", tokens), ("seconds", tokens)]
-        assert told == [f"experts of a layer, there and back: {', '.join(each)}"]
+        assert told == [TRYING, f"experts of a layer, there and back: {', '.join(each)}"]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,26 @@ def test_what_is_wrong_on_one_rank_is_taken_on_none(
         assert (plan, banks, seconds, faults) == ("torch", {"torch"}, {}, why)
         where = ["" if len(on) == 2 else f"on rank {on[0]}: " for on in why.values()]
         assert told == [
-            f"experts: kernels of our own are not taken: {on}{fault}"
-            for on, fault in zip(where, why, strict=True)
+            TRYING,
+            *(
+                f"experts: kernels of our own are not taken: {on}{fault}"
+                for on, fault in zip(where, why, strict=True)
+            ),
+            TORCH,
         ]
+
+
+def test_many_words_are_few_lines(ranks: Ranks) -> None:
+    """Of ranks that tell of their own memory each, or of a compiler, whose words are pages."""
+    found = [Rank(fault=RuntimeError(f"full:\n  {rank}" + " free" * 100)) for rank in range(4)]
+    told = ranks.run(4, begun, {}, found)[0][-2]
+    assert len(told) == 6
+    assert all("\n" not in line and len(line) < 400 for line in told)
+    assert told[1].startswith(
+        "experts: kernels of our own are not taken: on rank 0: RuntimeError: full: 0 free"
+    )
+    assert told[4] == "experts: 1 more such words are in this run's events (run_start)"
+    assert told[5] == TORCH
 
 
 @pytest.mark.parametrize("found", ["RuntimeError: lost", RuntimeError("lost"), None])
@@ -239,12 +258,22 @@ def test_a_run_goes_on_with_what_it_had(ranks: Ranks, text: Path, tmp_path: Path
         other, changes = tmp_path / "-".join(layout), {"layout": layout}
         again = ranks.run(2, trained, str(text), str(other), saved, slower, changes)
         assert again == [both if "ep" in layout else []] * 2
+    # What a job had named says nothing of what is fast.
+    other, named = tmp_path / "named", {"layout": {"products": "torch"}}
+    assert ranks.run(2, trained, str(text), str(other), None, slower, named) == [[]] * 2
+    assert ranks.run(2, trained, str(text), str(other), "auto", slower, {}) == [both] * 2
     starts = [
         one["products"]
         for one in read_events(out / "events" / "rank-0.jsonl")
         if one["event"] == "run_start"
     ]
     assert [one["seconds"] for one in starts] == [{"torch": 1e-3, "triton": 3e-3}, {}]
+
+
+def few(_: Trial, load: Load) -> Iterator[tuple[Load, set[int]]]:
+    """Of what is tried: interpreted it takes long."""
+    yield replace(load, tokens=load.tokens | 1), {0}
+    yield load, set()
 
 
 def stepped(world: World, tables: dict[str, Any]) -> tuple[Any, ...]:
@@ -259,8 +288,8 @@ def stepped(world: World, tables: dict[str, Any]) -> tuple[Any, ...]:
             patch.setattr(products, "leaves_choice", lambda _, so=tried: so)
             patch.setattr(products, "obstacle", lambda _: None)
             patch.setattr(products, "fastest", lambda _: "torch")
-            patch.setattr(trial, "_ROUNDS", 1)  # Interpreted they take long.
-            patch.setattr(trial, "_ROWS", ())
+            patch.setattr(trial, "_ROUNDS", 1)
+            patch.setattr(Trial, "_tries", few)
             run = assemble(job, plan, world, source)
         losses = [run.step(samples).loss for _ in range(2)]
         pieces = {piece.key: piece.tensor.clone() for piece in run.state().pieces}

@@ -239,7 +239,8 @@ def obstacle(device: torch.device) -> str | None:
     generation = devices.generation(device)
     if generation < _MULTIPLIES_TILES:
         least, has = (".".join(map(str, one)) for one in (_MULTIPLIES_TILES, generation))
-        return f"they are for compute capability {least} or more of NVIDIA's GPUs, not {has}"
+        this = f"not {has}" if any(generation) else "which this device has none of"
+        return f"they are for compute capability {least} or more of NVIDIA's GPUs, {this}"
     why = passes.hindrance()
     return None if why is None else f"Triton cannot be used: {why}"
 

@@ -10,6 +10,7 @@ experts none; and timed with equally many.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,11 +49,17 @@ _DRAWN = 8
 differences of two are as large as those two differ, to a third or so, and take little room."""
 _EXPONENT = 0.7
 """Of the odds of experts by their place."""
-_ROWS = 1, 17, 33, 65, 513
+_ROWS = 0, 1, 17, 33, 65, 513
 """Of a slot in the mean, each of which tiles are of other sizes for: a pass has now more rows, now
 fewer."""
 _AT_MOST = 4
 """Times its load that a rank is tried with."""
+_HIGHEST = 128
+"""Rows of a tile, at most."""
+_LARGE = 30.0
+"""Tokens, for once: gates are then where exponentials end, as in trained models some are."""
+_SAID = 300
+"""Letters of an error: some compilers' are pages."""
 _ROUNDS = 5
 _SAMPLE_S, _MOST_PASSES = 0.02, 32
 """Passes that follow each other are timed together, as layers do in a run."""
@@ -77,6 +84,8 @@ class Load:
     """Whether steps have it, and not validation alone."""
     again: bool = False
     """Whether backward computes results anew."""
+    large: float = 1.0
+    """What tokens are multiplied by, and their gradients divided."""
 
     @staticmethod
     def all_of(moe: MoE, tokens: int, dtype: torch.dtype, *, again: bool = False) -> list[Load]:
@@ -126,44 +135,65 @@ class Trial:
         return next(filter(None, map(self._fault_of, self._loads)), None)
 
     def _fault_of(self, load: Load) -> str | None:
-        """With the first slot empty, the last one, two of every four, and none; and with more and
-        fewer rows."""
-        slots, last = range(self._slots), self._slots - 1
-        two = {slot for slot in slots if slot % 4 in (1, 2)}
-        each = load.tokens * load.choices / self._slots
-        tries = [
-            (replace(load, tokens=load.tokens * 7 // 8 | 1), {0}),
-            (replace(load, tokens=load.tokens * 9 // 8 | 1), {last}),
-            (replace(load, tokens=load.tokens | 1), two),
-            (load, set[int]()),
-        ]
-        tries += [
-            (load.with_rows(rows, self._slots), set[int]())
-            for rows in _ROWS
-            if rows <= _AT_MOST * each
-        ]
+        tries = self._tries(load)
         return next(filter(None, (self._fault(*one) for one in tries)), None)
 
-    def _fault(self, load: Load, empty: set[int]) -> str | None:
+    def _tries(self, load: Load) -> Iterator[tuple[Load, set[int] | None]]:
+        """Loads, each with the slots that are to be empty; or dealt out in turn, if that is None.
+
+        With the first slot empty, the last one, two of every four, none, and all but as few as can
+        be; with more and fewer rows; with larger tokens; and with slots that just fill their tiles.
+        """
+        slots, last = range(self._slots), self._slots - 1
+        each = load.tokens * load.choices / self._slots
+        yield replace(load, tokens=load.tokens * 7 // 8 | 1), {0}
+        yield replace(load, tokens=load.tokens * 9 // 8 | 1), {last}
+        yield replace(load, tokens=load.tokens | 1), {slot for slot in slots if slot % 4 in (1, 2)}
+        yield load, set()
+        if load.choices < self._slots:
+            yield load, set(slots[load.choices :])
+        for rows in _ROWS:
+            if rows <= _AT_MOST * each:
+                yield load.with_rows(rows, self._slots), set()
+        yield replace(load, large=_LARGE), set()
+        for more in (False, True):
+            yield self._just_full(load, each, more=more), None
+
+    def _just_full(self, load: Load, each: float, *, more: bool) -> Load:
+        """Whose slots, dealt out in turn, have whole tiles of about as many rows for one half, and
+        for the other a row less, or `more`."""
+        high = _HIGHEST if each > _HIGHEST / 2 else 1 << max(0, math.ceil(each) - 1).bit_length()
+        whole = max(1, round(each / high)) * high * self._slots
+        rows = whole + (self._slots + 1) // 2 if more else whole - self._slots // 2
+        return replace(load, tokens=max(1, rows // load.choices))
+
+    def _fault(self, load: Load, empty: set[int] | None) -> str | None:
         """With those slots empty in the first computation, the next ones in the next."""
-        going = self._uneven(load, empty)
+        going = self._even(load) if empty is None else self._uneven(load, empty)
+        others = self._uneven(load, {slot + 1 for slot in empty or ()})
         with _by(self._bank, "torch"):
             due = [_standing_for(one) for one in going()]
             finite = [one.isfinite().all() for pair in due for one in pair]
             if not bool(torch.stack(finite).all()):
+                if load.large > 1:  # In fp16 there may be no room for them.
+                    return None
                 return f"what torch makes of numbers by chance is not finite in {load.dtype}"
             # What kernels leave as it was must not be what torch has left there.
-            for _ in self._uneven(load, {slot + 1 for slot in empty})():
-                pass
+            deque(others(), maxlen=0)
         try:
             with _by(self._bank, "triton"):
-                found, again = ([_standing_for(one) for one in going()] for _ in range(2))
+                found = [_standing_for(one) for one in going()]
+                # Nor may they go by what they know of as many rows that lay otherwise.
+                deque(others(), maxlen=0)
+                again = [_standing_for(one) for one in going()]
         except Exception as error:  # noqa: BLE001 - torch can have the run, whatever it is
             return said(error)
         times = max(_times(one, due, load.dtype, going.of_weights) for one in (found, again))
-        if times <= 1:
-            return None
-        return f"results are {times:.3g} times as far from torch's as they may be"
+        if math.isinf(times):
+            return "results are no numbers where torch's are"
+        if times > 1:
+            return f"results are {times:.3g} times as far from torch's as they may be"
+        return None
 
     def seconds(
         self, clock: Callable[[torch.device], float] = devices.now
@@ -236,8 +266,9 @@ def _times(
 
 
 def said(error: Exception) -> str:
-    """What it is, for a person."""
-    return f"{type(error).__name__}: {error}".strip().removesuffix(":")
+    """What it is, for a person, in a line."""
+    words = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return words if len(words) <= _SAID else f"{words[:_SAID]} ..."
 
 
 class _Going:
@@ -251,11 +282,12 @@ class _Going:
         self._dispatcher = Dispatcher(len(bank.arena), Ranks())
         shape, device = (len(slots_NK), bank.hidden), bank.arena.device
         self._tokens, self._grad = (
-            torch.randn(shape, generator=draws, device=device).to(load.dtype) for _ in range(2)
+            (torch.randn(shape, generator=draws, device=device) * size).to(load.dtype)
+            for size in (load.large, 1 / load.large)
         )
         self._weights = torch.rand(slots_NK.shape, generator=draws, device=device)
         inner = torch.randn((len(slots_NK), 2 * bank.ffn), generator=draws, device=device)
-        self._inner = inner.to(load.dtype)
+        self._inner = (inner * load.large).to(load.dtype)
         self._learns = bank if bank.adapters is None else bank.adapters
         self._inputs = [self._tokens.requires_grad_()]
         self._inputs += [self._weights.requires_grad_()] * load.weighted

@@ -26,6 +26,9 @@ from moesaic.nn.trial import Load, Trial, said
 from moesaic.policy.products import fastest
 from moesaic.train.run import Run, Tried
 
+_MOST_TOLD = 3
+"""Of what speaks against kernels: ranks whose memory is full have words of their own each."""
+
 
 def begin(
     run: Run, wide: torch.dtype, before: str | None, say: Callable[[str], None] | None
@@ -47,6 +50,8 @@ def begin(
         return
     taken: Products = "torch"
     if before != taken:
+        if say is not None and obstacle(device) is None:
+            say('experts: trying kernels of our own (layout.products = "torch" does without)')
         run.tried = _found(run, kind, timed=before != "triton")
         taken = "torch" if run.tried.faults else fastest(run.tried.seconds or {"triton": 0.0})
         devices.begin_anew(device)
@@ -139,9 +144,15 @@ def _on_all(world: World, work: Callable[[], object]) -> list[_Outcome]:
 def _words(run: Run, kind: torch.dtype) -> Iterator[str]:
     """What came of trying, for a person."""
     device, size = run.world.device, run.world.size
-    for fault, ranks in run.tried.faults.items():
+    told = list(run.tried.faults.items())
+    for fault, ranks in told[:_MOST_TOLD]:
         where = "" if len(ranks) == size else f"on {_named(ranks)}: "
         yield f"experts: {engine(device, kind, 'triton')} are not taken: {where}{fault}"
+    if len(told) > _MOST_TOLD:
+        more = len(told) - _MOST_TOLD
+        yield f"experts: {more} more such words are in this run's events (run_start)"
+    if told:
+        yield f"experts: {engine(device, kind)}, also when this run goes on; a new one tries anew"
     if run.tried.seconds:
         each = [
             f"{1e3 * taken_s:.3g} ms by {engine(device, kind, by)}"

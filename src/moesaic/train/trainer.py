@@ -154,12 +154,14 @@ def _find_start(
 def _as_left(plan: Plan, source: Source, *, homes: bool) -> tuple[Plan, str | None]:
     """`plan`, with what a checkpoint of the same layout goes by, so that the run goes on as if it
     had never stopped: what anything costs, if nobody says so now, and where experts live, if that
-    changes, or no plan was given. And what multiplied experts."""
+    changes, or no plan was given. And what multiplied experts, unless a job had named it."""
     if not isinstance(source, Checkpoint):
         return plan, None
     kept = {"homes_of_layers": {}, **source.facts["plan"]}
     now, prices, before = plan.decisions(), kept.pop("prices", None), kept.pop("products", None)
     del now["prices"], now["products"]
+    if source.facts["job"]["layout"].get("products", "auto") != "auto":
+        before = None
     if homes:
         now |= {key: kept[key] for key in ("homes", "homes_of_layers")}
     if kept != now:
