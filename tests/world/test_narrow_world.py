@@ -95,7 +95,7 @@ def test_any_layout_goes_on_from_any_other(ranks: Ranks, tmp_path: Path, moments
         assert_alike(whole(rest, 1), expected)
 
 
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+@pytest.mark.parametrize("moments", [pytest.param("bf16", marks=pytest.mark.soak), "8bit"])
 def test_slices_stages_and_columns_go_on_from_one_another(
     ranks: Ranks, tmp_path: Path, moments: str
 ) -> None:

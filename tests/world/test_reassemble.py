@@ -49,7 +49,12 @@ def train_through_layouts(
 
 
 @pytest.mark.parametrize(
-    "tables", [{}, SIGMOID, TIED], ids=["plain", "layers that differ", "tied head"]
+    "tables",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.soak),
+        pytest.param(SIGMOID, id="layers that differ"),
+        pytest.param(TIED, id="tied head"),
+    ],
 )
 def test_another_layout_in_the_same_process(ranks: Ranks, tables: dict[str, Any]) -> None:
     moving = ranks.run(4, train_through_layouts, GENERATIONS, tables)

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import SIGMOID, Outcome, assert_same, outcome, put_together, worst_element
+from layouts import (
+    SIGMOID,
+    Outcome,
+    assert_same,
+    outcome,
+    put_together,
+    sparing,
+    worst_element,
+)  # fmt: skip
 
 from moesaic.cli.replay import ReplayConfig, replayed
 from moesaic.dist.checkpoint import Checkpoint
@@ -222,8 +230,17 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert np.array_equal(value, b[key]) if key != "homes" else value == b[key], key
 
 
-@pytest.mark.parametrize("moments", ["full", "8bit"])
-@pytest.mark.parametrize("name", ["replicas", "sharded", "four, visits", "pipeline"])
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    sparing(
+        [
+            [name, moments]
+            for name in ("replicas", "sharded", "four, visits", "pipeline")
+            for moments in ("8bit", "full")
+        ],
+        2,
+    ),
+)
 def test_going_on_is_as_never_having_stopped(
     ranks: Ranks, text: Path, tmp_path: Path, name: str, moments: str
 ) -> None:

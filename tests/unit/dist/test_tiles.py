@@ -472,8 +472,12 @@ for kind, dtype in types.items():
 
 
 @pytest.mark.parametrize(
-    ("generation", "shared"), [(80, 163), (89, 99), (90, 227), (100, 227), (120, 99)]
-)
+    ("generation", "shared"),
+    [
+        (80, 163), (89, 99), (90, 227),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in ((100, 227), (120, 99))),
+    ],
+)  # fmt: skip
 def test_they_are_compiled_for_gpus(generation: int, shared: int, tmp_path: Any) -> None:
     """And what a program has in the memory of its processor, which is `shared` KiB, fits."""
     there = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
