@@ -1,5 +1,6 @@
-"""Experts of one layer on a GPU with next to no tokens each, as text is written: what any run of
-`generate` gets there by itself, against reading the matrices, transformers, and torch's product."""
+"""Experts of one layer on a GPU with next to no tokens each, as text is written, without a record
+for backward: what any run of `generate` gets there by itself, against reading the matrices,
+transformers, and torch's product."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def _rows(layer: Layer, what: str, rounds: int) -> Iterator[measure.Row]:
         ASKED: layer.call(partial(ours_by, layer, ASKED), back=False),
         "read": reading(layer), **layer.modes(back=False),
     }  # fmt: skip
-    contenders = {name: awaited(call, NUMBERS) for name, call in contenders.items()}
+    contenders = {
+        name: awaited(torch.inference_mode()(call), NUMBERS) for name, call in contenders.items()
+    }
     times = near(contenders, rounds, warmup=1, patience_s=PATIENCE_S)
     share, interval = times.ratio("read", "auto")
     yield measure.row(

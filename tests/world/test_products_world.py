@@ -32,8 +32,14 @@ from moesaic.train.jobfile import LoadedJob
 from moesaic.train.trainer import train
 
 CPU = torch.device("cpu")
-TRYING = 'experts: trying kernels of our own (layout.products = "torch" does without)'
-TORCH = f"experts: {engine(CPU, torch.float32)}, also when this run goes on; a new one tries anew"
+TRYING = (
+    "experts: trying kernels of our own, where they can be used "
+    '(layout.products = "torch" does without)'
+)
+TORCH = (
+    f"experts: so this run has {engine(CPU, torch.float32)}, also when it goes on in this layout; "
+    "a new run tries again"
+)
 DENSE = {"family": "llama", "experts": 0, "top_k": 0}
 LATE = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 2, "dense_layers": 1, "shared": 1,
@@ -149,16 +155,23 @@ def test_what_is_wrong_on_one_rank_is_taken_on_none(
 
 
 def test_many_words_are_few_lines(ranks: Ranks) -> None:
-    """Of ranks that tell of their own memory each, or of a compiler, whose words are pages."""
-    found = [Rank(fault=RuntimeError(f"full:\n  {rank}" + " free" * 100)) for rank in range(4)]
-    told = ranks.run(4, begun, {}, found)[0][-2]
-    assert len(told) == 6
-    assert all("\n" not in line and len(line) < 400 for line in told)
-    assert told[1].startswith(
-        "experts: kernels of our own are not taken: on rank 0: RuntimeError: full: 0 free"
-    )
-    assert told[4] == "experts: 1 more such words are in this run's events (run_start)"
-    assert told[5] == TORCH
+    """Of ranks that tell of their own memory each, or of a compiler, whose words are pages and end
+    with what is wrong; all of them are kept."""
+    each = [
+        RuntimeError(f"at {rank}:\n" + "  tl.dot(a, b)\n" * 40 + "no room") for rank in range(4)
+    ]
+    *_, faults, told, _ = ranks.run(4, begun, {}, [Rank(fault=one) for one in each])[0]
+    first, *firsts, more, torchs = told
+    assert (first, torchs) == (TRYING, TORCH)
+    for rank, line in enumerate(firsts):
+        about = f"on rank {rank}: RuntimeError: at {rank}: tl.dot"
+        assert line.startswith(f"experts: kernels of our own are not taken: {about}")
+        assert line.endswith(" no room")
+        assert len(line) < 400
+    assert len(firsts) == 3
+    assert more == "experts: 1 more such faults are in the event run_start"
+    assert list(faults.values()) == [[0], [1], [2], [3]]
+    assert all(words.count("tl.dot") == 40 for words in faults)
 
 
 @pytest.mark.parametrize("found", ["RuntimeError: lost", RuntimeError("lost"), None])
@@ -270,10 +283,10 @@ def test_a_run_goes_on_with_what_it_had(ranks: Ranks, text: Path, tmp_path: Path
     assert [one["seconds"] for one in starts] == [{"torch": 1e-3, "triton": 3e-3}, {}]
 
 
-def few(_: Trial, load: Load) -> Iterator[tuple[Load, set[int]]]:
+def few(self: Trial, load: Load) -> Iterator[tuple[Any, Any]]:
     """Of what is tried: interpreted it takes long."""
-    yield replace(load, tokens=load.tokens | 1), {0}
-    yield load, set()
+    some = replace(load, tokens=load.tokens | 1)
+    yield self._uneven(some, {0}), self._uneven(some, {1})
 
 
 def stepped(world: World, tables: dict[str, Any]) -> tuple[Any, ...]:

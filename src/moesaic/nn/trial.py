@@ -50,16 +50,14 @@ differences of two are as large as those two differ, to a third or so, and take 
 _EXPONENT = 0.7
 """Of the odds of experts by their place."""
 _ROWS = 0, 1, 17, 33, 65, 513
-"""Of a slot in the mean, each of which tiles are of other sizes for: a pass has now more rows, now
-fewer."""
+"""Of a slot in the mean, for most of which tiles are of other sizes: a pass has now more rows, now
+fewer; with none it is one token."""
 _AT_MOST = 4
 """Times its load that a rank is tried with."""
-_HIGHEST = 128
-"""Rows of a tile, at most."""
+_HIGH = 16, 128
+"""Rows of a tile, at least and at most."""
 _LARGE = 30.0
 """Tokens, for once: gates are then where exponentials end, as in trained models some are."""
-_SAID = 300
-"""Letters of an error: some compilers' are pages."""
 _ROUNDS = 5
 _SAMPLE_S, _MOST_PASSES = 0.02, 32
 """Passes that follow each other are timed together, as layers do in a run."""
@@ -124,6 +122,7 @@ class Trial:
     def __init__(self, bank: Bank, loads: Sequence[Load]) -> None:
         self._bank, self._loads, self._slots = bank, loads, len(bank.arena)
         self._draws = torch.Generator(bank.arena.device)
+        self._drawn = dict[int, Tensor]()
 
     def fault(self) -> str | None:
         """What speaks against kernels of our own here: other results than torch's, or whatever they
@@ -138,14 +137,20 @@ class Trial:
         tries = self._tries(load)
         return next(filter(None, (self._fault(*one) for one in tries)), None)
 
-    def _tries(self, load: Load) -> Iterator[tuple[Load, set[int] | None]]:
-        """Loads, each with the slots that are to be empty; or dealt out in turn, if that is None.
+    def _tries(self, load: Load) -> Iterator[tuple[_Going, _Going]]:
+        """Passes, and with each one of as many tokens whose rows lie otherwise."""
+        for some, empty in self._by_chance(load):
+            yield self._uneven(some, empty), self._uneven(some, {slot + 1 for slot in empty})
+        full = self._just_full(load)
+        if full is not None:
+            for moved in (False, True):
+                yield self._even(full, moved=moved), self._uneven(full, set())
 
-        With the first slot empty, the last one, two of every four, none, and all but as few as can
-        be; with more and fewer rows; with larger tokens; and with slots that just fill their tiles.
-        """
+    def _by_chance(self, load: Load) -> Iterator[tuple[Load, set[int]]]:
+        """With the first slot empty, the last one, two of every four, none, and all but as few as
+        can be; with more and fewer rows; and with larger tokens."""
         slots, last = range(self._slots), self._slots - 1
-        each = load.tokens * load.choices / self._slots
+        each = self._each(load)
         yield replace(load, tokens=load.tokens * 7 // 8 | 1), {0}
         yield replace(load, tokens=load.tokens * 9 // 8 | 1), {last}
         yield replace(load, tokens=load.tokens | 1), {slot for slot in slots if slot % 4 in (1, 2)}
@@ -156,44 +161,58 @@ class Trial:
             if rows <= _AT_MOST * each:
                 yield load.with_rows(rows, self._slots), set()
         yield replace(load, large=_LARGE), set()
-        for more in (False, True):
-            yield self._just_full(load, each, more=more), None
 
-    def _just_full(self, load: Load, each: float, *, more: bool) -> Load:
-        """Whose slots, dealt out in turn, have whole tiles of about as many rows for one half, and
-        for the other a row less, or `more`."""
-        high = _HIGHEST if each > _HIGHEST / 2 else 1 << max(0, math.ceil(each) - 1).bit_length()
-        whole = max(1, round(each / high)) * high * self._slots
-        rows = whole + (self._slots + 1) // 2 if more else whole - self._slots // 2
-        return replace(load, tokens=max(1, rows // load.choices))
+    def _each(self, load: Load) -> float:
+        """Rows of a slot, in the mean."""
+        return load.tokens * load.choices / self._slots
 
-    def _fault(self, load: Load, empty: set[int] | None) -> str | None:
-        """With those slots empty in the first computation, the next ones in the next."""
-        going = self._even(load) if empty is None else self._uneven(load, empty)
-        others = self._uneven(load, {slot + 1 for slot in empty or ()})
+    def _just_full(self, load: Load) -> Load | None:
+        """About as many, that just fill tiles of every slot; none, where tiles are far higher."""
+        each, (lowest, highest) = self._each(load), _HIGH
+        high = highest if each > highest / 2 else 1 << max(0, math.ceil(each) - 1).bit_length()
+        high = max(high, lowest)
+        if high > _AT_MOST * each:
+            return None
+        rows = max(1, round(each / high)) * high * self._slots
+        return replace(load, tokens=math.ceil(rows / load.choices))
+
+    def _fault(self, going: _Going, others: _Going) -> str | None:
+        load = going.load
         with _by(self._bank, "torch"):
-            due = [_standing_for(one) for one in going()]
-            finite = [one.isfinite().all() for pair in due for one in pair]
-            if not bool(torch.stack(finite).all()):
-                if load.large > 1:  # In fp16 there may be no room for them.
+            due = [self._standing_for(one) for one in going()]
+            if not _finite(due):
+                if load.large > 1 and load.dtype == torch.float16:  # Which has no room for them.
                     return None
                 return f"what torch makes of numbers by chance is not finite in {load.dtype}"
             # What kernels leave as it was must not be what torch has left there.
             deque(others(), maxlen=0)
         try:
             with _by(self._bank, "triton"):
-                found = [_standing_for(one) for one in going()]
+                found = [self._standing_for(one) for one in going()]
                 # Nor may they go by what they know of as many rows that lay otherwise.
                 deque(others(), maxlen=0)
-                again = [_standing_for(one) for one in going()]
+                again = [self._standing_for(one) for one in going()]
         except Exception as error:  # noqa: BLE001 - torch can have the run, whatever it is
             return said(error)
+        if not (_finite(found) and _finite(again)):
+            return "results are no numbers where torch's are"
         times = max(_times(one, due, load.dtype, going.of_weights) for one in (found, again))
         if math.isinf(times):
-            return "results are no numbers where torch's are"
+            return "results are other than zero where torch's are zero"
         if times > 1:
             return f"results are {times:.3g} times as far from torch's as they may be"
         return None
+
+    def _standing_for(self, results: Tensor) -> tuple[Tensor, ...]:
+        """Numbers that stand for each row, and for each column, where those are longer."""
+        if min(results.shape) <= _DRAWN:
+            return results.float(), results.float().T
+        for size in results.shape:
+            if size not in self._drawn:
+                self._drawn[size] = _drawn(size, results.device)
+        height, width = (self._drawn[size] for size in results.shape)
+        wide = results.float()
+        return wide @ width, wide.T @ height
 
     def seconds(
         self, clock: Callable[[torch.device], float] = devices.now
@@ -218,10 +237,16 @@ class Trial:
                 passes_each = max(1, min(_MOST_PASSES, wanted))
         return {name: median(some) for name, some in times.items()}
 
-    def _even(self, load: Load) -> _Going:
-        shape, device = (load.tokens * load.times, load.choices), self._bank.arena.device
-        slots = torch.arange(math.prod(shape), device=device).view(shape) % self._slots
-        return _Going(self._bank, load, slots, self._draws)
+    def _even(self, load: Load, *, moved: bool = False) -> _Going:
+        """Slots in turn, in each computation alike; of every two the first gets a row of the other,
+        if some are to be `moved`, or the only one gets one more."""
+        tokens = load.tokens + (moved and self._slots == 1)
+        shape = tokens, load.choices
+        slots = torch.arange(math.prod(shape), device=self._bank.arena.device) % self._slots
+        if moved:
+            last = slots[-self._slots :]
+            last -= last % 2
+        return _Going(self._bank, load, slots.view(shape).repeat(load.times, 1), self._draws)
 
     def _uneven(self, load: Load, empty: set[int]) -> _Going:
         """Slots of each token by chance, the later ones rarer; none goes to those that are to be
@@ -253,22 +278,24 @@ def _times(
     of_weights: int,
 ) -> float:  # fmt: skip
     """How many times as far some results are from those that are due as rounding may have it."""
-    least = torch.finfo(dtype).smallest_normal
-    off = [
-        max(_off(*pair, least) for pair in zip(one, right, strict=True))
-        for one, right in zip(found, due, strict=True)
-    ]
-    if math.isfinite(off[of_weights]):
-        few = due[of_weights][0].numel() < _FEW
-        off[of_weights] = 0.0 if few else off[of_weights] / _OF_WEIGHTS
-    askew = [max(map(_askew, *pairs)) / _ASKEW for pairs in zip(found, due, strict=True)]
-    return max(*off, *askew) / _APART[dtype]
+    least, off, askew = torch.finfo(dtype).smallest_normal, list[Tensor](), list[Tensor]()
+    for one, right in zip(found, due, strict=True):
+        pairs = list(zip(one, right, strict=True))
+        off.append(torch.stack([_off(*pair, least) for pair in pairs]).max())
+        askew.append(torch.stack([_askew(*pair) for pair in pairs]).max() / _ASKEW)
+    each: list[float] = torch.stack(off + askew).nan_to_num(nan=math.inf, posinf=math.inf).tolist()
+    few = due[of_weights][0].numel() < _FEW
+    each[of_weights] = 0.0 if few else each[of_weights] / _OF_WEIGHTS
+    return max(each) / _APART[dtype]
+
+
+def _finite(results: Sequence[tuple[Tensor, ...]]) -> bool:
+    return bool(torch.stack([one.isfinite().all() for pair in results for one in pair]).all())
 
 
 def said(error: Exception) -> str:
     """What it is, for a person, in a line."""
-    words = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    return words if len(words) <= _SAID else f"{words[:_SAID]} ..."
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 class _Going:
@@ -278,7 +305,7 @@ class _Going:
     """Of results the gradients of weights."""
 
     def __init__(self, bank: Bank, load: Load, slots_NK: Tensor, draws: torch.Generator) -> None:
-        self._bank, self._load, self._slots = bank, load, slots_NK
+        self._bank, self.load, self._slots = bank, load, slots_NK
         self._dispatcher = Dispatcher(len(bank.arena), Ranks())
         shape, device = (len(slots_NK), bank.hidden), bank.arena.device
         self._tokens, self._grad = (
@@ -297,7 +324,7 @@ class _Going:
         """Sums of each token's results, and gradients of tokens, of weights if there are some, and
         of what learns."""
         with torch.enable_grad():
-            if self._load.again:
+            if self.load.again:
                 self._forward()
             result = self._forward()
             return result.detach(), *torch.autograd.grad(result, self._inputs, self._grad)
@@ -306,7 +333,7 @@ class _Going:
         """The same as matrices, one after another, and what comes where no backward follows, or
         where it comes in halves."""
         result, of_tokens, *others = self.there_and_back()
-        of_weights = others.pop(0) if self._load.weighted else of_tokens
+        of_weights = others.pop(0) if self.load.weighted else of_tokens
         yield from (result, of_tokens, of_weights)
         for grad in others:
             for _, _, view in self._learns.matrices(grad):
@@ -316,7 +343,7 @@ class _Going:
             yield activate(self._inner, self._bank.multiplied_by)
 
     def _forward(self) -> Tensor:
-        times, columns = self._load.times, (self._tokens, self._slots, self._weights)
+        times, columns = self.load.times, (self._tokens, self._slots, self._weights)
         parts = zip(*(one.chunk(times) for one in columns), strict=True)
         with self._bank.at_work(times) as compute:
             return torch.cat([self._computed(compute, *part) for part in parts])
@@ -324,23 +351,14 @@ class _Going:
     def _computed(
         self, compute: Compute, tokens_NH: Tensor, slots_NK: Tensor, weights_NK: Tensor
     ) -> Tensor:
-        if not self._load.weighted:  # As rows that come from others.
+        if not self.load.weighted:  # As rows that come from others.
             counts = slots_NK.reshape(-1).bincount(minlength=len(self._bank.arena)).cpu()
             order = slots_NK.reshape(-1).argsort(stable=True)
             return compute(tokens_NH, Routes(counts, order), None)
-        by, free = self._bank.multiplied_by, not self._load.waited_for
+        by, free = self._bank.multiplied_by, not self.load.waited_for
         counted = self._dispatcher.count(slots_NK, training=True, whole=free, by=by)
         placed = self._dispatcher.place(counted)
         return self._dispatcher.start(tokens_NH, weights_NK, placed).through(compute)
-
-
-def _standing_for(results: Tensor) -> tuple[Tensor, ...]:
-    """Numbers that stand for each row, and for each column, where those are longer."""
-    if min(results.shape) <= _DRAWN:
-        return results.float(), results.float().T
-    wide = results.float()
-    height, width = (_drawn(size, results.device) for size in results.shape)
-    return wide @ width, wide.T @ height
 
 
 def _drawn(size: int, device: torch.device) -> Tensor:
@@ -349,22 +367,22 @@ def _drawn(size: int, device: torch.device) -> Tensor:
     return torch.randn((size, _DRAWN), generator=draws, device=device) / math.sqrt(_DRAWN)
 
 
-def _off(found: Tensor, due: Tensor, least: float) -> float:
+def _off(found: Tensor, due: Tensor, least: float) -> Tensor:
     """The most by which a row differs, as a share of itself, or of what they are in the mean, as
     numbers that are no less than the `least` that a type has in full."""
     sizes = due.norm(dim=1)
     floor = sizes.mean().clamp(min=least * math.sqrt(_DRAWN))
-    off = float(((found - due).norm(dim=1) / sizes.maximum(floor)).max())
-    return math.inf if math.isnan(off) else off
+    shares: Tensor = (found - due).norm(dim=1) / sizes.maximum(floor)
+    return shares.max()
 
 
-def _askew(found: Tensor, due: Tensor) -> float:
+def _askew(found: Tensor, due: Tensor) -> Tensor:
     """By what share all of it is too large or too small, where it is enough to say so."""
-    square = float((due * due).sum())
-    if due.numel() < _ENOUGH or not square:
-        return 0.0
-    askew = abs(float((found * due).sum()) / square - 1)
-    return math.inf if math.isnan(askew) else askew
+    square = (due * due).sum()
+    if due.numel() < _ENOUGH:
+        return torch.zeros_like(square)
+    askew = ((found * due).sum() / square - 1).abs()
+    return torch.where(square > 0, askew, torch.zeros_like(square))
 
 
 @contextmanager

@@ -28,6 +28,8 @@ from moesaic.train.run import Run, Tried
 
 _MOST_TOLD = 3
 """Of what speaks against kernels: ranks whose memory is full have words of their own each."""
+_SHORT = 150
+"""Letters of such words at either end."""
 
 
 def begin(
@@ -40,7 +42,7 @@ def begin(
         run: whose experts.
         wide: what products take unless the job's precision is narrower.
         before: what multiplied them until now, in the same layout.
-        say: told what came of it.
+        say: told that kernels are tried, and what came of it.
     """
     job, device = run.job, run.world.device
     kind = NARROW.get(job.train.precision, wide)
@@ -50,8 +52,11 @@ def begin(
         return
     taken: Products = "torch"
     if before != taken:
-        if say is not None and obstacle(device) is None:
-            say('experts: trying kernels of our own (layout.products = "torch" does without)')
+        if say is not None:
+            say(
+                "experts: trying kernels of our own, where they can be used "
+                '(layout.products = "torch" does without)'
+            )
         run.tried = _found(run, kind, timed=before != "triton")
         taken = "torch" if run.tried.faults else fastest(run.tried.seconds or {"triton": 0.0})
         devices.begin_anew(device)
@@ -147,18 +152,28 @@ def _words(run: Run, kind: torch.dtype) -> Iterator[str]:
     told = list(run.tried.faults.items())
     for fault, ranks in told[:_MOST_TOLD]:
         where = "" if len(ranks) == size else f"on {_named(ranks)}: "
-        yield f"experts: {engine(device, kind, 'triton')} are not taken: {where}{fault}"
+        yield f"experts: {engine(device, kind, 'triton')} are not taken: {where}{_short(fault)}"
     if len(told) > _MOST_TOLD:
         more = len(told) - _MOST_TOLD
-        yield f"experts: {more} more such words are in this run's events (run_start)"
+        yield f"experts: {more} more such faults are in the event run_start"
     if told:
-        yield f"experts: {engine(device, kind)}, also when this run goes on; a new one tries anew"
+        yield (
+            f"experts: so this run has {engine(device, kind)}, also when it goes on in this "
+            "layout; a new run tries again"
+        )
     if run.tried.seconds:
         each = [
             f"{1e3 * taken_s:.3g} ms by {engine(device, kind, by)}"
             for by, taken_s in run.tried.seconds.items()
         ]
         yield f"experts of a layer, there and back: {', '.join(each)}"
+
+
+def _short(fault: str) -> str:
+    """Its beginning and its end: compilers have their word behind pages of what it is about."""
+    if len(fault) <= 2 * _SHORT:
+        return fault
+    return f"{fault[:_SHORT]} ... {fault[-_SHORT:]}"
 
 
 def _named(ranks: Sequence[int]) -> str:

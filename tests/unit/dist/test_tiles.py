@@ -474,8 +474,8 @@ for kind, dtype in types.items():
 @pytest.mark.parametrize(
     ("generation", "shared"),
     [
-        (80, 163), (89, 99), (90, 227),
-        *(pytest.param(*one, marks=pytest.mark.soak) for one in ((100, 227), (120, 99))),
+        (80, 163), (89, 99), (90, 227), (100, 227),
+        pytest.param(120, 99, marks=pytest.mark.soak),
     ],
 )  # fmt: skip
 def test_they_are_compiled_for_gpus(generation: int, shared: int, tmp_path: Any) -> None:

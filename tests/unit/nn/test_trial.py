@@ -74,12 +74,14 @@ def spoil(tiles: Any, patch: pytest.MonkeyPatch, name: str, how: Callable[..., A
     patch.setattr(tiles, name, wrong)
 
 
-def is_off(found: str | None) -> bool:
-    """Whether results are found to be others, and nothing else."""
-    told = found or ""
-    return told == "results are no numbers where torch's are" or told.endswith(
-        " times as far from torch's as they may be"
-    )
+FAR = " times as far from torch's as they may be"
+NO_NUMBERS = "results are no numbers where torch's are"
+NOT_ZERO = "results are other than zero where torch's are zero"
+
+
+def is_off(found: str | None, words: str = FAR) -> bool:
+    """Whether results are found to be others in that way, and nothing else."""
+    return (found or "").endswith(words)
 
 
 LOADS = [FREE, {}, {"times": 2}, {"weighted": False}, {"again": True}]
@@ -185,7 +187,8 @@ def test_products_that_are_wrong_are_found(
             how(out, counts)
 
     spoil(tiles, monkeypatch, "grouped_mm", wrong)
-    assert is_off(fault(layer(experts=8), 256, TOP_K, dtype))
+    words = NO_NUMBERS if how is _a_number else FAR
+    assert is_off(fault(layer(experts=8), 256, TOP_K, dtype), words)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,8 @@ def test_gradients_of_matrices_that_are_wrong_are_found(
         how(out, counts)
 
     spoil(tiles, monkeypatch, "grouped_outer", wrong)
-    assert is_off(fault(layer(adapted=adapted), 64, TOP_K, dtype))
+    words = NO_NUMBERS if how is _a_number else FAR
+    assert is_off(fault(layer(adapted=adapted), 64, TOP_K, dtype), words)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -318,7 +322,7 @@ def test_what_is_not_written_is_found(
 
     monkeypatch.setattr(loops, "outer", right)
     monkeypatch.setattr(tiles, "grouped_outer", wrong)
-    assert is_off(fault(layer(), 24, TOP_K, FP32))
+    assert is_off(fault(layer(), 24, TOP_K, FP32), NOT_ZERO)
 
 
 @pytest.mark.parametrize("name", ["grouped_outer", "gated_back"])
@@ -395,20 +399,22 @@ def _where_most_are_empty(
 
 
 def _the_last_whole_tile(
-    _: None, rows: Tensor, weight: Tensor, counts: Tensor, turned: bool, out: Tensor
-) -> None:
+    _: None, rows: Tensor, weight: Tensor, counts: Tensor, turned: bool, out: Tensor,
+    *, high: int = 128,
+) -> None:  # fmt: skip
     for end, number in zip(counts.cumsum(0).tolist(), counts.tolist(), strict=True):
-        if number and number % 128 == 0:
-            out[end - 128 : end] = 0.0
+        if number and number % high == 0:
+            out[end - high : end] = 0.0
 
 
 def _a_row_by_itself(
-    _: None, left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool
-) -> None:
+    _: None, left: Tensor, right: Tensor, counts: Tensor, out: Tensor, added: bool,
+    *, high: int = 128,
+) -> None:  # fmt: skip
     """The one of a tile that is there for it alone."""
     ends = counts.cumsum(0).tolist()
     for slot, (end, number) in enumerate(zip(ends, counts.tolist(), strict=True)):
-        if number % 64 == 1 and number > 1:
+        if number % high == 1 and number > 1:
             out[slot] -= torch.outer(left[end - 1], right[end - 1])
 
 
@@ -425,11 +431,16 @@ def _few_rows(
         ("gated_back", _no_number_of_large_gates, 4, 256),
         ("grouped_mm", _of_one_that_has_most, 8, 256),
         ("grouped_outer", _where_most_are_empty, 8, 256),
-        ("grouped_mm", _the_last_whole_tile, 4, 1024),
-        ("grouped_outer", _a_row_by_itself, 8, 1024),
         ("grouped_mm", _few_rows, 8, 256),
+        *(
+            (name, partial(how, high=high), experts, tokens)
+            for name, how in (
+                ("grouped_mm", _the_last_whole_tile), ("grouped_outer", _a_row_by_itself),
+            )
+            for high, experts, tokens in ((128, 4, 1024), (128, 1, 700), (64, 3, 150), (16, 6, 40))
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_only_some_passes_of_a_run_meet_is_tried(
     tiles: Any, name: str, how: Callable[..., None], experts: int, tokens: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -437,7 +448,27 @@ def test_what_only_some_passes_of_a_run_meet_is_tried(
     """Gates of a trained model, an expert that most tokens go to, slots that just fill their tiles
     or have a row more, a pass of next to no tokens."""
     spoil(tiles, monkeypatch, name, how)
-    assert is_off(fault(layer(experts=experts), tokens, 1, FP32, weighted=False))
+    words = NO_NUMBERS if how is _no_number_of_large_gates else FAR
+    assert is_off(fault(layer(experts=experts), tokens, 1, FP32, weighted=False), words)
+
+
+@pytest.mark.parametrize(("experts", "choices", "tokens"), [(8, 8, 60), (6, 3, 30), (5, 1, 40)])
+def test_tiles_are_just_full_and_a_row_is_over(
+    experts: int, choices: int, tokens: int, tiles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many choices a token has; both are of one mean, by which the tiles are chosen."""
+    seen = list[list[int]]()
+
+    def notes(_: None, rows: Tensor, weight: Tensor, counts: Tensor, *others: Any) -> None:
+        seen.append(counts.tolist())
+
+    spoil(tiles, monkeypatch, "grouped_mm", notes)
+    assert fault(layer(experts=experts), tokens, choices, FP32) is None
+    high = tiles.blocks(FP32, tokens * choices / experts).rows
+    moved = [high + (-1 if slot % 2 else 1) for slot in range(experts)]
+    moved[-1] -= experts % 2
+    assert [high] * experts in seen
+    assert moved in seen
 
 
 def test_what_goes_by_the_rows_of_a_pass_before_is_found(
@@ -477,7 +508,7 @@ def test_few_gradients_of_weights_may_not_be_no_numbers(
             given[4].fill_(float("nan"))
 
     spoil(tiles, monkeypatch, "gated_back", wrong)
-    assert is_off(fault(layer(experts=8), 64, TOP_K, FP32, **FREE))
+    assert is_off(fault(layer(experts=8), 64, TOP_K, FP32, **FREE), NO_NUMBERS)
 
 
 @pytest.mark.parametrize(
