@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--parts", nargs="?", const="", metavar="PART",
         help="take a part anew: of facts operations, of families training, bubbles or conversion, "
         "of layer experts (or a shape of them: olmoe, qwen3-moe, mixtral, deepseek-v3), hosts, "
-        "overlap, fusion, embedding, peers, exchange, step, gpu or tutel (or a shape: gpu-olmoe), "
-        "gpu-decoding, "
+        "overlap, fusion, embedding, peers, exchange, step, gpu-decoding, gpu or tutel (or a "
+        "shape: gpu-olmoe), "
         "of balance host, hosts, model, break-even, early, planning or policies; without a name, "
         "the first",
     )  # fmt: skip

@@ -54,8 +54,6 @@ _ROWS = 0, 1, 17, 33, 65, 513
 fewer; with none it is one token."""
 _AT_MOST = 4
 """Times its load that a rank is tried with."""
-_HIGH = 16, 128
-"""Rows of a tile, at least and at most."""
 _LARGE = 30.0
 """Tokens, for once: gates are then where exponentials end, as in trained models some are."""
 _ROUNDS = 5
@@ -168,9 +166,10 @@ class Trial:
 
     def _just_full(self, load: Load) -> Load | None:
         """About as many, that just fill tiles of every slot; none, where tiles are far higher."""
-        each, (lowest, highest) = self._each(load), _HIGH
-        high = highest if each > highest / 2 else 1 << max(0, math.ceil(each) - 1).bit_length()
-        high = max(high, lowest)
+        from moesaic.dist import tiles
+
+        each = self._each(load)
+        high = tiles.blocks(load.dtype, each).rows
         if high > _AT_MOST * each:
             return None
         rows = max(1, round(each / high)) * high * self._slots
