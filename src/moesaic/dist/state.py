@@ -41,8 +41,10 @@ def is_shared_out(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter or gradient, detached, sharing memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if is_shared_out(tensor) else tensor
+    if not is_shared_out(tensor):
+        return tensor.detach()
+    with torch.no_grad():  # Or each makes a DTensor first, whose writes nobody counts.
+        return tensor.to_local().detach()
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class AdamW:
             )  # fmt: skip
             # Parameters count for themselves what is written to the memory that they share.
             sharing = (one for one in alike if one.flat is not None)
-            increment_version([item.parameter for one in sharing for item in one.items])
+            increment_version([item.local for one in sharing for item in one.items])
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Moments of parameters that have other names from now on, by those that they had."""
