@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,33 +95,62 @@ def check_what_changed(job: Job, result: Outcome) -> None:
         assert np.array_equal(result.state[key], before[key]) != changes, key
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_every_layout_gives_the_same_numbers(ranks: Ranks, name: str) -> None:
-    tables = JOBS[name]
+HALVES, COLUMNS = {"pp": 2, "schedule": "zero-bubble"}, {"embedding": "columns"}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"ep": 2}), (2, {"shard": 2}), (4, {"ep": 2, "shard": 2}), (2, HALVES),
+    (2, {"ep": 2, **COLUMNS}), (4, {**HALVES, **COLUMNS}),
+]  # fmt: skip
+SLICES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "shard": 2}),
+    (4, {"tp": 2, "pp": 2, "schedule": "gpipe", "ep": 2}),
+]  # fmt: skip
+_alone: dict[str, Outcome] = {}
+
+
+def in_turn(
+    names: Sequence[str], layouts: Sequence[tuple[int, dict[str, Any]]], each: int
+) -> list[Any]:
+    """Every job in every layout; of the default suite are as many of `each` job, in turn."""
+    return [
+        pytest.param(
+            name, *layout, marks=[pytest.mark.soak] * ((number - at) % len(layouts) >= each)
+        )
+        for at, name in enumerate(names)
+        for number, layout in enumerate(layouts)
+    ]
+
+
+def check_layout(ranks: Ranks, tables: dict[str, Any], size: int, layout: dict[str, Any]) -> None:
+    """Hold steps in a layout against those of one rank."""
     job = tiny_job(**tables)
-    one = outcome(ranks, 1, job, STEPS)
-    check_what_changed(job, one)
-    ep = 2 if job.model.experts else 1
-    halves = {"pp": 2, "schedule": "gpipe" if job.train.recompute else "zero-bubble"}
-    for size, layout in (
-        (2, {"ep": ep}), (2, {"shard": 2}), (4, {"ep": ep, "shard": 2}), (2, halves),
-        (2, {"ep": ep, "embedding": "columns"}), (4, {**halves, "embedding": "columns"}),
-    ):  # fmt: skip
-        other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
-        check_same(other, one)
+    if str(tables) not in _alone:
+        _alone[str(tables)] = outcome(ranks, 1, job, STEPS)
+        check_what_changed(job, _alone[str(tables)])
+    if not job.model.experts:
+        layout = {key: value for key, value in layout.items() if key != "ep"}
+    if job.train.recompute and "pp" in layout:
+        layout = {**layout, "schedule": "gpipe"}
+    other = outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS)
+    check_same(other, _alone[str(tables)])
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if "alone" not in name])
-def test_slices_give_the_same_numbers(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize(("name", "size", "layout"), in_turn([*JOBS], LAYOUTS, 3))
+def test_every_layout_gives_the_same_numbers(
+    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+) -> None:
+    check_layout(ranks, JOBS[name], size, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    in_turn([name for name in JOBS if "alone" not in name], SLICES, 2),
+)
+def test_slices_give_the_same_numbers(
+    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+) -> None:
     """Of a matrix cut by rows B is cut and A whole, of one cut by columns A is cut and B whole."""
     tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
-    job = tiny_job(**tables)
-    one = outcome(ranks, 1, job, STEPS)
-    ep = 2 if job.model.experts else 1
-    halves = {"pp": 2, "schedule": "gpipe", "ep": ep}
-    for size, layout in ((2, {}), (4, {"ep": ep, "shard": 2}), (4, halves)):
-        other = outcome(ranks, size, tiny_job(**tables, layout={**layout, "tp": 2}), STEPS)
-        check_same(other, one)
+    check_layout(ranks, tables, size, layout)
 
 
 @pytest.mark.parametrize(

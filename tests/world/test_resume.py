@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import ASKING, SIGMOID, worst_element
+from layouts import ASKING, SIGMOID, sparing, worst_element
 from table import FAMILIES, SMALL
 
 from moesaic.base.errors import UserError
@@ -261,7 +261,7 @@ def test_a_tied_table_goes_on_whole_and_in_columns(
         assert worst_element(read_state(end(out), sizes=sizes["model"]), expected) < 1e-9
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sparing([*FAMILIES], 2))
 def test_every_family_goes_on_in_another_layout(
     ranks: Ranks, text: Path, tmp_path: Path, family: str
 ) -> None:

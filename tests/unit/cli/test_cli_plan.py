@@ -144,7 +144,9 @@ def test_tokens_travel_in_the_way_that_is_shortest(
     assert not any(one["other_ways"] for one in pinned)
 
 
-@pytest.mark.parametrize("pipeline", ["", ",pp=2,schedule=1f1b"])
+@pytest.mark.parametrize(
+    "pipeline", ["", pytest.param(",pp=2,schedule=1f1b", marks=pytest.mark.soak)]
+)
 def test_tokens_go_in_as_many_parts_and_beside_as_much_as_is_shortest(
     place: Path, capfd: pytest.CaptureFixture[str], pipeline: str
 ) -> None:

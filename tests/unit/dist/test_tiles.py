@@ -474,7 +474,8 @@ for kind, dtype in types.items():
 @pytest.mark.parametrize(
     ("generation", "shared"),
     [
-        (80, 163), (89, 99), (90, 227), (100, 227),
+        (80, 163), (89, 99), (90, 227),
+        pytest.param(100, 227, marks=pytest.mark.soak),
         pytest.param(120, 99, marks=pytest.mark.soak),
     ],
 )  # fmt: skip

@@ -42,9 +42,10 @@ class Members:
     """Groups of ranks, laid out so that all of them are looked at together."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._sizes = [len(group) for group in groups]
-        self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, sum(self._sizes))
-        self._first = np.cumsum([0, *self._sizes[:-1]])
+        self._sizes = np.fromiter(map(len, groups), np.int64, len(groups))
+        ends = self._sizes.cumsum()
+        self._first = ends - self._sizes
+        self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, ends[-1])
 
     def most(self, values: NDArray[Number]) -> NDArray[Number]:
         """Of values by rank, the largest of each group."""
@@ -54,7 +55,7 @@ class Members:
     def spread(self, each: ArrayLike, others: Seconds) -> Seconds:
         """By rank, what is said of its group, or, as of `others`, if it is in none."""
         values = others.copy()
-        values[self._ranks] = np.repeat(each, self._sizes)
+        values[self._ranks] = np.asarray(each).repeat(self._sizes)
         return values
 
 
