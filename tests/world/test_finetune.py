@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from layouts import SIGMOID, Outcome, outcome, worst_element
+from layouts import SIGMOID, Outcome, outcome, sparing, worst_element
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
@@ -107,19 +106,6 @@ SLICES: list[tuple[int, dict[str, Any]]] = [
 _alone: dict[str, Outcome] = {}
 
 
-def in_turn(
-    names: Sequence[str], layouts: Sequence[tuple[int, dict[str, Any]]], each: int
-) -> list[Any]:
-    """Every job in every layout; of the default suite are as many of `each` job, in turn."""
-    return [
-        pytest.param(
-            name, *layout, marks=[pytest.mark.soak] * ((number - at) % len(layouts) >= each)
-        )
-        for at, name in enumerate(names)
-        for number, layout in enumerate(layouts)
-    ]
-
-
 def check_layout(ranks: Ranks, tables: dict[str, Any], size: int, layout: dict[str, Any]) -> None:
     """Hold steps in a layout against those of one rank."""
     job = tiny_job(**tables)
@@ -134,7 +120,10 @@ def check_layout(ranks: Ranks, tables: dict[str, Any], size: int, layout: dict[s
     check_same(other, _alone[str(tables)])
 
 
-@pytest.mark.parametrize(("name", "size", "layout"), in_turn([*JOBS], LAYOUTS, 3))
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    sparing([[name, *layout] for layout in LAYOUTS for name in JOBS], 2),
+)
 def test_every_layout_gives_the_same_numbers(
     ranks: Ranks, name: str, size: int, layout: dict[str, Any]
 ) -> None:
@@ -143,7 +132,7 @@ def test_every_layout_gives_the_same_numbers(
 
 @pytest.mark.parametrize(
     ("name", "size", "layout"),
-    in_turn([name for name in JOBS if "alone" not in name], SLICES, 2),
+    sparing([[name, *layout] for name in JOBS if "alone" not in name for layout in SLICES], 2),
 )
 def test_slices_give_the_same_numbers(
     ranks: Ranks, name: str, size: int, layout: dict[str, Any]

@@ -1,4 +1,5 @@
-"""Whoever decides on copies: twenty steps are those of one process, which has none."""
+"""Whoever decides on copies: twenty steps are those of the same layout without any, and of one
+process."""
 
 from __future__ import annotations
 
@@ -63,6 +64,7 @@ def test_twenty_steps(
     found = outcome(
         ranks, 4, tiny_job(**tables, **place, balance={**ASKING, "policy": policy}), STEPS
     )
+    assert_same(found, plain(ranks, 4, **tables, **place))
     assert_same(found, plain(ranks, 1, **tables))
     if (policy, top) != ("llep", 8):  # Eight of sixteen are too even for its threshold.
         assert sum(step["copies"] for step in found.steps) > 0

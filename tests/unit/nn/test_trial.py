@@ -110,9 +110,7 @@ def test_what_is_right_is_found_right(
     assert torch.get_rng_state().equal(chances) or DEVICE.type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("adapted", "more"), [pytest.param(4, FREE, marks=pytest.mark.soak), (0, {"times": 2})]
-)
+@pytest.mark.parametrize(("adapted", "more"), [(4, FREE), (0, {"times": 2})])
 def test_kernels_themselves_are_found_right(
     adapted: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
