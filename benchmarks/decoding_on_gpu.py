@@ -16,13 +16,13 @@ import torch
 from benchmarks import measure
 from benchmarks.experts import NUMBERS, Case, Layer, Shape, near, of_transformers, read_over
 from benchmarks.on_gpu import PATIENCE_S, SHAPES, awaited, gpu, ours_by
-from moesaic.dist.products import chosen
-from moesaic.facts.job.train import Products
+from moesaic.dist.products import choose
+from moesaic.facts.job.train import GroupedMM
 
 BAR = ">= 0.8"
 EACH = (1, 8, 64)
 """Tokens of an expert, where there are more than one in all."""
-ASKED: Products = "torch"
+ASKED: GroupedMM = "torch"
 
 
 def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]:
@@ -53,13 +53,13 @@ def _of_reading(what: str) -> str:
 
 
 def _asked(what: str) -> str:
-    return f'{what}, products = "{ASKED}"'
+    return f'{what}, grouped_mm = "{ASKED}"'
 
 
 def _rows(layer: Layer, what: str, rounds: int) -> Iterator[measure.Row]:
-    taken = chosen("auto", layer.bank.arena.device)
+    taken = choose("auto", layer.bank.arena.device, layer.tokens.dtype)
     contenders: dict[str, Callable[[], Any]] = {
-        "auto": layer.call(partial(ours_by, layer, taken), back=False),
+        "auto": layer.call(partial(ours_by, layer, "auto"), back=False),
         ASKED: layer.call(partial(ours_by, layer, ASKED), back=False),
         "read": reading(layer), **layer.modes(back=False),
     }  # fmt: skip

@@ -117,7 +117,7 @@ class Layer:
 
     def ours(self) -> Tensor:
         """Forward."""
-        by = self.bank.multiplied_by
+        by = self.bank.grouped_mm(self.tokens.dtype)
         counted = self._dispatcher.count(self.choices, training=True, whole=True, by=by)
         placed = self._dispatcher.place(counted)
         sent = self._dispatcher.start(self.tokens, self.weights, placed)

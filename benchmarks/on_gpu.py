@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,8 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.experts import Case, Layer, Shape, near, of_transformers
 from moesaic.base.errors import ConfigError
-from moesaic.dist.products import check, obstacle
-from moesaic.facts.job.train import Products
-from moesaic.nn.trial import Load, Trial
-from moesaic.policy.products import fastest
+from moesaic.dist.products import check
+from moesaic.facts.job.train import GroupedMM
 
 BARS = {False: ">= 0.75", True: ">= 0.65"}
 """Of a dense product: forward, and with backward."""
@@ -39,8 +37,8 @@ PASSES = 5
 """Of a layer in a call that is timed."""
 PATIENCE_S = 5.0
 """For quiet cores of the host: a GPU's times hardly wait for them."""
-OTHERS: tuple[Products, ...] = ("torch", "fp8")
-"""What may be asked for besides what a GPU gets by itself."""
+OTHERS: tuple[GroupedMM, ...] = ("torch", "fp8")
+"""Kernels that are compared with those of `auto`."""
 
 
 def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]:
@@ -54,9 +52,8 @@ def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]
             continue
         tokens = each * shape.experts // shape.top_k
         layer = Layer(Case(shape, torch.bfloat16, tokens, skewed, "cuda"))
-        taken = faster(layer, what)
         for back in BARS:
-            for row in _rows(layer, taken, back, f"{what}, {way(back)}", rounds):
+            for row in _rows(layer, back, f"{what}, {way(back)}", rounds):
                 yield replace(row, hardware=f"{gpu()}; {row.hardware}")
         del layer
         gc.collect()
@@ -83,31 +80,13 @@ def _nothing(name: str, bar: str, why: str) -> measure.Row:
     return measure.row(name, None, "ratio", bar=bar, against=f"untried: {why}", repeats=0)
 
 
-def _asked(what: str, by: Products) -> str:
-    return f'{what}, layout.products = "{by}"'
+def _asked(what: str, by: GroupedMM) -> str:
+    return f'{what}, kernels.grouped_mm = "{by}"'
 
 
-def faster(layer: Layer, what: str) -> Products:
-    """What a run would take."""
-    if obstacle(layer.bank.arena.device) is not None:
-        return "torch"
-    tokens, choices = layer.choices.shape
-    load = Load(tokens, choices, layer.tokens.dtype, waited_for=False)
-    matrices = layer.bank.arena.detach()
-    kept, trial = matrices.clone(), Trial(layer.bank, [load])
-    fault = trial.fault()
-    if fault is not None:
-        raise RuntimeError(f"{what}: {fault}")
-    taken = fastest(trial.seconds())
-    matrices.copy_(kept)
-    return taken
-
-
-def _rows(
-    layer: Layer, taken: Products, back: bool, what: str, rounds: int
-) -> Iterator[measure.Row]:
-    hindered: dict[Products, str] = {}
-    ours: dict[str, Callable[[], Any]] = {"auto": layer.call(partial(ours_by, layer, taken), back)}
+def _rows(layer: Layer, back: bool, what: str, rounds: int) -> Iterator[measure.Row]:
+    hindered: dict[GroupedMM, str] = {}
+    ours: dict[str, Callable[[], Any]] = {"auto": layer.call(partial(ours_by, layer, "auto"), back)}
     for by in OTHERS:
         try:
             check(by, layer.bank.arena.device)
@@ -143,8 +122,8 @@ def _rows(
         )  # fmt: skip
 
 
-def ours_by(layer: Layer, by: Products) -> Tensor:
-    """Forward, by what is to multiply."""
+def ours_by(layer: Layer, by: Literal["auto"] | GroupedMM) -> Tensor:
+    """Run the layer forward with the kernels `by`."""
     layer.bank.by = by
     return layer.ours()
 

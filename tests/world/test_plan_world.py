@@ -127,7 +127,7 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
     layout = written("run/job.json")["layout"]
     assert layout == {
         "ep": 2, "shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b", "dispatch": "rows",
-        "hosts": None, "local": "auto", "chunks": "auto", "products": "auto", "embedding": "auto",
+        "hosts": None, "local": "auto", "chunks": "auto", "embedding": "auto",
     }  # fmt: skip
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
     events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]

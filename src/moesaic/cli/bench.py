@@ -85,9 +85,9 @@ def bench(
         from moesaic.dist.products import check
         from moesaic.models.speed import ExpertLayer
     device = devices.resolve(config.device, key="device")
-    check(config.products, device, key="products")
+    check(config.grouped_mm, device, key="grouped_mm")
     devices.activate(device)
-    layer = ExpertLayer(config.model, device, config.products)
+    layer = ExpertLayer(config.model, device, config.grouped_mm)
     found: dict[str, Any] = {
         "device": devices.describe(device), "engines": layer.engines(config.dtypes),
         "experts": _experts(config),

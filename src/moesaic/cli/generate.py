@@ -193,9 +193,9 @@ def _generate(
         from moesaic.serve.loading import load_model
 
     place = device.resolve(config.device, key="device")
-    check(config.products if origin.model.experts else "auto", place, key="products")
+    check(config.grouped_mm if origin.model.experts else "auto", place, key="grouped_mm")
     device.activate(place)
-    model = load_model(origin, place, config.precision, config.products)
+    model = load_model(origin, place, config.precision, config.grouped_mm)
     sampling = Sampling(config.temperature, config.top_p, config.seed)
     return generate(model, ids, config.max_tokens, end_ids=ends, sampling=sampling, on_token=stream)
 

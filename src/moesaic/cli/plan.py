@@ -206,10 +206,11 @@ def placed(plan: Plan, cluster: Cluster) -> Plan:
     for one in place(cluster, plan.ranks):
         device = device_at(cluster, one)
         places.append(RankPlace(host=one.host, device=device.model, kind=device.kind))
-        if plan.experts and plan.products not in ("auto", "torch") and device.kind == "cpu":
+        if plan.experts and plan.grouped_mm not in ("auto", "torch") and device.kind == "cpu":
             raise ConfigError(
-                f'layout.products = "{plan.products}" is for GPUs, and rank {len(places) - 1} '
-                f"would compute on {device.model} in cluster '{cluster.name}': leave it out"
+                f'kernels.grouped_mm = "{plan.grouped_mm}" is for GPUs, and rank '
+                f"{len(places) - 1} would compute on {device.model} in cluster "
+                f"'{cluster.name}': leave it out"
             )
     return plan.model_copy(update={"places": places})
 
@@ -234,13 +235,8 @@ def _layout_sets(layout: str | None, sets: Sequence[str]) -> list[str]:
 
 
 def _train_words(job: Path, out: Path, sets: Sequence[str]) -> list[str]:
-    """The command that trains as planned; what the plan decides need not be said again. Eight bits
-    are for the job to say."""
-    kept = [
-        item
-        for item in sets
-        if not item.startswith("layout.") or item.partition("=")[0].strip() == "layout.products"
-    ]
+    """Return the command that trains as planned, without the settings that the plan decides."""
+    kept = [item for item in sets if not item.startswith("layout.")]
     words = [word for item in kept for word in ("--set", item)]
     return ["moesaic", "train", str(job), *words, "--plan", str(out)]
 

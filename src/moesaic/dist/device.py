@@ -19,9 +19,9 @@ import torch
 from moesaic.base.errors import ConfigError
 
 OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of numbers that kernels of our own are for."""
-MEASURED = (9, 0)
-"""Compute capability of the GPUs that they were timed on, and sizes of their tiles found on."""
+"""Dtypes of the Triton kernels."""
+MEASURED = ((9, 0),)
+"""Compute capabilities of the GPUs on which the Triton kernels and their tile sizes were timed."""
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """glibc's names for how much is kept at most (-1: all), and how often memory comes by itself."""

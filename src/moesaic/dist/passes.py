@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.dist.device import OF_KERNELS
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 
 MOST_SLOTS = 1024
 """That rows are sorted by."""
@@ -108,7 +108,7 @@ def hindrance() -> str | None:
     return None
 
 
-def serve(numbers: Tensor, by: Products) -> bool:
+def serve(numbers: Tensor, by: GroupedMM) -> bool:
     """Whether these are for such numbers, where experts are multiplied `by` that."""
     return by != "torch" and numbers.dtype in OF_KERNELS
 

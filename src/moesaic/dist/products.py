@@ -19,12 +19,12 @@ from torch.utils.flop_counter import register_flop_formula
 from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
 from moesaic.dist import loops, passes, threads
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 
-_MULTIPLIES_EIGHT = (8, 9)
-"""Compute capability of GPUs from which on they multiply eight bits."""
-_MULTIPLIES_TILES = (8, 0)
-"""And of those that our kernels were compiled for."""
+_LEAST_CAPABILITY = {"triton": (8, 0), "fp8": (8, 9)}
+"""Smallest compute capability that each kind of Triton kernels runs on."""
+_MEASURED_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes in which `auto` takes the Triton kernels on measured GPUs."""
 _OPS = torch.library.Library("moesaic", "DEF")
 # `torch.library.custom_op` says the same, but its first call imports torch's compiler, which takes
 # a second, and every call costs five times as much.
@@ -195,54 +195,54 @@ def product(rows: Tensor, weight: Tensor, *, transposed: bool, out: Tensor | Non
 
 
 def check(
-    products: Literal["auto"] | Products, device: torch.device, key: str = "layout.products"
+    grouped_mm: Literal["auto"] | GroupedMM, device: torch.device, key: str = "kernels.grouped_mm"
 ) -> None:
-    """Raise unless `products`, the value of the setting `key`, multiply on `device`."""
-    if products in ("auto", "torch"):
-        return
-    if device.type == "cpu":
-        raise ConfigError(
-            f'{key} = "{products}" is for GPUs, and this run computes on the CPU: leave it out'
-        )
-    generation = devices.generation(device)
-    least, has = (".".join(map(str, one)) for one in (_MULTIPLIES_EIGHT, generation))
-    if products == "fp8" and generation < _MULTIPLIES_EIGHT:
-        raise ConfigError(
-            f'{key} = "fp8" needs a GPU of compute capability {least} or more, and this '
-            f'one has {has}: set it to "triton" or "torch"'
-        )
-    why = passes.hindrance()
-    if why is not None:
-        raise ConfigError(
-            f'{key} = "{products}" needs Triton, which cannot be used here ({why}): '
-            f'mend that (pip install triton, and a C compiler), or set {key} to "torch"'
-        )
+    """Raise unless the kernels `grouped_mm`, the value of the setting `key`, run on `device`."""
+    reason = None if grouped_mm == "auto" else obstacle(grouped_mm, device)
+    if reason is not None:
+        raise ConfigError(f'{key} = "{grouped_mm}" {reason}')
 
 
 @cache
-def chosen(products: Literal["auto"] | Products, device: torch.device) -> Products:
-    """What multiplies on `device`. Where nobody has said, and nobody has tried: on GPUs of the
-    generation that was measured kernels of our own, which were the faster but for few cases."""
-    if products != "auto":
-        return products
-    own = devices.generation(device) == devices.MEASURED and passes.hindrance() is None
-    return "triton" if own else "torch"
+def choose(
+    grouped_mm: Literal["auto"] | GroupedMM, device: torch.device, dtype: torch.dtype
+) -> GroupedMM:
+    """Return the kernels of the expert matmuls on `device`, for tokens of `dtype`.
+
+    auto: the Triton kernels on GPUs of a measured compute capability, for bf16 and fp16, if nothing
+    stands against them there; else torch.
+    """
+    if grouped_mm != "auto":
+        return grouped_mm
+    measured = devices.generation(device) in devices.MEASURED and dtype in _MEASURED_DTYPES
+    return "triton" if measured and obstacle("triton", device) is None else "torch"
 
 
-def leaves_choice(device: torch.device) -> bool:
-    """Whether devices of its kind may have several that multiply, here or on another rank."""
-    return device.type != "cpu"
-
-
-def obstacle(device: torch.device) -> str | None:
-    """Why kernels of our own are not even tried there, where nobody has asked for them."""
-    generation = devices.generation(device)
-    if generation < _MULTIPLIES_TILES:
-        least, has = (".".join(map(str, one)) for one in (_MULTIPLIES_TILES, generation))
-        this = f"not {has}" if any(generation) else "which this device has none of"
-        return f"they are for compute capability {least} or more of NVIDIA's GPUs, {this}"
+def obstacle(grouped_mm: GroupedMM, device: torch.device) -> str | None:
+    """Return why the kernels `grouped_mm` cannot run on `device`, and the remedy, or None."""
+    if grouped_mm == "torch":
+        return None
+    if device.type == "cpu":
+        return "is for GPUs, and this run computes on the CPU: leave it out"
+    capability, least = devices.generation(device), _LEAST_CAPABILITY[grouped_mm]
+    if capability < least:
+        others = "torch" if capability < _LEAST_CAPABILITY["triton"] else 'triton" or "torch'
+        has = _dotted(capability) if any(capability) else "none"
+        return (
+            f"needs an NVIDIA GPU of compute capability {_dotted(least)} or more, and this one has "
+            f'{has}: set it to "{others}"'
+        )
     why = passes.hindrance()
-    return None if why is None else f"Triton cannot be used: {why}"
+    if why is None:
+        return None
+    return (
+        f"needs Triton, which fails here ({why}): mend that (pip install triton, and a C "
+        'compiler), or set it to "torch"'
+    )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def grouped_mm(
@@ -251,7 +251,7 @@ def grouped_mm(
     counts: Tensor,
     transposed: bool,
     out: Tensor | None = None,
-    by: Products = "torch",
+    by: GroupedMM = "torch",
 ) -> Tensor:
     """rows[s] @ weight[s] for every slot s, or rows[s] @ weight[s].T if `transposed`."""
     _refuse_graph(rows, weight)
@@ -268,7 +268,7 @@ def grouped_activated(
     counts: Tensor,
     activated: Tensor,
     inner: Tensor | None,
-    by: Products,
+    by: GroupedMM,
 ) -> None:
     """silu(gate) * up of rows[s] @ gate_up[s].T for every slot s, into its place; gates and ups
     stay in `inner`, if that is given. By kernels of our own."""
@@ -289,7 +289,7 @@ def grouped_outer(
     counts: Tensor,
     out: Tensor,
     added: bool = False,
-    by: Products = "torch",
+    by: GroupedMM = "torch",
 ) -> None:
     """left[s].T @ right[s] for every slot s, into out[s] or `added` to it; zero for a slot without
     rows."""
@@ -303,13 +303,18 @@ def _refuse_graph(*tensors: Tensor) -> None:
         raise NotImplementedError("products of slots record no gradients: call them without")
 
 
-def engine(device: torch.device, dtype: torch.dtype, products: Products = "torch") -> str:
-    """What multiplies rows of experts there, for a person."""
-    if products != "torch" and dtype in devices.OF_KERNELS:
-        narrow = ", in eight bits but for gradients of matrices"
-        return "kernels of our own" + narrow * (products == "fp8")
+def engine(
+    device: torch.device, dtype: torch.dtype, grouped_mm: Literal["auto"] | GroupedMM = "auto"
+) -> str:
+    """Return words for the kernels of the expert matmuls on `device`, for tokens of `dtype`."""
     if device.type != "cpu":
-        return "torch's grouped product" if dtype == torch.bfloat16 else "torch.mm, one by one"
+        kind, capability = choose(grouped_mm, device, dtype), devices.generation(device)
+        has = f" (capability {_dotted(capability)})" if any(capability) else ""
+        if kind != "torch" and dtype in devices.OF_KERNELS:
+            kernels = "Triton grouped matmul" + " in fp8" * (kind == "fp8")
+        else:
+            kernels = "torch.grouped_mm" if dtype == torch.bfloat16 else "torch.mm per expert"
+        return f"{kernels} on {device}{has}"
     by = "torch.mm"
     if loops.has_onednn(dtype):
         rarely = dtype == torch.float32 and not devices.prefers_copies()

@@ -90,10 +90,10 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASURED) -> Blocks:
+def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASURED[0]) -> Blocks:
     """For so many rows a slot; on other GPUs than those that were measured less at a time, which
     any of them has room for."""
-    size, known = dtype.itemsize, generation == MEASURED
+    size, known = dtype.itemsize, generation in MEASURED
     if rows <= 64:
         high = max(16, triton.next_power_of_2(math.ceil(rows)))
         depth = (256 if known else 128) // size
@@ -104,10 +104,10 @@ def blocks(dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASUR
 
 
 def blocks_of_outer(
-    dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASURED
+    dtype: torch.dtype, rows: float, generation: tuple[int, int] = MEASURED[0]
 ) -> Blocks:
     """For a sum over so many rows a slot: with few, writing is what takes time."""
-    size, known = dtype.itemsize, generation == MEASURED
+    size, known = dtype.itemsize, generation in MEASURED
     wide = 256 if rows > _FEW and size == 2 and known else 128
     return Blocks(128, wide, 128 // size, 8, 3 if known else 2)
 

@@ -172,7 +172,7 @@ class LanguageModel(nn.Module):
         ffn: FeedForward | MoE
         if index in config.expert_layers:
             homes, sizes = plan.homes_at(ranks.rank, index), (config.hidden, config.ffn)
-            bank = Bank(homes, *sizes, ranks.slices, plan.products)
+            bank = Bank(homes, *sizes, ranks.slices, plan.grouped_mm)
             dispatcher = Dispatcher(
                 config.experts, ranks, routing.capacity, plan.slots(index),
                 visits=plan.dispatch == "visits", chunks=plan.chunks,

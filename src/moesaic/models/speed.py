@@ -16,7 +16,7 @@ from moesaic.dist import device as devices
 from moesaic.dist.probe.timing import seconds
 from moesaic.dist.products import engine, product
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.facts.plan import block_names
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import NARROW, Context, Rotary, computing_in
@@ -209,7 +209,7 @@ class ExpertLayer:
     tokens as any other."""
 
     def __init__(
-        self, model: ModelConfig, device: torch.device, by: Literal["auto"] | Products = "auto"
+        self, model: ModelConfig, device: torch.device, by: Literal["auto"] | GroupedMM = "auto"
     ) -> None:
         """`by` that its experts are multiplied, if it is on a GPU."""
         self._model, self._device = model, device
@@ -227,7 +227,7 @@ class ExpertLayer:
 
     def engines(self, dtypes: Sequence[str]) -> dict[str, str]:
         """What multiplies its experts in each type of numbers, for a person."""
-        by = self._moe.bank.multiplied_by
+        by = self._moe.bank.by
         return {name: engine(self._device, NARROW.get(name, torch.float32), by) for name in dtypes}
 
     def limits(self, dtypes: Sequence[str], budget_s: float) -> list[Limit]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.clock import Clock, during
-from moesaic.dist.products import chosen
-from moesaic.facts.job.train import Products
+from moesaic.dist.products import choose
+from moesaic.facts.job.train import GroupedMM
 from moesaic.nn.grouped import FORWARD, GatedExperts, Total, arena_views, gated_experts
 from moesaic.nn.guests import Guests
 from moesaic.nn.lora import AdaptedExperts, Adapters, Shape
@@ -39,9 +39,9 @@ class Bank(nn.Module):
         hidden: int,
         ffn: int,
         slices: Slices = WHOLE,
-        by: Literal["auto"] | Products = "auto",
+        by: Literal["auto"] | GroupedMM = "auto",
     ) -> None:
-        """`by` that, on a GPU, rows are multiplied; auto: as is usual of its generation."""
+        """Create the slots of `experts`; on a GPU the kernels `by` multiply (see `choose`)."""
         super().__init__()
         self.experts, self.slices, self.by = list(experts), slices, by
         self.hidden, self.ffn = hidden, ffn // slices.count
@@ -53,10 +53,9 @@ class Bank(nn.Module):
         shape = Shape(self.hidden, self.ffn, rank, scale)
         self.adapters = Adapters(self.experts, shape)
 
-    @property
-    def multiplied_by(self) -> Products:
-        """What multiplies rows where the bank is, if that is a GPU."""
-        return chosen(self.by, self.arena.device)
+    def grouped_mm(self, dtype: torch.dtype) -> GroupedMM:
+        """Return the kernels that multiply tokens of `dtype` here."""
+        return choose(self.by, self.arena.device, dtype)
 
     def rehome(self, experts: Sequence[int]) -> None:
         """Other experts are in the slots from now on; whoever says so has put them there."""
@@ -78,10 +77,10 @@ class Bank(nn.Module):
         """What computes so many times in one forward pass of the layer, with `guests` or none; what
         it takes, backward too, goes to `clock`."""
         if guests is None:
-            total = Total(times, clock=clock, by=self.multiplied_by)
+            total = Total(times, clock=clock)
             yield partial(self._compute, self.acquire(), None, total)
         else:
-            total = Total(times, guests.flights, clock, self.multiplied_by)
+            total = Total(times, guests.flights, clock)
             yield partial(self._compute, guests.arena, guests.guests, total)
         self.release()
 
@@ -95,6 +94,7 @@ class Bank(nn.Module):
         weights_NK: Tensor | None,
     ) -> Tensor:
         results: Tensor
+        total.by = self.grouped_mm(tokens.dtype)
         if self.adapters is None:
             if guests is not None:  # Other ranks may have more of them.
                 num_slots = len(arena) + len(guests)

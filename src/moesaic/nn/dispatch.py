@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moesaic.dist.collectives import gather
 from moesaic.facts.balance import Balance
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.facts.workload.loads import even
 from moesaic.nn.bank import Compute
 from moesaic.nn.guests import Homes
@@ -151,7 +151,7 @@ class Dispatcher:
         return self.chunks + self._pieces
 
     def count(
-        self, experts_TK: Tensor, *, training: bool, whole: bool = False, by: Products = "torch"
+        self, experts_TK: Tensor, *, training: bool, whole: bool = False, by: GroupedMM = "torch"
     ) -> Counted:
         """Count assignments over all ranks and drop those beyond capacity (while training).
 
@@ -182,7 +182,7 @@ class Dispatcher:
         dropped = int(asked_RCKE.sum() - kept_RCKE.sum())
         return Counted(kept_TK, asked_KE, kept_RCKE.sum(2), tokens, dropped, visits)
 
-    def count_there(self, experts_TK: Tensor, by: Products = "torch") -> Counted:
+    def count_there(self, experts_TK: Tensor, by: GroupedMM = "torch") -> Counted:
         """Count assignments, all of which are carried out, of a rank alone, and place rows, with
         nothing that the host would have to wait for."""
         device = experts_TK.device

@@ -15,7 +15,7 @@ from moesaic.dist import passes
 from moesaic.dist.clock import Clock, during
 from moesaic.dist.exchange import Flight
 from moesaic.dist.loops import turns
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
 from moesaic.nn.shares import (
@@ -181,9 +181,9 @@ class Total:
         times: int = 1,
         flights: Sequence[Flight] = (),
         clock: Clock | None = None,
-        by: Products = "torch",
     ) -> None:
-        self.clock, self.by = clock, by
+        self.clock = clock
+        self.by: GroupedMM = "torch"
         self._times, self._gone, self._come, self._flights = times, 0, 0, flights
         self._landed = False
 
@@ -256,7 +256,7 @@ def ahead_of(ahead: Ahead | None, grad: Tensor) -> Ahead | None:
     return ahead
 
 
-def activate(inner: Tensor, by: Products = "torch") -> Tensor:
+def activate(inner: Tensor, by: GroupedMM = "torch") -> Tensor:
     """silu(gate) * up of gate and up side by side, by what multiplies."""
     if passes.serve(inner, by):
         return passes.activate(inner)

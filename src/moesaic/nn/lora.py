@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.nn.grouped import Weighed, activate, activate_apart, go_back, views
 from moesaic.nn.halves import asked_for, refuse_second_order
 from moesaic.nn.routes import Routes
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     ffn: int
     rank: int
     scale: float
-    by: Products = "torch"
+    by: GroupedMM = "torch"
     """What multiplies on a GPU."""
 
     def pairs(self, arena: Tensor) -> tuple[Pair, Pair, Pair]:

@@ -73,9 +73,8 @@ class MoE(nn.Module):
         routing, slices = self.router(tokens_TH, context), self.bank.slices
         experts_TK, weights_TK = slices.rows(routing.experts_TK), slices.rows(routing.weights_TK)
         whole = routing.whole and asked is None
-        counted = self.dispatcher.count(
-            experts_TK, training=context.training, whole=whole, by=self.bank.multiplied_by
-        )
+        by = self.bank.grouped_mm(compute_dtype(x))
+        counted = self.dispatcher.count(experts_TK, training=context.training, whole=whole, by=by)
         balance = self._balance(counted, context)
         placed = self.dispatcher.place(counted, balance)
         report = partial(self._report, context, routing, counted, placed, balance)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.dist import passes
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 
 
 class Routes(NamedTuple):
@@ -50,7 +50,7 @@ class Routes(NamedTuple):
         return Routes(counts, self.order_R[first:stop], rows_NK, present_NK)
 
     def add_up(
-        self, rows_RH: Tensor, weights_NK: Tensor | None = None, by: Products = "torch"
+        self, rows_RH: Tensor, weights_NK: Tensor | None = None, by: GroupedMM = "torch"
     ) -> Tensor:
         """Sums of each token's rows, in the order of its choices, weighted if there are weights; by
         what multiplies."""
@@ -61,7 +61,7 @@ class Routes(NamedTuple):
 
 
 def add_up(
-    rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None, by: Products = "torch"
+    rows_RH: Tensor, rows_NK: Tensor, weights_NK: Tensor | None, by: GroupedMM = "torch"
 ) -> Tensor:
     """Sum over k of weights[n, k], or 1, * rows[rows_NK[n, k]], without the [N, K, H] between."""
     if rows_RH.shape[0] == 0 or rows_NK.shape[0] == 0:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.dist import passes, threads
 from moesaic.dist.loops import only_reads
 from moesaic.dist.products import grouped_activated, grouped_gated, grouped_mm, grouped_outer
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.nn.routes import Routes
 
 _SHARE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class Share:
     core holds what stands between its products."""
     arena: int = 0
     """1: of guests."""
-    by: Products = "torch"
+    by: GroupedMM = "torch"
     """What multiplies on a GPU."""
 
     def multiply(
@@ -122,7 +122,7 @@ class Returned(Joined):
 
     def __init__(self, parts: Sequence[Share], tokens: Tensor, way: Routes) -> None:
         self._way, self._moved = way, way.rows_NK is None
-        self._by: Products = parts[0].by if parts else "torch"
+        self._by: GroupedMM = parts[0].by if parts else "torch"
         super().__init__(() if self._moved else parts, tokens, tokens.shape[1])
         if self._moved:  # Each token has one: its results go straight there.
             self.whole = torch.empty_like(tokens)
@@ -146,7 +146,7 @@ class Returned(Joined):
 class Copies:
     """Rows of shares, copied from tokens when they are asked for."""
 
-    def __init__(self, tokens: Tensor, way: Routes, by: Products = "torch") -> None:
+    def __init__(self, tokens: Tensor, way: Routes, by: GroupedMM = "torch") -> None:
         """By what multiplies."""
         self._tokens, self._way, self._at_once = tokens, way, passes.serve(tokens, by)
         if not self._at_once:
@@ -161,7 +161,7 @@ class Copies:
 
 
 def shares(
-    tokens: Tensor, way: Routes, ffn: int, own: int | None = None, by: Products = "torch"
+    tokens: Tensor, way: Routes, ffn: int, own: int | None = None, by: GroupedMM = "torch"
 ) -> list[Share]:
     """All slots of an arena at once on a GPU; on the CPU as many as have few enough rows, or one.
     The first slots are `own`, if not all are, and guests' follow."""
@@ -193,7 +193,7 @@ def shares(
 
 
 def shares_forward(
-    tokens: Tensor, way: Routes, ffn: int, down: Matrices, by: Products = "torch"
+    tokens: Tensor, way: Routes, ffn: int, down: Matrices, by: GroupedMM = "torch"
 ) -> list[Share]:
     """Shares for products forward alone: all slots are in one where these only read matrices, of
     which those of `down` are the smaller."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.dist import passes
 from moesaic.dist.exchange import Carrier, Journey
 from moesaic.dist.world import Group
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.nn.routes import Routes, add_up, inverse
 from moesaic.nn.slices import WHOLE, Slices
 
@@ -101,7 +101,7 @@ def routes(
     return Routes(counts_S, order, rows_NK, present_NK)
 
 
-def routes_of_all(slots_NK: Tensor, bounds_S: Tensor, by: Products = "torch") -> Routes:
+def routes_of_all(slots_NK: Tensor, bounds_S: Tensor, by: GroupedMM = "torch") -> Routes:
     """As `routes`, where each choice has a slot: rows are counted where tokens are, and all of it
     is as few launches as can be, none of which the host waits for. `bounds_S` are as of `bounds`.
     """

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from moesaic.base.config import Section
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 
 
 class GenerateConfig(Section):
@@ -25,9 +25,8 @@ class GenerateConfig(Section):
     """auto: a GPU where there is one, else cpu."""
     precision: Literal["keep", "fp32", "bf16", "fp64"] = "keep"
     """What weights are held and computed in; keep: that of the embedding on file."""
-    products: Literal["auto"] | Products = "auto"
-    """What multiplies experts on a GPU, as in `layout.products`; auto: triton on GPUs of compute
-    capability 9.0, where it can be used, else torch."""
+    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`."""
     system: str | None = None
     """With --chat: what the model is told before each prompt; unset: nothing."""
     tokenizer: str | None = None

@@ -8,7 +8,7 @@ import torch
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist.state import PRECISIONS
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.models.hf.origin import Origin
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
@@ -19,7 +19,7 @@ def load_model(
     origin: Origin,
     device: torch.device,
     precision: str = "keep",
-    products: Literal["auto"] | Products = "auto",
+    grouped_mm: Literal["auto"] | GroupedMM = "auto",
 ) -> LanguageModel:
     """The model of `origin` on `device`, filled tensor by tensor.
 
@@ -27,19 +27,19 @@ def load_model(
         origin: where the weights are.
         device: where they go.
         precision: fp32, bf16 or fp64; keep: what the embedding is on file.
-        products: what multiplies experts; auto: as is usual of the device.
+        grouped_mm: kernels of the expert matmuls on a GPU.
     """
     dtype = PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
-    if dtype == torch.float64 and products not in ("auto", "torch") and origin.model.experts:
+    if dtype == torch.float64 and grouped_mm not in ("auto", "torch") and origin.model.experts:
         raise ConfigError(
-            f'products = "{products}" with weights in fp64, which its kernels do not multiply: set '
-            'it to "torch", or precision to "fp32"'
+            f'grouped_mm = "{grouped_mm}" with weights in fp64, which the Triton kernels do not '
+            'support: set it to "torch", or precision to "fp32"'
         )
     with torch.device("meta"):
         model = LanguageModel(origin.model)
     model.to(dtype).materialise(device)
     for _, moe in model.expert_layers():
-        moe.bank.by = products
+        moe.bank.by = grouped_mm
     for piece in pieces(model):
         piece.tensor.copy_(origin.tensors.read(piece.name))
     return model.eval()

@@ -29,7 +29,7 @@ from moesaic.nn.lora import Adapters
 from moesaic.nn.slices import WHOLE, Slices
 from moesaic.nn.travel import Ranks
 from moesaic.policy import balance as policies
-from moesaic.train import balancing, products, scale
+from moesaic.train import balancing, scale
 from moesaic.train.narrow import NarrowAdamW
 from moesaic.train.optim import AdamW, Stretch, stretches
 from moesaic.train.rehoming import Rehoming
@@ -46,7 +46,7 @@ DTYPES = {
 
 def assemble(
     job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None,
-    say: Callable[[str], None] | None = None, *, before: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Run:  # fmt: skip
     """Build the job's model as `plan` says, filled from `source`.
 
@@ -57,9 +57,8 @@ def assemble(
         source: where the values of parameters and moments come from.
         counters: position in the run; absent: its start.
         say: told what takes long.
-        before: what multiplied experts until now, in the same layout, where `plan` leaves it open.
     """
-    check(plan.products if job.model.experts else "auto", world.device)
+    check(plan.grouped_mm if job.model.experts else "auto", world.device)
     moves = policies.rehomes(job, plan)
     priced = moves or policies.balances(job, plan)
     ranks = ranks_of(plan, world, copies=priced)
@@ -87,7 +86,6 @@ def assemble(
         if moves:
             items = [*run.holdings, *run.frozen]
             run.rehoming = Rehoming(job, plan, world, model, items, run.optimizer)
-        products.begin(run, DTYPES[job.train.precision], before, say)
         source.fill(run.state().pieces)
         if priced:
             run.plan = balancing.begin(model, job, run.plan, world, say)

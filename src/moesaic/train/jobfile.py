@@ -82,8 +82,8 @@ def obey(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
     What an item of `sets` says otherwise is refused: it could only be a mistake.
     """
     plan, origin = load_plan(path), f"--plan '{path}'"
-    if plan.products == "auto":  # It says nothing of it, and the job may.
-        plan = plan.model_copy(update={"products": loaded.job.layout.products})
+    if plan.grouped_mm == "auto":  # The plan leaves it to the job.
+        plan = plan.model_copy(update={"grouped_mm": loaded.job.kernels.grouped_mm})
     check(plan, loaded.job, origin)
     job, told = ruled(loaded.job, plan), loaded.told
     said_of = None if plan.predictions is None else plan.predictions.basis
@@ -108,7 +108,7 @@ def _overruled(before: Job, now: Job, sets: Sequence[str], origin: str) -> list[
     that says so."""
     said, others = apply_sets({}, sets), list[str]()
     decided = [("layout", name) for name in LayoutConfig.model_fields]
-    for table, name in (*decided, ("train", "recompute")):
+    for table, name in (*decided, ("kernels", "grouped_mm"), ("train", "recompute")):
         asked, own = getattr(before, table), getattr(now, table)
         wanted, has = getattr(asked, name), getattr(own, name)
         if wanted in (has, "auto") or name not in asked.model_fields_set:

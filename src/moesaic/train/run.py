@@ -27,7 +27,6 @@ from moesaic.dist.squares import sum_of_squares
 from moesaic.dist.state import PARAMETER, Piece, State
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
-from moesaic.facts.job.train import Products
 from moesaic.facts.plan import Plan
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import EMBED, Held, biases
@@ -79,16 +78,6 @@ class StepFacts:
     """Experts that live elsewhere now, of all layers."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What trying kernels of our own came to; nothing, where nothing was tried."""
-
-    seconds: dict[Products, float] = field(default_factory=dict)
-    """Of a layer's experts on the slowest rank, there and back, by each that was timed."""
-    faults: dict[str, list[int]] = field(default_factory=dict)
-    """What speaks against them, on which ranks."""
-
-
 @dataclass
 class Run:
     """See the module; made by `assemble`."""
@@ -118,8 +107,6 @@ class Run:
     replay: RouteReplay | None = None
     rehoming: Rehoming | None = None
     """Who moves experts between steps; nobody: they stay."""
-    tried: Tried = field(default_factory=Tried)
-    """What may multiply experts, if that was tried."""
 
     def state(self) -> State:
         """Everything that training goes on from, as live pieces."""
@@ -272,7 +259,7 @@ class Run:
         if moe is None:
             return None
         kind = NARROW.get(self.job.train.precision, moe.bank.arena.dtype)
-        found = f"experts: {engine(self.world.device, kind, moe.bank.multiplied_by)}"
+        found = f"experts: {engine(self.world.device, kind, moe.bank.by)}"
         carriers = [one.name for one in moe.dispatcher.ranks.carriers]
         return f"{found}; tokens carried by {' and then '.join(carriers)}" if carriers else found
 

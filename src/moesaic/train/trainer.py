@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,7 +97,7 @@ def _train(
     plan = loaded.plan or settled(planned(job, world.size), job, world)
     check_machines(plan, world, loaded.plan_origin)
     if loaded.plan is not None and job.model.experts:
-        check(plan.products, world.device, key=f"{loaded.plan_origin}: products")
+        check(plan.grouped_mm, world.device, key=f"{loaded.plan_origin}: grouped_mm")
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
     replay = None
@@ -106,11 +105,11 @@ def _train(
         replay = RouteReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
     homes = loaded.plan is None or job.balance.rehome_every > 0
-    plan, before = _as_left(plan, source, homes=homes)
+    plan = _as_left(plan, source, homes=homes)
     first = (counters or {}).get("step", 0)
     if replay is not None:
         replay.check_steps(first)
-    run = assemble(job, plan, world, source, counters, progress.message, before=before)
+    run = assemble(job, plan, world, source, counters, progress.message)
     plan, run.replay = run.plan, replay
     if origin is not None:
         _go_back(Path(origin), out, world, progress)
@@ -151,27 +150,26 @@ def _find_start(
     return checkpoint, dict(checkpoint.counters), str(path)
 
 
-def _as_left(plan: Plan, source: Source, *, homes: bool) -> tuple[Plan, str | None]:
+def _as_left(plan: Plan, source: Source, *, homes: bool) -> Plan:
     """`plan`, with what a checkpoint of the same layout goes by, so that the run goes on as if it
     had never stopped: what anything costs, if nobody says so now, and where experts live, if that
-    changes, or no plan was given. And what multiplied experts, unless a job had named it."""
+    changes, or no plan was given."""
     if not isinstance(source, Checkpoint):
-        return plan, None
+        return plan
     kept = {"homes_of_layers": {}, **source.facts["plan"]}
-    now, prices, before = plan.decisions(), kept.pop("prices", None), kept.pop("products", None)
-    del now["prices"], now["products"]
-    if source.facts["job"]["layout"].get("products", "auto") != "auto":
-        before = None
+    now, prices = plan.decisions(), kept.pop("prices", None)
+    kept.pop("grouped_mm", None)
+    del now["prices"], now["grouped_mm"]
     if homes:
         now |= {key: kept[key] for key in ("homes", "homes_of_layers")}
     if kept != now:
-        return plan, None
+        return plan
     changes: dict[str, Any] = {
         "homes_by_rank": kept["homes"], "homes_of_layers": kept["homes_of_layers"],
     }  # fmt: skip
     if plan.prices is None and prices:
         changes["prices"] = Prices(**prices)
-    return plan.model_copy(update=changes), before
+    return plan.model_copy(update=changes)
 
 
 def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
@@ -303,9 +301,9 @@ class _Session:
                 f'train.precision = "{train.precision}" on a CPU: few are quick at it, "fp32" may '
                 "be far faster"
             )
-        named = self.job.layout.products != "auto" and self.job.model.experts > 0
+        named = self.job.kernels.grouped_mm != "auto" and self.job.model.experts > 0
         if named and self.world.device.type == "cpu":
-            self.progress.message("layout.products has no effect: experts are on a CPU")
+            self.progress.message("kernels.grouped_mm has no effect on a CPU")
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, done)
         rates: list[float] = []
@@ -364,8 +362,7 @@ class _Session:
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
-            machines=described(self.world), products=asdict(self.run.tried),
-            engines=self.run.engines(),
+            machines=described(self.world), engines=self.run.engines(),
         )  # fmt: skip
 
     def _step(self) -> None:

@@ -256,7 +256,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert parse(Job, facts["job"], "dry run") == job
     assert facts["plan"] == {
         "ranks": 2, "ep": 2, "shard": 1, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
-        "dispatch": "rows", "hosts": 1, "local": "along", "chunks": 1, "products": "auto",
+        "dispatch": "rows", "hosts": 1, "local": "along", "chunks": 1, "grouped_mm": "auto",
         "embedding": "whole", "experts": 16,
         "homes": [[*range(8)], [*range(8, 16)]], "homes_of_layers": {}, "copies": [],
         "prices": None,

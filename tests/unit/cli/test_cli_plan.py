@@ -278,23 +278,19 @@ def test_kernels_are_for_gpus_and_eight_bits_are_the_jobs(
         'matmul = [{ dtype = "bf16", flops = 1e12 }, { dtype = "fp32", flops = 1e12 }]\n'
         '[[links]]\nends = ["here", "here"]\nkind = "loopback"\nlatency_s = 1e-5\nbandwidth = 1e9\n'
     )
-    on_cpu = ["plan", "job.toml", "--cluster", "cpu.toml", "--nproc", "8", "--layout"]
-    assert main([*on_cpu, "ep=8,products=torch"]) == 0
+    on_cpu = ["plan", "job.toml", "--cluster", "cpu.toml", "--nproc", "8", "--layout", "ep=8"]
+    assert main([*on_cpu, "--set", "kernels.grouped_mm=torch"]) == 0
     capfd.readouterr()
-    for products in ("triton", "fp8"):
-        assert main([*on_cpu, f"ep=8,products={products}"]) == 2
-        words = f'layout.products = "{products}" is for GPUs, and rank 0 would compute on 8 cores'
+    for by in ("triton", "fp8"):
+        assert main([*on_cpu, "--set", f"kernels.grouped_mm={by}"]) == 2
+        words = f'kernels.grouped_mm = "{by}" is for GPUs, and rank 0 would compute on 8 cores'
         assert words in capfd.readouterr().err.replace("\n", " ")
     (place / "nowhere").write_text("some text")
     line = [*LINE, "--nproc", "8", "--set", "train.batch=32"]
-    for number, layout in enumerate(
-        (["--layout", "products=fp8"], ["--set", "layout.products=fp8"])
-    ):
-        assert main([*line, *layout, "--out", f"{number}.json"]) == 0
-        (said,) = [one for one in capfd.readouterr().out.splitlines() if one.startswith("next ")]
-        assert "--set train.batch=32 --set layout.products=fp8 --plan" in said
-        assert main([*said.split()[2:], "--dry-run"]) == 0, capfd.readouterr().err
-        capfd.readouterr()
+    assert main([*line, "--set", "kernels.grouped_mm=fp8", "--out", "fp8.json"]) == 0
+    (said,) = [one for one in capfd.readouterr().out.splitlines() if one.startswith("next ")]
+    assert "--set train.batch=32 --set kernels.grouped_mm=fp8 --plan" in said
+    assert main([*said.split()[2:], "--dry-run"]) == 0, capfd.readouterr().err
 
 
 def test_a_plan_that_was_edited_is_costed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

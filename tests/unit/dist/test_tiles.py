@@ -1,5 +1,6 @@
-"""Kernels of our own for GPUs: their numbers as Triton's interpreter has them, where there is no
-GPU; that they are compiled for GPUs of three generations."""
+"""Triton kernels of the experts: results, in Triton's interpreter where there is no GPU; which
+kernels a device gets; compilation for several compute capabilities.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from moesaic.base.errors import ConfigError
 from moesaic.dist import device as devices
 from moesaic.dist import passes, products
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.facts.plan.checks import basis, check
 from moesaic.facts.plan.layout import planned
 from moesaic.nn.bank import Bank
@@ -263,15 +265,22 @@ def test_narrow_numbers_stay_what_they_are(tiles: Any) -> None:
     assert bool(back[3].isfinite().all())
 
 
-def passed(bank: Bank, choices: Tensor, seed: int, *, summed: bool = False) -> list[Tensor]:
+def passed(
+    bank: Bank,
+    choices: Tensor,
+    seed: int,
+    *,
+    summed: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
     """Results of a layer's experts, and gradients of tokens, weights of rows and matrices."""
     draw = torch.Generator().manual_seed(seed)
     tokens, cotangent = (torch.randn(len(choices), bank.hidden, generator=draw) for _ in range(2))
     weights = torch.rand(choices.shape, generator=draw)
     device = bank.arena.device
-    leaves = [tokens.to(device).requires_grad_(), weights.to(device).requires_grad_()]
+    leaves = [tokens.to(device, dtype).requires_grad_(), weights.to(device).requires_grad_()]
     dispatcher = Dispatcher(len(bank.experts), Ranks())
-    by = bank.multiplied_by
+    by = bank.grouped_mm(dtype)
     counted = dispatcher.count(choices.to(device), training=True, whole=True, by=by)
     assert (counted.placed is None) == (by == "torch")
     placed = dispatcher.place(counted)
@@ -281,7 +290,7 @@ def passed(bank: Bank, choices: Tensor, seed: int, *, summed: bool = False) -> l
     if summed:  # A gradient of one number, that of all.
         out.sum().backward()
     else:
-        out.backward(cotangent.to(device))
+        out.backward(cotangent.to(device, dtype))
     own = bank.arena if bank.adapters is None else bank.adapters.arena
     found = [out.detach(), *(leaf.grad for leaf in [*leaves, own])]
     own.grad = None
@@ -301,7 +310,7 @@ def test_a_layer_by_them_is_the_same(tiles: Any, adapted: bool, spread: str) -> 
         "by chance": torch.rand(12, 4, generator=torch.Generator().manual_seed(3)).argsort()[:, :2],
     }[spread]
     found = {}
-    for by in get_args(Products):
+    for by in get_args(GroupedMM):
         device = plain if by == "torch" else DEVICE
         bank = Bank(range(4), 24, 40, by=by)
         if adapted:
@@ -317,37 +326,123 @@ def test_a_layer_by_them_is_the_same(tiles: Any, adapted: bool, spread: str) -> 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         # The interpreter cuts off where a GPU rounds.
         assert 0 < float((eight - one).norm() / one.norm()) < 0.15
-    outside = torch.device("cuda")
-    assert products.engine(outside, torch.bfloat16, "triton") == "kernels of our own"
-    assert products.engine(outside, torch.float64, "triton") == "torch.mm, one by one"
-    assert "eight bits" in products.engine(outside, torch.bfloat16, "fp8")
 
 
-def test_what_cannot_multiply_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU; on a GPU that is too old; without Triton."""
-    outside = [torch.device("cuda", number) for number in range(20, 25)]
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "ffn"),
+    [(64, 4, 64, 128), (1000, 16, 256, 512), (4096, 8, 1024, 768)],
+)
+@pytest.mark.parametrize("spread", ["even", "skewed", "empty"])
+def test_triton_on_a_gpu_equals_torch(
+    tokens: int, experts: int, hidden: int, ffn: int, spread: str, dtype: torch.dtype
+) -> None:
+    """Forward and all gradients, also with experts that have most or no tokens."""
+    odds = {
+        "even": torch.ones(experts),
+        "skewed": torch.arange(1, experts + 1) ** -2.0,
+        "empty": torch.arange(experts) % 2 + 1e-9 * (torch.arange(experts) == 0),
+    }[spread]
+    draw = torch.Generator().manual_seed(3)
+    choices = odds.expand(tokens, -1).multinomial(2, generator=draw)
+    found = {}
+    for by in ("torch", "triton"):
+        bank = Bank(range(experts), hidden, ffn, by=by)
+        with torch.no_grad():
+            bank.arena.normal_(std=hidden**-0.5, generator=torch.Generator().manual_seed(1))
+        found[by] = [one.double() for one in passed(bank.to(DEVICE), choices, 5, dtype=dtype)]
+    assert len(found["torch"]) == 4
+    # TF32 is off, so float32 results differ in the order of sums alone.
+    limit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for one, other in zip(*found.values(), strict=True):
+        assert bool(other.isfinite().all())
+        assert float((one - other).norm() / one.norm()) < limit
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
+    """Return a device of this compute capability, on which Triton works."""
+    monkeypatch.setattr(devices, "generation", lambda device: capability)
     monkeypatch.setattr(passes, "hindrance", lambda: None)
+    products.choose.cache_clear()
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Forget what was chosen for devices of other capabilities."""
+    yield
+    products.choose.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("capability", "dtype", "taken"),
+    [
+        ((9, 0), torch.bfloat16, "triton"),
+        ((9, 0), torch.float16, "triton"),
+        ((9, 0), torch.float32, "torch"),
+        ((9, 0), torch.float64, "torch"),
+        *[(other, torch.bfloat16, "torch") for other in ((0, 0), (8, 0), (8, 9), (10, 0), (12, 0))],
+    ],
+)
+def test_auto_takes_triton_where_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, taken: str
+) -> None:
+    device = gpu(monkeypatch, capability)
+    assert products.choose("auto", device, dtype) == taken
+    assert Bank(range(2), 8, 8).grouped_mm(dtype) == "torch", "it lies on the CPU"
+    for by in get_args(GroupedMM):
+        assert products.choose(by, device, dtype) == by
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_auto_takes_torch_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(passes, "hindrance", lambda: "Failed to find C compiler")
+    assert products.choose("auto", device, torch.bfloat16) == "torch"
+    products.check("auto", device)
+    products.check("torch", device)
+    with pytest.raises(ConfigError, match=r"needs Triton, .*find C compiler.*pip install triton"):
+        products.check("fp8", device)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     products.check("torch", torch.device("cpu"))
     products.check("auto", torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r'layout.products = "triton" is for GPUs.*leave it out'):
+    with pytest.raises(ConfigError, match=r'kernels.grouped_mm = "triton" is for GPUs.*leave it'):
         products.check("triton", torch.device("cpu"))
-    assert products.chosen("auto", torch.device("cpu")) == "torch"
-    monkeypatch.setattr(devices, "generation", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=r"capability 8.9 or more, and this one has 8.0"):
-        products.check("fp8", outside[0])
-    products.check("triton", outside[0])
-    assert products.chosen("auto", outside[0]) == "torch"
-    monkeypatch.setattr(devices, "generation", lambda device: (12, 0))
-    products.check("fp8", outside[1])
-    assert products.chosen("auto", outside[1]) == "torch", "nobody has measured it"
-    monkeypatch.setattr(devices, "generation", lambda device: (9, 0))
-    products.check("fp8", outside[2])
-    assert products.chosen("auto", outside[2]) == "triton"
-    assert products.chosen("torch", outside[2]) == "torch"
-    monkeypatch.setattr(passes, "hindrance", lambda: "Failed to find C compiler")
-    assert products.chosen("auto", outside[3]) == "torch"
-    with pytest.raises(ConfigError, match=r"needs Triton, .*find C compiler.*pip install triton"):
-        products.check("fp8", outside[3])
+    device = gpu(monkeypatch, (7, 5))
+    with pytest.raises(ConfigError, match=r'8.0 or more, and this one has 7.5: set it to "torch"$'):
+        products.check("triton", device)
+    device = gpu(monkeypatch, (0, 0))
+    with pytest.raises(ConfigError, match=r"8.0 or more, and this one has none"):
+        products.check("triton", device)
+    device = gpu(monkeypatch, (8, 0))
+    products.check("triton", device)
+    with pytest.raises(ConfigError, match=r'8.9 or more, and this one has 8.0: .*"triton" or "to'):
+        products.check("fp8", device)
+    for capability in ((9, 0), (12, 0)):
+        products.check("fp8", gpu(monkeypatch, capability))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, (9, 0))
+    cases = [
+        ("auto", torch.bfloat16, "Triton grouped matmul on cuda:0 (capability 9.0)"),
+        ("auto", torch.float32, "torch.mm per expert on cuda:0 (capability 9.0)"),
+        ("fp8", torch.bfloat16, "Triton grouped matmul in fp8 on cuda:0 (capability 9.0)"),
+        ("triton", torch.float64, "torch.mm per expert on cuda:0 (capability 9.0)"),
+        ("torch", torch.bfloat16, "torch.grouped_mm on cuda:0 (capability 9.0)"),
+    ]
+    for by, dtype, words in cases:
+        assert products.engine(device, dtype, by) == words
+    assert (
+        products.engine(gpu(monkeypatch, (0, 0)), torch.float32) == "torch.mm per expert on cuda:0"
+    )
 
 
 def test_why_triton_cannot_be_used(tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,51 +463,53 @@ def test_why_triton_cannot_be_used(tiles: Any, monkeypatch: pytest.MonkeyPatch) 
 
 def test_jobs_and_plans_say_what_multiplies() -> None:
     """Nobody but the job takes eight bits; kernels have no fp64."""
-    job = tiny_job(train={"precision": "bf16"}, layout={"products": "fp8"})
-    assert planned(job, 1).products == "fp8"
-    assert planned(tiny_job(), 1).products == "auto"
-    with pytest.raises(ConfigError, match=r'layout.products = "triton" with train.precision'):
-        tiny_job(layout={"products": "triton"})
+    job = tiny_job(train={"precision": "bf16"}, kernels={"grouped_mm": "fp8"})
+    assert planned(job, 1).grouped_mm == "fp8"
+    assert planned(tiny_job(), 1).grouped_mm == "auto"
+    with pytest.raises(ConfigError, match=r'kernels.grouped_mm = "triton" with train.precision'):
+        tiny_job(kernels={"grouped_mm": "triton"})
     dense = {"family": "llama", "experts": 0, "top_k": 0}
-    idle = tiny_job(model=dense, layout={"products": "triton"}).idle()
-    assert "layout.products has no effect: the model is dense" in idle
+    idle = tiny_job(model=dense, kernels={"grouped_mm": "triton"}).idle()
+    assert "kernels.grouped_mm has no effect: the model is dense" in idle
 
 
 @pytest.mark.parametrize("plan_first", [True, False])
 def test_no_plan_gives_or_takes_eight_bits(plan_first: bool) -> None:
     """Nor does one ask for kernels that a job's precision has not; a dense model has no experts."""
-    eight = tiny_job(train={"precision": "bf16"}, layout={"products": "fp8"})
+    eight = tiny_job(train={"precision": "bf16"}, kernels={"grouped_mm": "fp8"})
     plain = tiny_job(train={"precision": "bf16"})
     ours, job = (planned(eight, 1), plain) if plan_first else (planned(plain, 1), eight)
-    with pytest.raises(ConfigError, match=r'--plan x: products = "(fp8|auto)", but layout.*equal'):
+    with pytest.raises(
+        ConfigError, match=r'--plan x: grouped_mm = "(fp8|auto)", but kernels.*equal'
+    ):
         check(ours, job, "--plan x")
     for by in ("torch", "triton"):
-        check(planned(plain, 1).model_copy(update={"products": by}), plain, "--plan x")
-    kernels = planned(tiny_job(), 1).model_copy(update={"products": "triton"})
-    with pytest.raises(ConfigError, match=r'products = "triton" with train.precision = "fp64"'):
+        check(planned(plain, 1).model_copy(update={"grouped_mm": by}), plain, "--plan x")
+    kernels = planned(tiny_job(), 1).model_copy(update={"grouped_mm": "triton"})
+    with pytest.raises(ConfigError, match=r'grouped_mm = "triton" with train.precision = "fp64"'):
         check(kernels, tiny_job(), "--plan x")
     dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0})
-    check(planned(dense, 1).model_copy(update={"products": "triton"}), dense, "--plan x")
+    check(planned(dense, 1).model_copy(update={"grouped_mm": "triton"}), dense, "--plan x")
 
 
 @pytest.mark.parametrize("by", ["triton", "fp8"])
-def test_kernels_are_not_for_a_job_of_the_cpu(by: Products) -> None:
+def test_kernels_are_not_for_a_job_of_the_cpu(by: GroupedMM) -> None:
     with pytest.raises(ConfigError, match=r'is for GPUs, and train.device = "cpu": leave one'):
-        tiny_job(layout={"products": by}, train={"precision": "fp32", "device": "cpu"})
+        tiny_job(kernels={"grouped_mm": by}, train={"precision": "fp32", "device": "cpu"})
     dense = {"family": "llama", "experts": 0, "top_k": 0}
-    tiny_job(layout={"products": by}, train={"device": "cpu"}, model=dense)
+    tiny_job(kernels={"grouped_mm": by}, train={"device": "cpu"}, model=dense)
     job = tiny_job(train={"precision": "fp32", "device": "cpu"})
     if by == "triton":
         with pytest.raises(ConfigError, match="is for GPUs"):
-            check(planned(job, 1).model_copy(update={"products": by}), job, "--plan x")
+            check(planned(job, 1).model_copy(update={"grouped_mm": by}), job, "--plan x")
 
 
 def test_predictions_do_not_rest_on_what_multiplies_by_itself() -> None:
-    """A run may find it only when it begins, and its own plan keeps them; eight bits are asked
-    for."""
+    """The cost model has the same figures for torch and triton; fp8 is asked for."""
     job = tiny_job(train={"precision": "bf16"})
     plans = [
-        planned(job, 1).model_copy(update={"products": by}) for by in ("auto", *get_args(Products))
+        planned(job, 1).model_copy(update={"grouped_mm": by})
+        for by in ("auto", *get_args(GroupedMM))
     ]
     *others, eight = (basis(job, plan) for plan in plans)
     assert len(set(others)) == 1
@@ -474,11 +571,13 @@ for kind, dtype in types.items():
 @pytest.mark.parametrize(
     ("generation", "shared"),
     [
-        (80, 163), (89, 99), (90, 227),
-        pytest.param(100, 227, marks=pytest.mark.soak),
-        pytest.param(120, 99, marks=pytest.mark.soak),
+        (90, 227),
+        *[
+            pytest.param(generation, shared, marks=pytest.mark.soak)
+            for generation, shared in ((80, 163), (89, 99), (100, 227), (120, 99))
+        ],
     ],
-)  # fmt: skip
+)
 def test_they_are_compiled_for_gpus(generation: int, shared: int, tmp_path: Any) -> None:
     """And what a program has in the memory of its processor, which is `shared` KiB, fits."""
     there = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.dist import passes
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.nn import dispatch, moe, router
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
@@ -312,7 +312,7 @@ def test_who_must_know_numbers_waits_for_them(monkeypatch: pytest.MonkeyPatch) -
         assert counted.placed is None
         assert counted.counts_RE.tolist() == [[4] * 6]
     far = chosen.to("meta")
-    cases: list[tuple[dict[str, Any], bool, Products]] = [
+    cases: list[tuple[dict[str, Any], bool, GroupedMM]] = [
         ({"capacity": 2.0}, True, "triton"), ({"chunks": 2}, True, "triton"),
         ({"local_first": True}, True, "triton"), ({}, False, "triton"), ({}, True, "torch"),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 from moesaic.models.initial import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.pieces import pieces
@@ -138,7 +138,7 @@ def test_kernels_of_our_own_write_the_same(name: str) -> None:
     InitialSource(1, 0.4).fill(pieces(model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = []
-    for by in get_args(Products)[:2]:
+    for by in get_args(GroupedMM)[:2]:
         for _, moe in model.expert_layers():
             moe.bank.by = by
         texts.append(generate(model, PROMPTS, 6))

@@ -129,19 +129,19 @@ def test_what_a_plan_decides_otherwise_is_told() -> None:
 
 @pytest.mark.parametrize("pinned", ["auto", "torch", "triton", "fp8"])
 @pytest.mark.parametrize("planned", ["auto", "torch", "triton"])
-def test_a_plan_that_leaves_products_open_leaves_them_to_the_job(pinned: str, planned: str) -> None:
-    """As the plan of any run on a CPU does. One that names them is obeyed, but for eight bits; what
-    is said beside it may be the same."""
-    path, sets = write(), [f'layout.products="{pinned}"'] * (pinned != "auto")
-    plan = lay_out(LayoutConfig(products=planned), load_job(path).job.model, 1)
+def test_a_plan_with_auto_kernels_leaves_them_to_the_job(pinned: str, planned: str) -> None:
+    """A plan that names kernels is obeyed, except for fp8; the job may name the same ones."""
+    path, sets = write(), [f'kernels.grouped_mm="{pinned}"'] * (pinned != "auto")
+    plan = lay_out(LayoutConfig(), load_job(path).job.model, 1)
+    plan = plan.model_copy(update={"grouped_mm": planned})
     Path("plan.json").write_text(plan.to_json())
     if pinned == "auto" or planned in ("auto", pinned):
         loaded = obey(load_job(path, sets), Path("plan.json"), sets)
         assert loaded.plan is not None
         expected = pinned if planned == "auto" else planned
-        assert loaded.plan.products == loaded.job.layout.products == expected
+        assert loaded.plan.grouped_mm == loaded.job.kernels.grouped_mm == expected
     else:
-        with pytest.raises(ConfigError, match="products = "):
+        with pytest.raises(ConfigError, match="grouped_mm = "):
             obey(load_job(path, sets), Path("plan.json"), sets)
 
 

@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from moesaic.dist import device as devices
 from moesaic.dist import threads
 from moesaic.dist.probe.timing import Figures, powers, seconds
-from moesaic.dist.products import chosen, grouped_mm, grouped_outer, product
+from moesaic.dist.products import choose, grouped_mm, grouped_outer, product
 from moesaic.dist.squares import sum_of_squares
 
 _TYPES = {
@@ -313,7 +313,7 @@ def _of_slots(arena: Tensor, slots: int, rows: int, columns: int, inner: int) ->
     counts = torch.full((slots,), rows)
     left = arena.new_full((slots * rows, inner), 1 / inner)
     right = arena.new_full((slots * rows, columns), 0.5)
-    by, crew = chosen("auto", arena.device), None
+    by, crew = choose("auto", arena.device, arena.dtype), None
     if arena.device.type == "cpu":
         crew = threads.crew()
     step = slots if crew is None else max(1, slots // (2 * crew.size))

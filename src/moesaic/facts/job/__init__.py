@@ -8,6 +8,7 @@ from moesaic.facts.job.model import ModelConfig, Preset
 from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
     CheckpointConfig,
+    KernelsConfig,
     LayoutConfig,
     LogConfig,
     OptimizerConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "DataConfig",
     "FinetuneConfig",
     "Job",
+    "KernelsConfig",
     "LayoutConfig",
     "LogConfig",
     "ModelConfig",

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.facts.job.model import ModelConfig
-from moesaic.facts.job.train import Products
+from moesaic.facts.job.train import GroupedMM
 
 Number = Literal["fp32", "bf16", "fp16"]
 
@@ -27,9 +27,8 @@ class BenchConfig(Section):
     """What computes: auto (a GPU where there is one), or as in `train.device`."""
     dtypes: list[Number] = Field(default_factory=_numbers, min_length=1)
     """Types of numbers that products take; weights are fp32, as in training."""
-    products: Literal["auto"] | Products = "auto"
-    """What multiplies experts on a GPU, as in `layout.products`; auto: triton on GPUs of compute
-    capability 9.0, where it can be used, else torch."""
+    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`."""
     tokens: list[Annotated[int, Field(ge=1, le=1 << 20)]] = Field(
         default_factory=lambda: [1, 16, 128, 512, 2048], min_length=1
     )

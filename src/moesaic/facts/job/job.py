@@ -19,12 +19,13 @@ from moesaic.facts.job.routing import RoutingConfig
 from moesaic.facts.job.train import (
     MOMENT_BLOCK,
     CheckpointConfig,
+    KernelsConfig,
     LayoutConfig,
     LogConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
-    products_fault,
+    grouped_mm_fault,
 )
 
 
@@ -43,6 +44,8 @@ class Job(Section):
     """How tokens find experts."""
     layout: LayoutConfig = LayoutConfig()
     """How the ranks share the model."""
+    kernels: KernelsConfig = KernelsConfig()
+    """GPU kernels of the run."""
     balance: BalanceConfig = BalanceConfig()
     """What is done about experts that get more tokens than others, where ranks share them out."""
     finetune: FinetuneConfig | None = None
@@ -68,9 +71,9 @@ class Job(Section):
         if uncut is not None:
             raise ValueError(f"layout.{uncut}")
         self._check_finetune()
-        fault = products_fault(self.layout.products, self.train)
+        fault = grouped_mm_fault(self.kernels.grouped_mm, self.train)
         if fault and self.model.experts:
-            raise ValueError(f"layout.{fault}")
+            raise ValueError(f"kernels.{fault}")
         if self.schedule.warmup > self.train.steps:
             raise ValueError(
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
@@ -286,8 +289,6 @@ class Job(Section):
             )
         elif layout.dispatch == "auto" and "hosts" in given:
             found.append('layout.hosts has no effect: layout.dispatch = "auto" finds the hosts')
-        if "products" in given and not self.model.experts:
-            found.append("layout.products has no effect: the model is dense")
         if layout.pp == 1 and "schedule" in given:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found
@@ -308,8 +309,9 @@ class Job(Section):
         if self.layout.ep > 1:
             found += self.balance.idle() + self._too_hot()
         if not self.model.experts:
-            given = sorted(self.routing.asked)
-            found += [f"routing.{key} has no effect: the model is dense" for key in given]
+            for table in ("kernels", "routing"):
+                given = sorted(getattr(self, table).asked)
+                found += [f"{table}.{key} has no effect: the model is dense" for key in given]
         elif self.model.score != "sigmoid" and "bias_step" in self.routing.asked:
             found.append(
                 f'routing.bias_step has no effect: the routers of family "{self.model.family}" '

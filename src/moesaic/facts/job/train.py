@@ -20,8 +20,8 @@ Local = Literal["along", "first"]
 Embedding = Literal["whole", "columns"]
 """What of the embedding's table a rank of a part of the pipeline has."""
 
-Products = Literal["torch", "triton", "fp8"]
-"""What multiplies rows of experts by their matrices on a GPU."""
+GroupedMM = Literal["torch", "triton", "fp8"]
+"""Kernels that multiply tokens by expert matrices on a GPU."""
 
 MOST_CHUNKS = 64
 """Chunks that a rank's tokens can be cut into."""
@@ -63,18 +63,22 @@ class LayoutConfig(Section):
     """Parts of a rank's tokens that go to experts of other ranks one after another: experts compute
     with one while the next one and the results of the last one travel. auto: `moesaic plan` takes
     what costs least; without a plan, 1."""
-    products: Literal["auto"] | Products = "auto"
-    """What multiplies tokens by matrices of experts on a GPU; on the CPU the processor decides.
-    torch: torch's grouped product, or one product after another where it has none. triton: kernels
-    of our own, for all types but fp64. fp8: these, which multiply in eight bits, each row and each
-    column scaled by its own largest number; gradients of matrices stay in the type of the rows.
-    auto: a run tries triton when it begins, with experts of its own, and takes it where it is right
-    and fast; going on in the same layout, what it had; never in eight bits."""
     embedding: Literal["auto"] | Embedding = "auto"
     """What of the embedding's table each rank has, where `tp` does not share out its words. whole:
     all of it, and gradients are summed, or what `shard` leaves. columns: an equal share of every
     word's numbers; ranks look words up for each other, and no gradient of the table is summed.
     auto: `moesaic plan` takes what costs least; without a plan, whole."""
+
+
+class KernelsConfig(Section):
+    """GPU kernels of the run."""
+
+    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    """Kernels of the expert matmuls on a GPU; a CPU has its own. torch: `F.grouped_mm` in bf16, one
+    `torch.mm` per expert in other dtypes. triton: moesaic's Triton kernels, in fp32, bf16 and fp16.
+    fp8: the Triton kernels with both factors in fp8, scaled by row and by column; gradients of
+    matrices keep the dtype of the tokens. auto: triton for bf16 and fp16 on GPUs of compute
+    capability 9.0, if Triton works there, else torch; never fp8."""
 
 
 class TrainConfig(Section):
@@ -173,18 +177,18 @@ class LogConfig(Section):
     """Steps between records of expert load, and of what a policy of balance made of it."""
 
 
-def products_fault(products: Literal["auto"] | Products, train: TrainConfig) -> str | None:
-    """Why experts cannot be multiplied like that in a job of such a precision, on such a device, if
-    they cannot."""
-    if products in ("auto", "torch"):
+def grouped_mm_fault(grouped_mm: Literal["auto"] | GroupedMM, train: TrainConfig) -> str | None:
+    """Return why these kernels cannot serve a job of this precision and device, or None."""
+    if grouped_mm in ("auto", "torch"):
         return None
     if train.device == "cpu":
         return (
-            f'products = "{products}" is for GPUs, and train.device = "cpu": leave one of them out'
+            f'grouped_mm = "{grouped_mm}" is for GPUs, and train.device = "cpu": leave one of them '
+            "out"
         )
     if train.precision != "fp64":
         return None
     return (
-        f'products = "{products}" with train.precision = "fp64", which its kernels do not '
-        'multiply: set it to "torch", or choose another precision'
+        f'grouped_mm = "{grouped_mm}" with train.precision = "fp64", which the Triton kernels do '
+        'not support: set it to "torch", or choose another precision'
     )

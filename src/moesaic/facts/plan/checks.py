@@ -10,14 +10,14 @@ from pathlib import Path
 from moesaic.base.config import parse, read_json
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
-from moesaic.facts.job.train import products_fault
+from moesaic.facts.job.train import grouped_mm_fault
 from moesaic.facts.plan.layout import block_names, columns_fault, pipeline_fault
 from moesaic.facts.plan.plan import Plan, RankPlace
 
 _DIGITS = 16
 _DECISIVE = {
     "ranks", "ep", "shard", "tp", "etp", "pp", "schedule", "dispatch", "hosts", "local",
-    "chunks", "products", "embedding", "homes_by_rank", "homes_of_layers", "stages",
+    "chunks", "grouped_mm", "embedding", "homes_by_rank", "homes_of_layers", "stages",
 }  # fmt: skip
 """What of a plan a step's cost depends on, besides its places."""
 
@@ -57,23 +57,23 @@ def check(plan: Plan, job: Job, origin: str) -> None:
         )
     if plan.stages is not None:
         _check_blocks(plan.stages, block_names(job.model), origin)
-    fault = pipeline_fault(plan, job) or columns_fault(plan, job) or _products_fault(plan, job)
+    fault = pipeline_fault(plan, job) or columns_fault(plan, job) or _grouped_mm_fault(plan, job)
     if fault:
         raise ConfigError(f"{origin}: {fault}")
 
 
-def _products_fault(plan: Plan, job: Job) -> str | None:
-    """Why the job's experts cannot be multiplied as the plan says, if they cannot."""
-    ours, asked = plan.products, job.layout.products
+def _grouped_mm_fault(plan: Plan, job: Job) -> str | None:
+    """Return why the plan's expert kernels cannot serve the job, or None."""
+    ours, asked = plan.grouped_mm, job.kernels.grouped_mm
     if not job.model.experts:
         return None
     if ours != asked and "fp8" in (ours, asked):
         return (
-            f'products = "{ours}", but layout.products = "{asked}", and the numbers of a run '
-            "depend on eight bits, so that no plan may change it: make them equal, or plan this "
-            "job anew (moesaic plan)"
+            f'grouped_mm = "{ours}", but kernels.grouped_mm = "{asked}", and fp8 changes the '
+            "numbers of a run, so that no plan may set it: make them equal, or plan this job anew "
+            "(moesaic plan)"
         )
-    return products_fault(ours, job.train)
+    return grouped_mm_fault(ours, job.train)
 
 
 def _check_blocks(stages: list[list[str]], blocks: Sequence[str], origin: str) -> None:
@@ -123,7 +123,10 @@ def ruled(job: Job, plan: Plan) -> Job:
     train = job.train
     if plan.recompute is not None and plan.recompute != train.recompute:
         train = train.model_copy(update={"recompute": plan.recompute})
-    return job.model_copy(update={"layout": layout, "train": train})
+    kernels = job.kernels
+    if plan.grouped_mm != kernels.grouped_mm:
+        kernels = kernels.model_copy(update={"grouped_mm": plan.grouped_mm})
+    return job.model_copy(update={"layout": layout, "kernels": kernels, "train": train})
 
 
 def basis(job: Job, plan: Plan) -> str:
@@ -134,8 +137,8 @@ def basis(job: Job, plan: Plan) -> str:
     # So has every plan that does not say, and digests of those are kept.
     if plan.local == "along":
         del decided["local"]
-    if plan.products != "fp8":  # Others a run may find only when it begins.
-        del decided["products"]
+    if plan.grouped_mm != "fp8":  # The cost model has no other figures for torch and triton.
+        del decided["grouped_mm"]
     if not plan.homes_of_layers:
         del decided["homes_of_layers"]
     work = {

@@ -50,7 +50,6 @@ def lay_out(layout: LayoutConfig, model: ModelConfig, ranks: int) -> Plan:
     return Plan(
         ranks=ranks, ep=layout.ep, shard=shard, tp=layout.tp, etp=layout.etp, pp=layout.pp,
         schedule=layout.schedule, experts=model.experts,
-        products=layout.products,
         embedding=_embedding(layout, part), **_travelling(layout),
     )  # fmt: skip
 
@@ -98,6 +97,7 @@ def _embedding(layout: LayoutConfig, part: int) -> Embedding:
 def planned(job: Job, ranks: int) -> Plan:
     """The plan that `job` itself means on `ranks` ranks, with nothing left to the job."""
     plan = lay_out(job.layout, job.model, ranks)
+    plan = plan.model_copy(update={"grouped_mm": job.kernels.grouped_mm})
     fault = pipeline_fault(plan, job, "layout.") or columns_fault(plan, job, "layout.")
     if fault:
         raise ConfigError(fault)

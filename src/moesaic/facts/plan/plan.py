@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from moesaic.base.config import Section
 from moesaic.facts.job.balance import Prices
 from moesaic.facts.job.model import MOST_EXPERTS
-from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, Local, Products, Schedule
+from moesaic.facts.job.train import MOST_CHUNKS, Dispatch, Embedding, GroupedMM, Local, Schedule
 from moesaic.facts.plan.predictions import Predictions
 
 MOST_RANKS = 1 << 20
@@ -76,9 +76,9 @@ class Plan(Section):
     other ranks, or by itself, while that travels."""
     chunks: int = Field(default=1, ge=1, le=MOST_CHUNKS)
     """Parts of a rank's tokens that go to experts of other ranks one after another."""
-    products: Literal["auto"] | Products = "auto"
-    """What multiplies tokens by matrices of experts on a GPU; auto: a run tries it when it begins.
-    The plan of a run has what it took."""
+    grouped_mm: Literal["auto"] | GroupedMM = "auto"
+    """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`; auto: as the job
+    says."""
     embedding: Embedding = "whole"
     """What of the embedding's table each rank of a part has: all, but for what `tp` or `shard`
     share out; or equal columns."""
