@@ -1,4 +1,4 @@
-"""Under every policy twenty steps equal those of the same layout without copies, and of one process."""
+"""Twenty steps under every policy equal those without copies, and those of one process."""
 
 from __future__ import annotations
 
