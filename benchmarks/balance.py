@@ -38,17 +38,15 @@ from benchmarks.skewed import (
 from moesaic.dist.exchange import Carrier
 from moesaic.dist.world import World
 from moesaic.facts.job import BalanceConfig
-from moesaic.facts.job.balance import Policy
 from moesaic.nn.bank import Bank
 from moesaic.nn.routes import Routes
-from moesaic.policy.balance import lp, quota, setting_of
+from moesaic.policy.balance import quota, setting_of
+from moesaic.policy.balance.yardsticks import lp
 from moesaic.testing.hosts import impossible, met
 from moesaic.train import balancing
 
-OURS = "auto"
-POLICIES: tuple[Policy, ...] = (
-    "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp",
-)  # fmt: skip
+OURS = "quota"
+POLICIES = ("quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp")
 SKEWS = (
     Skew("a run trained without balance loss", 2),
     Skew("Zipf 1.2", 2),

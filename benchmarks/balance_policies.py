@@ -16,21 +16,11 @@ import numpy as np
 
 from benchmarks import measure
 from moesaic.facts.balance import Ints, Setting, unchanged
-from moesaic.policy.balance import (
-    Policy,
-    auto,
-    eplb,
-    faster_moe,
-    llep,
-    lp,
-    pro_prophet,
-    quota,
-    times,
-    top_k_broadcast,
-)
+from moesaic.policy.balance import Policy, eplb, faster_moe, pro_prophet, quota, times
+from moesaic.policy.balance.yardsticks import llep, lp, top_k_broadcast
 
 POLICIES: dict[str, Policy] = {
-    "none": lambda counts, setting: unchanged(), "auto": auto, "quota": quota,
+    "none": lambda counts, setting: unchanged(), "quota": quota,
     "pro-prophet": pro_prophet, "faster-moe": faster_moe,
     "top-k-broadcast": partial(top_k_broadcast, number=1), "eplb": partial(eplb, each=1),
     "llep": llep, "lp": partial(lp, each=1),

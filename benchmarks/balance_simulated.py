@@ -18,15 +18,7 @@ from numpy.typing import NDArray
 from benchmarks import measure
 from benchmarks.natural import least_even, trained
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance import (
-    Search,
-    at_copies,
-    auto,
-    faster_moe,
-    pro_prophet,
-    quota,
-    times,
-)
+from moesaic.policy.balance import Search, at_copies, faster_moe, pro_prophet, quota, times
 
 SKEW = 1.0
 _EFFICIENCY = 0.03
@@ -100,12 +92,12 @@ def rows() -> Iterator[measure.Row]:
         for shape in SHAPES:
             for top_k in (1, 2):
                 seconds = iterations(machines, shape, top_k)
-                others = min(s for name, s in seconds.items() if name != "auto")
-                gains.append(others / seconds["auto"])
+                others = min(s for name, s in seconds.items() if name != "quota")
+                gains.append(others / seconds["quota"])
                 theirs.append(seconds["DeepSpeed-MoE"] / seconds["Pro-Prophet"])
                 yield from _rows(machines, shape, top_k, seconds)
         yield measure.row(
-            f"{machines.name}: auto over the best of the others, where it gains the least",
+            f"{machines.name}: quota over the best of the others, where it gains the least",
             min(gains), "ratio", bar=">= 1.0", against="the best of the three, by the same model",
             repeats=1, simulated=True,
         )  # fmt: skip
@@ -123,9 +115,9 @@ def _rows(
     title = f"{machines.name}, {shape}, top-{top_k}"
     published = machines.published.get((shape, top_k))
     calibrated = machines is CLUSTERS[0] and (shape, top_k) in CALIBRATED
-    for at, name in enumerate(("FasterMoE", "Pro-Prophet", "auto")):
+    for at, name in enumerate(("FasterMoE", "Pro-Prophet", "quota")):
         said = "every row at home"
-        if published is not None and name != "auto":
+        if published is not None and name != "quota":
             said += f"; published: {published[at]}" + ", calibrated on it" * calibrated
         elif name == "Pro-Prophet" and machines.between is not None:
             said += "; published: {} to {}".format(*machines.between[top_k])
@@ -141,7 +133,7 @@ def iterations(machines: Machines, shape: str, top_k: int) -> dict[str, float]:
     layers, width, inner = SHAPES[shape]
     setting = setting_of(machines, width, inner)
     straight = setting._replace(relays=False)  # Ours has an expert's home send every copy.
-    found = dict.fromkeys(("DeepSpeed-MoE", "FasterMoE", "Pro-Prophet", "auto"), 0.0)
+    found = dict.fromkeys(("DeepSpeed-MoE", "FasterMoE", "Pro-Prophet", "quota"), 0.0)
     for layer in range(layers):
         before: Ints | None = None
         for step, counts in enumerate(
@@ -153,10 +145,10 @@ def iterations(machines: Machines, shape: str, top_k: int) -> dict[str, float]:
                     "DeepSpeed-MoE": unchanged(),
                     "FasterMoE": faster_moe(counts, setting),
                     "Pro-Prophet": at_copies(counts, late.copies),
-                    "auto": auto(counts, straight),
+                    "quota": quota(counts, straight),
                 }
                 for name, balance in decided.items():
-                    on = straight if name == "auto" else setting
+                    on = straight if name == "quota" else setting
                     found[name] += layer_s(counts, on, balance, hides=name != "FasterMoE")
             before = counts
     return found

@@ -28,18 +28,17 @@ def of_balance(rows: Sequence[Row]) -> str | None:
     """Policies over no policy, case by case, as an SVG; None: nothing has been measured yet."""
     cases = list[Case]()
     known = {row.name: row.value for row in rows if not row.simulated and row.value is not None}
-    over, even = " over none", ": auto, of as many rows spread evenly"
-    for name in known:
-        if not name.endswith(even):
+    over, ceiling = " over none", ": computing alone over none, the ceiling"
+    for name, limit in known.items():
+        if not name.endswith(ceiling):
             continue
-        case = name.removesuffix(even)
+        case = name.removesuffix(ceiling)
         found = {
             other.removeprefix(f"{case}: ").removesuffix(over): value
             for other, value in known.items()
             if other.startswith(f"{case}: ") and other.endswith(over)
         }
-        if "auto" in found:
-            cases.append(Case(case, found, found["auto"] / known[name]))
+        cases.append(Case(case, found, limit))
     return _drawn("Times as fast as without a policy", cases) if cases else None
 
 
@@ -80,7 +79,7 @@ def _legend(names: Sequence[str]) -> list[str]:
     for number, name in enumerate(names):
         parts += [_dot(left + 5, 42, number), _text(left + 14, 46, name)]
         left += 26 + 7 * len(name)
-    limit = _text(left + 14, 46, "as many rows, spread evenly")
+    limit = _text(left + 14, 46, "computing alone, the ceiling")
     return [*parts, _line(left + 5, left + 5, 34, 50, "#111", 2), limit]
 
 

@@ -19,6 +19,7 @@ from moesaic.dist.shared import MEMORY
 from moesaic.dist.world import World
 from moesaic.facts.balance import Setting
 from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
 from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
@@ -27,7 +28,8 @@ from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router, Routing
 from moesaic.nn.routes import Routes
 from moesaic.policy import dispatch
-from moesaic.policy.balance import Asked, Moving, Rank, auto, rehomed, setting_of, usual
+from moesaic.policy.balance import Moving, Rank, quota, rehomed, setting_of, usual
+from moesaic.policy.balance.yardsticks import asked
 from moesaic.testing.hosts import two_hosts
 from moesaic.testing.ranks import Ranks
 from moesaic.train import balancing
@@ -36,7 +38,7 @@ from moesaic.train.assemble import ranks_of
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"
 ALONE = "computing alone"
-"""Of the rows that `auto` has each rank compute: without messages, copies or decisions."""
+"""Of the rows that `quota` has each rank compute: without messages, copies or decisions."""
 MOVED = "experts moved for good"
 """By all choices of all ranks, as if those of the steps before were those to come."""
 MOVES_EVERY = 10
@@ -185,7 +187,7 @@ class Computing:
 
 
 def alone(work: Work, rank: int, setting: Setting) -> Computing:
-    """Rank's part of what `auto` makes of each step."""
+    """Rank's part of what `quota` makes of each step."""
     chosen = zip(*(work.choices(one) for one in range(RANKS)), strict=True)
     return Computing([_computed(both, rank, setting) for both in chosen])
 
@@ -194,7 +196,7 @@ def _computed(chosen: Sequence[Tensor], rank: int, setting: Setting) -> NDArray[
     """Rows of a rank's slots in a step, its own experts first."""
     experts = len(setting.homes)
     counts = np.stack([np.bincount(one.flatten().numpy(), minlength=experts) for one in chosen])
-    balance = auto(counts, setting)
+    balance = quota(counts, setting)
     rows = np.zeros((experts, RANKS), np.int64)
     rows[np.arange(experts), setting.homes] = counts.sum(axis=0)
     for expert, _, target, number in balance.diverted:
@@ -245,15 +247,15 @@ def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
-        config = BalanceConfig.model_validate({"policy": name, "as_published": True})
-        policy = Asked(config, _setting(job, plan, config, prices))
+        config = YardstickConfig.model_validate({"policy": name, "as_published": True})
+        policy = asked(config, _setting(job, plan, config, prices))
         policy.prepare()
         moe.balancer = balancing.Balancer(policy)
     return Layer(moe, tokens, cotangent)
 
 
 def alone_of(world: World, work: Work, prices: Prices) -> Computing:
-    """What `auto` has a rank compute."""
+    """What `quota` has a rank compute."""
     _, job, plan = moe_of(world, work, PLAIN)
     return alone(work, world.rank, _setting(job, plan, BalanceConfig(), prices))
 

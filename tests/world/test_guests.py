@@ -72,7 +72,7 @@ def test_copies_at_random(
 @pytest.mark.parametrize("recompute", [False, True])
 def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
     tables = {**SWITCH, "train": {"micro_batches": 2, "recompute": recompute}}
-    raw = balanced({**tables, "layout": {"ep": 4}}, "auto")
+    raw = balanced({**tables, "layout": {"ep": 4}}, "quota")
     raw["balance"]["early"] = True
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))
@@ -96,7 +96,7 @@ def wired(world: World, job: Job) -> list[list[int]]:
 def test_experts_leave_under_the_layer_before(
     ranks: Ranks, layout: dict[str, Any], recompute: bool, expected: list[list[int]]
 ) -> None:
-    raw = balanced({"model": {"layers": 4}, "layout": layout}, "lp")
+    raw = balanced({"model": {"layers": 4}, "layout": layout}, "eplb")
     raw["train"] = {"recompute": recompute, "micro_batches": 2}
     assert ranks.run(2, wired, tiny_job(**raw)) == [expected] * 2
 
@@ -104,7 +104,7 @@ def test_experts_leave_under_the_layer_before(
 def test_copies_that_are_kept(ranks: Ranks) -> None:
     """For three of the four micro-batches that there are of two steps."""
     tables = {**SWITCH, "train": {"micro_batches": 2}}
-    raw = balanced({**tables, "layout": {"ep": 4}}, "lp")
+    raw = balanced({**tables, "layout": {"ep": 4}}, "eplb")
     raw["balance"] |= {"replan_every": 3, "replan_drift": 0.9}
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))

@@ -34,7 +34,7 @@ from moesaic.train.balancing import Balancer
 from moesaic.train.run import Run
 
 STEPS = 2
-EARLY = {"balance": {**ASKING, "policy": "auto", "early": True}}
+EARLY = {"balance": {**ASKING, "early": True}}
 MANY = {"model": {"experts": 64, "top_k": 3}}
 ONE_EACH = {"train": {"micro_batches": 8}, "data": {"sequence": 3}}
 """Micro-batches of a sample, which all ranks but one have nothing of."""
@@ -128,7 +128,7 @@ def test_copies_at_random_in_long_stages(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", LONG_STAGES)
 def test_copies_in_two_parts_in_long_stages(ranks: Ranks, name: str) -> None:
     size, layout, tables = LONG_STAGES[name]
-    job = tiny_job(**tables, layout=layout, balance={**IN_PARTS, "policy": "auto"})
+    job = tiny_job(**tables, layout=layout, balance=IN_PARTS)
     several = outcome(ranks, size, job, STEPS)
     assert_same(several, alone(ranks, tables))
     last = several.steps[-1]
@@ -174,8 +174,7 @@ def one_expert(world: World, job: Job, shaken: int | None) -> Any:
 
 @pytest.mark.parametrize(
     ("balance", "shaken"),
-    [({}, 5), ({}, None), ({"policy": "auto", "early": True}, None),
-     ({"policy": "eplb"}, None), ({"policy": "llep"}, None)],
+    [({}, 5), ({}, None), ({"early": True}, None), ({"policy": "eplb"}, None)],
 )  # fmt: skip
 def test_all_rows_for_one_expert(ranks: Ranks, balance: dict[str, Any], shaken: int | None) -> None:
     tables: dict[str, Any] = {"model": {"top_k": 1}, "train": {"micro_batches": 2}}
@@ -255,7 +254,7 @@ def test_routing_replayed_among_copies(
 ) -> None:
     """What ranks with copies record is what one process has, and leads one process, and others."""
     tables: dict[str, Any] = {"train": {"micro_batches": 2, "precision": precision}}
-    job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "policy": "auto", "early": early})
+    job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "early": early})
     path = str(tmp_path / "routes")
     first = outcome(ranks, 4, job, STEPS, record=path)
     alone = outcome(ranks, 1, tiny_job(**tables), STEPS, replay=path)

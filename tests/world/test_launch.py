@@ -112,12 +112,12 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
 
 def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
     prices = "{rows_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, hides = true}"
-    told = ['policy="top-k-broadcast"', "as_published=true", f"prices={prices}"]
+    told = ['policy="eplb"', "as_published=true", f"prices={prices}"]
     sets = [word for one in told for word in ("--set", f"balance.{one}")]
     process = start(place, "--nproc", "2", "--out", "run", *sets)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    assert "balance: top-k-broadcast, as published; experts take 1 rows/s" in out
+    assert "balance: eplb, as published; experts take 1 rows/s" in out
     # Nobody knows by such prices.
     off = r"^  whether copies paid is not known: prices are off \(.* a step.* by them"
     assert re.search(off, out, re.M)

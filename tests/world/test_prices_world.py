@@ -19,7 +19,8 @@ from moesaic.train.balancing import measured
 
 
 def prices(world: World, sockets: bool) -> tuple[str, Prices]:
-    job = tiny_job(layout={"ep": 2}, train={"precision": "fp32"}, balance={"policy": "quota"})
+    balance = {"policy": "quota", "least_rows": 1}
+    job = tiny_job(layout={"ep": 2}, train={"precision": "fp32"}, balance=balance)
     plan = lay_out(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     moe = next(moe for _, moe in run.model.expert_layers())

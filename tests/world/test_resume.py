@@ -129,9 +129,9 @@ def test_copies_go_on_by_what_was_measured_at_the_start(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (("ep2", "auto"), [("ep2", "pro-prophet"), ("one", "none")]),
-        (("ep2 x 2, sharded", "eplb"), [("ep2 x 2, sharded", "none"), ("ep4", "llep")]),
-        (("ep4", "none"), [("ep4", "auto")]),
+        (("ep2", "quota"), [("ep2", "pro-prophet"), ("one", "none")]),
+        (("ep2 x 2, sharded", "eplb"), [("ep2 x 2, sharded", "none"), ("ep4", "faster-moe")]),
+        (("ep4", "none"), [("ep4", "quota")]),
     ],
 )
 def test_another_policy_goes_on_with_the_same_numbers(

@@ -77,7 +77,7 @@ def test_a_token_goes_over_the_link_once(own_ranks: Ranks) -> None:
 STEPS = 3
 MICRO_BATCHES = {"train": {"micro_batches": 2}}
 AGAIN = {"train": {"micro_batches": 2, "recompute": True}}
-EARLY = {"balance": {**ASKING, "policy": "auto", "early": True}}
+EARLY = {"balance": {**ASKING, "early": True}}
 SPREAD: dict[int, list[tuple[dict[str, Any], dict[str, Any], int | None]]] = {
     2: [
         ({"ep": 2}, MICRO_BATCHES, 1),

@@ -19,9 +19,10 @@ from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.prices import Priced, priced
 from moesaic.facts.balance import Balance, Ints, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
-from moesaic.facts.job.balance import Policy
+from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import Asked, balances, busiest, compiling, rows, setting_of, times
+from moesaic.policy.balance.yardsticks import asked as asked_of
 
 _JOBS = "balance."
 """What a job has before the names of these settings."""
@@ -36,11 +37,9 @@ Named = Annotated[
 ]
 
 
-class ReplayConfig(BalanceConfig):
-    """Whom to ask, and what it counts on; as a job's [balance]."""
+class ReplayConfig(YardstickConfig):
+    """The policy to replay, and its settings; as in a job's [balance]."""
 
-    policy: Policy = "auto"
-    """As in a job."""
     prices: Prices | None = None
     """What copies cost and save; unset: what the run went by, or as a job finds them that does not
     measure."""
@@ -185,7 +184,7 @@ def replayed(
         if layer not in layers:
             layers[layer] = _Layer()
             setting = setting_of(job, plan, config, prices, layer)
-            asked |= {(layer, group): Asked(config, setting) for group in groups}
+            asked |= {(layer, group): asked_of(config, setting) for group in groups}
             asked[layer, groups[0]].prepare(lambda kept: say and say(compiling(kept)))
         for group in groups:
             policy, own = asked[layer, group], counts[list(group)]

@@ -34,7 +34,7 @@ SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.item
 MICRO = 2
 SETTING = Setting(
     np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
-    hides=False, least_rows=64,
+    hides=False, room=1, least_rows=64,
 )  # fmt: skip
 """Of each layer, with those prices."""
 
@@ -110,7 +110,7 @@ def test_prices_that_the_run_measured_are_taken(
     a_run(tmp_path / "run", prices=Prices(**PRICES))
     measured = replay(capsys, str(tmp_path / "run"))
     assert measured["prices"] == Prices(**PRICES).model_dump()
-    assert measured["policy"] == "auto"
+    assert measured["policy"] == "quota"
     given = replay(capsys, str(tmp_path / "run"), *SET)
     assert given["gain"] == measured["gain"]
 
@@ -179,7 +179,7 @@ def test_hosts_of_a_plan_count_where_the_run_says_nothing_of_its_own(
 def test_where_prices_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a job finds them: those of its own before those of its plan."""
     own, planned_ = Prices(**PRICES), Prices(**{**PRICES, "rows_per_s": 2e4})
-    small = {"policy": "auto", "prices": PRICES}  # Which does not begin with so few rows.
+    small = {"policy": "quota", "prices": PRICES}  # Which does not begin with so few rows.
     runs: dict[str, tuple[dict[str, Any], float]] = {
         "of the run": ({"prices": planned_, "policy": "quota", "least_rows": 1}, 2e4),
         "of the job": ({"prices": planned_}, 1e4),
@@ -245,9 +245,9 @@ def test_a_table_says_that_it_is_modelled(
     a_run(tmp_path / "run", prices=Prices(**PRICES))
     assert main(["replay", str(tmp_path / "run"), "--out", str(tmp_path / "facts.json")]) == 0
     said = capsys.readouterr().out
-    assert "modelled, not measured: with auto" in said
+    assert "modelled, not measured: with quota" in said
     assert "prices of the plan; experts take 10,000 rows/s, 1 GB/s travel, an exchange" in said
-    assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "auto"
+    assert json.loads((tmp_path / "facts.json").read_text())["policy"] == "quota"
 
 
 def test_settings_may_be_named_as_in_a_job(
@@ -304,7 +304,7 @@ def test_a_policy_as_published_is_named_as_the_others_are(
     found = replay(capsys, *line)
     assert (found["policy"], found["as_published"]) == ("top-k-broadcast", True)
     assert replay(capsys, *line[:-2])["as_published"] is False
-    assert replay(capsys, line[0], *line[3:])["as_published"] is False  # Of auto, it says nothing.
+    assert replay(capsys, line[0], *line[3:])["as_published"] is False  # quota ignores it.
     assert main(["replay", *line]) == 0
     assert "with top-k-broadcast, as published the expert" in capsys.readouterr().out
 
@@ -313,10 +313,10 @@ def test_settings_without_effect_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a_run(tmp_path / "run")
-    line = [str(tmp_path / "run"), "--policy", "none", "--set", "balance.hottest=2", *SET]
+    line = [str(tmp_path / "run"), "--policy", "none", "--set", "balance.least_rows=2", *SET]
     assert main(["replay", *line]) == 0
     said = capsys.readouterr().err
-    assert 'hottest has no effect: policy = "none"' in said
+    assert 'least_rows has no effect: policy = "none"' in said
     assert "prices" not in said
     assert "balance." not in said
 
@@ -326,7 +326,7 @@ def test_settings_without_effect_are_told(
     [
         (["--policy", "quota", "--set", "replan_every=4"],
          "--set replan_every=4 and --policy quota: replan_every = 4 with policy = \"quota\", which "
-         "decides by the rows at hand: remove it, take one that does not (pro-prophet, eplb, lp), "
+         "decides by the rows at hand: remove it, take one that does not (pro-prophet, eplb), "
          "or say early = true"),
         (["--set", "balance.policy=quota", "--set", "balance.replan_every=4"],
          "--set balance.policy=quota and --set balance.replan_every=4: replan_every = 4 with"),
@@ -347,7 +347,7 @@ def test_mistakes_are_told_as_they_were_typed(
     [
         ([], "RUN is missing"),
         (["nowhere"], "there is no run directory 'nowhere'"),
-        (["RUN", "--policy", "best"], 'policy = "best"'),
+        (["RUN", "--policy", "auto"], 'policy = "auto" is not known'),
         (["RUN", "--set", "measure=true"], "a record has no ranks to be measured"),
         (["RUN", "--set", "rehome_every=5"], "replay has experts where the run began"),
         (["ALONE", *SET], "had all experts on every rank (layout.ep = 1)"),

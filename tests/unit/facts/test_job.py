@@ -298,19 +298,17 @@ PRICES = "balance.prices={rows_per_s=1e4, bytes_per_s=1e9, latency_s=0, hides=%s
         (['balance.policy="none"', "balance.copies=1", "balance.early=true"],
          ['copies has no effect: balance.policy = "none"',
           'early has no effect: balance.policy = "none"']),
-        (["balance.hottest=2"], ['hottest has no effect: balance.policy = "auto"']),
-        (['balance.policy="top-k-broadcast"', "balance.hottest=2"], []),
         ([PRICES % "true", "balance.measure=true"],
          ["measure has no effect: balance.prices says what copies cost"]),
         ([PRICES % "false"],
          ["prices.handling_s has no effect: balance.prices.hides = false"]),
         (["balance.copies=1", "balance.measure=true"], []),
-        (["balance.as_published=true"], ['as_published has no effect: balance.policy = "auto"']),
+        (["balance.as_published=true"], ['as_published has no effect: balance.policy = "quota"']),
         (['balance.policy="eplb"', "balance.as_published=true"], []),
         *((([f'balance.policy="{policy}"', "balance.least_rows=8"],
             [f'least_rows has no effect: balance.policy = "{policy}"']))
-          for policy in ("lp", "eplb", "pro-prophet", "faster-moe", "top-k-broadcast")),
-        (['balance.policy="llep"', "balance.least_rows=8"], []),
+          for policy in ("eplb", "pro-prophet", "faster-moe")),
+        (["balance.least_rows=8"], []),
         (['balance.policy="none"', "balance.replan_every=4", "balance.measure=true"],
          ['measure has no effect: balance.policy = "none"',
           'replan_every has no effect: balance.policy = "none"']),
@@ -319,14 +317,11 @@ PRICES = "balance.prices={rows_per_s=1e4, bytes_per_s=1e9, latency_s=0, hides=%s
          ['prices has no effect: balance.policy = "none"']),
         *(([f'balance.policy="{policy}"', "balance.early=true"],
            [f'early has no effect: balance.policy = "{policy}" has early copies in any case'])
-          for policy in ("lp", "eplb", "pro-prophet")),
+          for policy in ("eplb", "pro-prophet")),
         (['balance.policy="quota"', "balance.early=true"], []),
         (["balance.copies=0", "balance.copies_sent=2", "balance.measure=true"],
          ["copies_sent has no effect: balance.copies = 0",
           "measure has no effect: balance.copies = 0"]),
-        (['balance.policy="top-k-broadcast"', "balance.hottest=999"],
-         [f"hottest = 999 is all experts: model.experts = {job().model.experts}"]),
-        (['balance.policy="top-k-broadcast"', "balance.hottest=8"], []),
     ],
 )  # fmt: skip
 def test_settings_of_balance_without_effect_are_told(sets: list[str], idle: list[str]) -> None:
@@ -335,7 +330,7 @@ def test_settings_of_balance_without_effect_are_told(sets: list[str], idle: list
 
 def test_settings_of_balance_are_idle_where_every_rank_has_all_experts() -> None:
     given = {
-        "policy": '"quota"', "as_published": "true", "copies": "1", "early": "true",
+        "policy": '"eplb"', "as_published": "true", "copies": "1", "early": "true",
         "measure": "true", "rehome_every": "5",
     }  # fmt: skip
     told = job(*(f"balance.{key}={value}" for key, value in given.items())).idle()

@@ -9,7 +9,7 @@ import numpy as np
 from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.policy.balance.model import moved, rows, times, times_of
 from moesaic.policy.balance.quota import own_gifts
-from moesaic.policy.balance.sources import Sources
+from moesaic.policy.balance.yardsticks.spill import Sources
 
 _Way = Literal["to the mean", "half", "given on", "own rows"]
 _WORTH = 1.01

@@ -11,7 +11,7 @@ import pytest
 from moesaic.base.errors import ConfigError
 from moesaic.facts.balance import Ints, Setting
 from moesaic.facts.job import BalanceConfig
-from moesaic.facts.job.balance import LATE
+from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import planned
 from moesaic.policy.balance import (
     Asked,
@@ -19,12 +19,13 @@ from moesaic.policy.balance import (
     balances,
     compiling,
     drift,
-    levelled,
+    evenly,
     pro_prophet,
     stands_aside,
 )
-from moesaic.policy.balance.asked import _LATE
 from moesaic.policy.balance.compiled import compiled, heard
+from moesaic.policy.balance.yardsticks import asked as asked_of
+from moesaic.policy.balance.yardsticks import levelled
 from moesaic.testing.jobs import tiny_job
 
 LONG = {"data": {"sequence": 512}}
@@ -57,9 +58,8 @@ def config(**values: object) -> BalanceConfig:
 
 
 @pytest.mark.parametrize(
-    "who", [{"policy": "pro-prophet"}, {"policy": "eplb"}, {"policy": "lp"},
-            {"policy": "quota", "early": True}],
-)  # fmt: skip
+    "who", [{"policy": "pro-prophet"}, {"policy": "eplb"}, {"policy": "quota", "early": True}]
+)
 def test_copies_are_decided_on_anew_when_what_is_hot_moves_and_not_otherwise(
     who: dict[str, object],
 ) -> None:
@@ -78,8 +78,8 @@ def test_copies_are_decided_on_anew_when_what_is_hot_moves_and_not_otherwise(
 @pytest.mark.parametrize("drifted", [None, 0.9])
 def test_copies_are_kept_for_so_many_micro_batches(drifted: float | None) -> None:
     passes = [hot(number % 8) for number in range(10)]
-    kept = told(config(policy="lp", replan_every=3, replan_drift=drifted), passes)
-    each = told(config(policy="lp"), passes)
+    kept = told(config(policy="eplb", replan_every=3, replan_drift=drifted), passes)
+    each = told(config(policy="eplb"), passes)
     assert kept[0] == []
     assert kept[1:] == [each[1]] * 3 + [each[4]] * 3 + [each[7]] * 3
     assert each[1] != each[4] != each[7]
@@ -93,20 +93,20 @@ def test_each_time_is_what_it_was_without_a_word_of_it() -> None:
 
 
 def test_rows_at_hand_are_split_over_copies_that_are_kept() -> None:
-    asked = Asked(config(policy="lp", replan_every=9), SETTING)
-    asked(hot(2))
-    copies = asked.ahead().copies
-    found = asked(hot(2, 0.7))
-    assert found.diverted.tolist() == levelled(hot(2, 0.7), SETTING, copies).diverted.tolist()
+    lp = asked_of(YardstickConfig(policy="lp", replan_every=9), SETTING)
+    eplb = Asked(config(policy="eplb", replan_every=9), SETTING)
+    for asked, spread in ((lp, levelled), (eplb, evenly)):
+        asked(hot(2))
+        copies = asked.ahead().copies
+        found = asked(hot(2, 0.7))
+        assert found.diverted.tolist() == spread(hot(2, 0.7), SETTING, copies).diverted.tolist()
     prophet = Asked(config(policy="pro-prophet", replan_every=9), SETTING)
     prophet(hot(2))
     copies = prophet.ahead().copies
     assert prophet(hot(3)).diverted.tolist() == at_copies(hot(3), copies).diverted.tolist()
 
 
-@pytest.mark.parametrize(
-    "policy", ["eplb", "lp", "llep", "faster-moe", "pro-prophet", "top-k-broadcast"]
-)
+@pytest.mark.parametrize("policy", ["eplb", "faster-moe", "pro-prophet"])
 def test_copies_that_cost_more_than_they_save_are_made_only_as_published(policy: str) -> None:
     dear = {
         "faster-moe": {"hides": False, "latency_s": 1.0},  # Of which it knows nothing.
@@ -133,15 +133,11 @@ def test_early_copies_are_looked_at_with_rows_as_they_will_be_spread() -> None:
     counts[1, 2] = 1000
     setting = SETTING._replace(handling_s=1e-8)
     for early in (True, False):
-        asked = Asked(config(policy="top-k-broadcast", early=early), setting)
+        asked = asked_of(YardstickConfig(policy="top-k-broadcast", early=early), setting)
         asked(counts)
         found = asked(counts)
         assert (len(found.copies) > 0) == early
         assert (found.diverted[:, 3].sum() > 0) == early
-
-
-def test_those_that_go_by_the_past_are_known_to_jobs() -> None:
-    assert set(LATE) == set(_LATE)
 
 
 def test_drift_is_the_part_of_rows_that_went_over_to_other_experts() -> None:
@@ -155,11 +151,15 @@ def test_drift_is_the_part_of_rows_that_went_over_to_other_experts() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"policy": "lp", "replan_drift": 0.1}, "replan_drift = 0.1 with balance.replan_every = 1"),
+        ({"policy": "eplb", "replan_drift": 0.1}, "drift = 0.1 with balance.replan_every = 1"),
         ({"policy": "quota", "replan_every": 4}, "say balance.early = true"),
         ({"policy": "pro-prophet", "copies_sent": 2}, "copies_sent = 2 with balance.policy"),
+        ({"policy": "lp"}, '^tiny job: balance.policy = "lp" is a yardstick for replay; training '
+         "takes none, quota, pro-prophet, eplb or faster-moe$"),
+        ({"policy": "auto"}, 'balance.policy = "auto" is not known: give "none", "quota"'),
+        ({"hottest": 2}, "unknown key 'balance.hottest'"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(values: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny_job(balance=values)
@@ -168,14 +168,14 @@ def test_mistakes(values: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "tables", "wanted", "why"),
     [
-        ("auto", LONG, True, None),
-        ("auto", {"data": {"sequence": 8}}, False, "copies may pay from 256"),
-        ("quota", {"data": {"sequence": 8}}, True, None),
+        ("quota", LONG, True, None),
+        ("quota", {"data": {"sequence": 8}}, False, "copies may pay from 256"),
+        ("eplb", {"data": {"sequence": 8}}, True, None),
         ("none", LONG, False, None),
         ("quota", {"layout": {"ep": 1}}, False, None),
-        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
+        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
          "experts have adapters"),
-        ("auto", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
+        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
     ],
 )  # fmt: skip
 def test_who_is_asked_at_all(
@@ -189,7 +189,7 @@ def test_who_is_asked_at_all(
 
 def test_nobody_is_asked_who_has_no_room() -> None:
     """Deciding on no copies takes as long as on any."""
-    for policy in ("auto", "quota", "lp"):
+    for policy in ("quota", "eplb"):
         tables = {"layout": {"ep": 2}, **LONG}
         job = tiny_job(**tables, balance={"policy": policy, "copies": 0})
         assert not balances(job, planned(job, 2))
@@ -203,7 +203,7 @@ def test_nobody_is_asked_who_has_no_room() -> None:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_what_attention_has_no_time_for_leaves_sooner(follows: bool) -> None:
-    who = config(policy="top-k-broadcast", early=True)
+    who = config(policy="faster-moe", early=True)
     asked = Asked(who, SETTING._replace(beside_s=2e-6), follows=follows)
     asked(hot(2))
     early = asked.ahead()

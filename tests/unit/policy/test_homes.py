@@ -137,7 +137,7 @@ def test_a_row_costs_what_a_layer_says(
     assert moving(setting, 0.0, 4).row_s == cost.row_s / 4
 
 
-@pytest.mark.parametrize("policy", ["quota", "eplb", "lp"])
+@pytest.mark.parametrize("policy", ["quota", "eplb"])
 def test_copies_begin_where_experts_live_now(policy: str) -> None:
     """Those that were kept are decided on anew."""
     setting = Setting(

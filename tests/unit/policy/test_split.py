@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from test_balance import cases
 
 from moesaic.facts.balance import Ints, Setting, unchanged
-from moesaic.policy.balance import at_copies, eplb, levelled, lp, rows
+from moesaic.policy.balance import at_copies, eplb, rows
+from moesaic.policy.balance.yardsticks import levelled, lp
 
 
 def least(counts: Ints, setting: Setting, copies: Ints) -> int:

@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_there_is_set_and_not_raised() -> None:
     assert "set routing.balance_loss, to a hundredth for a start." in said
 
 
-@pytest.mark.parametrize(("policy", "waits"), [(None, True), ("none", True), ("auto", False)])
+@pytest.mark.parametrize(("policy", "waits"), [(None, True), ("none", True), ("quota", False)])
 def test_copies_of_hot_experts_are_named(policy: str | None, waits: bool) -> None:
     said = text(experts.hot(loads([[3, 0.5, 0.25, 0.25]]), {"balance.policy": policy}.get))
     assert ("works longest while the others wait" in said) == waits
@@ -478,11 +478,11 @@ def test_copies_that_cost_more_than_they_save(tmp_path: Path) -> None:
     found, others = judged(tmp_path / "run", spread=dear, settings={"policy": "eplb"})
     assert found in others
     assert "did not pay: expert layers are modelled to take 1.10 of what" in text(found)
-    assert 'Say balance.policy = "none", or "auto"' in text(found)
-    early = {"policy": "auto", "early": True}
+    assert 'Say balance.policy = "none", or "quota"' in text(found)
+    early = {"policy": "quota", "early": True}
     late, _ = judged(tmp_path / "early", spread=dear, settings=early)
     assert late.text.endswith("or balance.early = false, by the rows at hand.")
-    ours, _ = judged(tmp_path / "ours", spread=dear, settings={"policy": "auto"})
+    ours, _ = judged(tmp_path / "ours", spread=dear, settings={"policy": "quota"})
     assert ours.text.endswith('Say balance.policy = "none".')
 
 
@@ -538,11 +538,11 @@ def test_first_steps_say_nothing_of_prices(tmp_path: Path) -> None:
         ({"policy": "quota", "least_rows": 100_000},
          "a copy gets at least 100,000 rows (balance.least_rows), and no rank had more than 1,120 "
          "of a layer at a time."),
-        ({"policy": "llep", "least_rows": 1121}, "and no rank had more than 1,120 of a layer at"),
-        ({"policy": "auto", "least_rows": 500},
+        ({"policy": "quota", "least_rows": 1121}, "and no rank had more than 1,120 of a layer at"),
+        ({"policy": "quota", "least_rows": 500},
          "none would have paid of those that get at least 500 rows (balance.least_rows)."),
-        ({"policy": "lp", "least_rows": 100_000},
-         "1.90 times the mean; lp asked for none that are modelled to pay."),
+        ({"policy": "eplb", "least_rows": 100_000},
+         "1.90 times the mean; eplb asked for none that are modelled to pay."),
         ({"policy": "quota", "least_rows": 64}, "by the prices at hand none would have paid."),
     ],
 )  # fmt: skip

@@ -11,7 +11,8 @@ import pytest
 
 from moesaic.dist.clock import Clock, during
 from moesaic.facts.balance import Balance, Ints, Setting
-from moesaic.policy.balance import quota, top_k_broadcast
+from moesaic.policy.balance import quota
+from moesaic.policy.balance.yardsticks import top_k_broadcast
 from moesaic.report.spreads import COLUMNS
 from moesaic.train.spread import BALANCE, Spread
 

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
+from moesaic.base.keys import listed, show
 
-Policy = Literal[
-    "none", "auto", "quota", "pro-prophet", "faster-moe", "top-k-broadcast", "eplb", "llep", "lp"
-]  # fmt: skip
-"""Who decides which experts have copies for a step."""
+Policy = Literal["none", "quota", "pro-prophet", "eplb", "faster-moe"]
+"""Policies of a training job, which decide which experts have copies for a step."""
 
-LATE: tuple[Policy, ...] = ("pro-prophet", "eplb", "lp")
-"""Those that always decide on copies by rows of the time before."""
+Yardstick = Literal["best", "llep", "lp", "top-k-broadcast"]
+"""Policies to compare with, which no training job takes."""
 
-WITH_LEAST_ROWS: tuple[Policy, ...] = ("auto", "quota", "llep")
-"""Those whose copies get a least number of rows."""
+LATE: tuple[Policy, ...] = ("pro-prophet", "eplb")
+"""Policies that always decide on copies by rows of the time before."""
 
-_CAREFUL = ("none", "auto", "quota")
-"""Those that by themselves make no copies that are modelled to cost more than they save."""
+_OURS = ("none", "quota")
+"""Policies that by themselves make no copies that are modelled to cost more than they save."""
 
 _OF_COPIES = {
-    "copies", "copies_sent", "hottest", "least_rows", "early", "as_published", "replan_every",
-    "replan_drift",
+    "copies", "copies_sent", "least_rows", "early", "as_published", "replan_every", "replan_drift",
 }  # fmt: skip
-
-_LIMITED = ("none", "auto", "quota", "eplb", "lp", "llep")
-"""Those that know of limits to copies."""
 
 
 class Prices(Section):
@@ -70,62 +65,71 @@ class BalanceConfig(Section):
     gradients of copies go home.
     """
 
-    policy: Policy = "auto"
-    """none: nothing. quota: few copies, where tokens are, each with an exact number of rows, and
-    none where they would not pay. pro-prophet, faster-moe, llep: those of published systems.
-    top-k-broadcast: the `hottest` to everyone. eplb: as many on every rank as `copies` says, by the
-    rows of the time before. lp: likewise, with the rows at hand split so that the busiest rank has
-    the least. auto: whichever of these is modelled best by the rows at hand, quota's where the
-    model could not tell them apart, and none where a rank has few rows. Whoever decides, a layer
-    has no copies that are modelled to cost more than they save by the rows they are decided by,
+    policy: Policy = "quota"
+    """quota, the default: few copies, where tokens are, each with an exact number of rows. none:
+    no memory is left for copies. pro-prophet, eplb, faster-moe: to train as these systems do;
+    pro-prophet and faster-moe copy the hottest experts to every rank, eplb puts as many on each
+    rank as `copies` says. A layer has no copies that are modelled to cost more than they save,
     unless `as_published`."""
     as_published: bool = False
-    """A layer has whatever copies the policy asks for, also those that are modelled to cost more
-    than they save. auto and quota never ask for such."""
+    """pro-prophet, eplb and faster-moe: also make copies that are modelled to cost more than they
+    save; set it to reproduce a paper."""
     copies: int | None = Field(default=None, ge=0)
-    """Experts of other ranks that a rank has memory for, in each layer; unset: for auto a quarter
-    of its own, for eplb and lp one, and any number else. pro-prophet, faster-moe and
-    top-k-broadcast know no such limit."""
+    """Experts of other ranks that a rank has memory for, in each layer; set it where memory is
+    tight, 0 for no copies. Unset: for quota a quarter of the rank's own experts, at least one; for
+    eplb one. pro-prophet and faster-moe have no such limit."""
     copies_sent: int | None = Field(default=None, ge=1)
-    """Copies of its own experts that a rank has memory to send, in each layer: as many parameters
-    leave at a time, and as many gradients come back; unset: any number. The same policies know
-    it that know `copies`."""
-    hottest: int = Field(default=1, ge=1)
-    """top-k-broadcast: experts of a layer, those with the most rows, that every rank has copies
-    of."""
+    """Copies of its own experts that a rank has memory to send, in each layer; set it where the
+    rank of a hot expert runs out of memory. Unset: any number. pro-prophet and faster-moe have no
+    such limit."""
     least_rows: int = Field(default=64, ge=1)
-    """quota and llep: rows that a copy gets at least. auto asks nobody where a rank has fewer than
-    four times as many of a layer."""
+    """quota: rows that a copy gets at least; raise it for fewer and larger copies. quota makes no
+    copies where a rank has fewer than four times as many rows of a layer; lower it for small
+    batches."""
     early: bool = False
     """Copies leave before a layer's attention, under which they travel, and their gradients under
-    its backward: which ones is decided by the rows of the time before, and how many rows each takes
-    by those at hand. Of pro-prophet, eplb and lp they always do."""
+    its backward; set it on a slow network with loads that stay. Rows of the time before decide
+    which experts have copies, rows at hand how many each copy takes. pro-prophet and eplb always
+    do so."""
     replan_every: int = Field(default=1, ge=1)
-    """Where copies go by the rows of the time before: micro-batches for which a layer keeps to
-    copies that were decided on."""
+    """Where rows of the time before decide: micro-batches for which a layer keeps its copies; raise
+    it where hot experts stay hot."""
     replan_drift: float | None = Field(default=None, ge=0, lt=1)
-    """Copies that are kept for `replan_every` micro-batches are decided on anew before that if so
-    large a part of the rows has gone over to other experts since; unset: they are not."""
+    """Share of the rows that must go over to other experts for copies to be decided on anew before
+    `replan_every`; set it where hot experts change at times. Unset: copies are kept."""
     prices: Prices | None = None
     """What copies cost and save; unset: what the plan says (`moesaic plan` works it out from the
-    cluster's figures), and without one what is usual of such devices, between hosts 1 Gbit/s."""
+    cluster's figures), and without one what is usual of such devices, between hosts 1 Gbit/s. Set
+    them where `moesaic probe` has measured the machine and there is no plan."""
     measure: bool = False
-    """Where neither job nor plan say prices, measure them when a run starts: two runs may then
-    decide differently. What was measured is kept by the run's plan and its checkpoints."""
+    """Where neither job nor plan say prices, measure them when a run starts; set it on unusual
+    machines where two runs may decide differently. The run's plan and its checkpoints keep what
+    was measured."""
 
     rehome_every: int = Field(default=0, ge=0)
-    """Steps after which experts may change their ranks for good, moments along, each time: as few
-    as make up for moving in as many steps more, by the rows since the last time, whatever `policy`
-    does within a step. 0: never."""
+    """Steps after which experts may change their ranks for good, with their moments, each time; set
+    it, 100 say, where the same experts are hot for hundreds of steps. An expert moves only if that
+    saves more than it costs in as many steps more, whatever `policy` is. 0: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trains(cls, raw: Any) -> Any:
+        policy = raw.get("policy") if isinstance(raw, dict) else None
+        if policy in get_args(Yardstick):
+            raise ValueError(
+                f"balance.policy = {show(policy)} is a yardstick for replay; training takes "
+                f"{listed(get_args(Policy))}"
+            )
+        return raw
 
     @model_validator(mode="after")
     def _keeps_to_memory(self) -> BalanceConfig:
         for name in ("copies", "copies_sent"):
             limit = getattr(self, name)
-            if limit is not None and self.policy not in _LIMITED:
+            if limit is not None and not self._knows_limits:
                 raise ValueError(
-                    f'balance.{name} = {limit} with balance.policy = "{self.policy}", which knows '
-                    "no limit: remove it, or take a policy that does (auto, quota, eplb, lp, llep)"
+                    f'balance.{name} = {limit} with balance.policy = "{self.policy}", which has '
+                    "no such limit: remove it, or take a policy that has one (quota, eplb)"
                 )
         return self
 
@@ -153,9 +157,7 @@ class BalanceConfig(Section):
             idle = given & _OF_COPIES - ({"copies"} if self.policy != "none" else set())
             idle |= set() if self.rehome_every else given & {"prices", "measure"}
             return [f"balance.{key} has no effect: {why}" for key in sorted(idle)]
-        if self.policy != "top-k-broadcast" and "hottest" in given:
-            found.append(f"balance.hottest has no effect: {policy}")
-        if self.policy not in WITH_LEAST_ROWS and "least_rows" in given:
+        if not self._has_least_rows and "least_rows" in given:
             found.append(f"balance.least_rows has no effect: {policy}")
         if self.policy in LATE and self.early:
             found.append(f"balance.early has no effect: {policy} has early copies in any case")
@@ -189,7 +191,7 @@ class BalanceConfig(Section):
     @property
     def is_careful(self) -> bool:
         """Whether the policy by itself makes no copies that are modelled not to pay."""
-        return self.policy in _CAREFUL
+        return self.policy in _OURS
 
     @property
     def name(self) -> str:
@@ -201,3 +203,46 @@ class BalanceConfig(Section):
     def goes_by_the_past(self) -> bool:
         """Whether copies are decided on by the rows of the time before."""
         return self.early or self.policy in LATE
+
+    @property
+    def _knows_limits(self) -> bool:
+        """Whether the policy keeps to `copies` and `copies_sent`."""
+        return self.policy in (*_OURS, "eplb")
+
+    @property
+    def _has_least_rows(self) -> bool:
+        """Whether the policy keeps to `least_rows`."""
+        return self.policy == "quota"
+
+
+class YardstickConfig(BalanceConfig):
+    """Settings of a comparison: as in a job, and the policy may be a yardstick, too."""
+
+    policy: Policy | Yardstick = "quota"  # type: ignore[assignment]
+    """As in a job, or a yardstick. best: whichever policy is modelled fastest by the rows at hand.
+    llep: what is above a rank's share goes to the ranks with the least. lp: copies as eplb's, with
+    rows split so that the busiest rank has the least. top-k-broadcast: the hottest expert to every
+    rank."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trains(cls, raw: Any) -> Any:
+        return raw  # Yardsticks are welcome here.
+
+    @property
+    def is_careful(self) -> bool:
+        """As of a job; best compares with no copies as well."""
+        return super().is_careful or self.policy == "best"
+
+    @property
+    def goes_by_the_past(self) -> bool:
+        """As of a job; lp decides on copies by rows of the time before."""
+        return super().goes_by_the_past or self.policy == "lp"
+
+    @property
+    def _knows_limits(self) -> bool:
+        return super()._knows_limits or self.policy in ("best", "llep", "lp")
+
+    @property
+    def _has_least_rows(self) -> bool:
+        return super()._has_least_rows or self.policy in ("best", "llep")

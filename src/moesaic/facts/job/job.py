@@ -140,7 +140,7 @@ class Job(Section):
 
     def _check_balance(self) -> None:
         finetune, policy = self.finetune, self.balance.policy
-        asked = policy not in ("none", "auto")  # Which leaves adapters alone.
+        asked = policy not in ("none", "quota")  # The default leaves adapters alone.
         if not asked or finetune is None or finetune.method != "lora":
             return
         if "experts" in finetune.targets:
@@ -293,13 +293,6 @@ class Job(Section):
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found
 
-    def _too_hot(self) -> list[str]:
-        """Of `balance.hottest`, if there are not so many experts."""
-        hottest, experts = self.balance.hottest, self.model.experts
-        if self.balance.policy != "top-k-broadcast" or hottest <= experts:
-            return []
-        return [f"balance.hottest = {hottest} is all experts: model.experts = {experts}"]
-
     def idle(self, layout: AbstractSet[str] | None = None) -> list[str]:
         """A sentence for each setting that was given, with a value of its own, and has no effect in
         this job; of those of the layout these were given, where a plan rules the job, which has
@@ -307,7 +300,7 @@ class Job(Section):
         found = self._idle_finetune()
         found += self._idle_layout(self.layout.asked if layout is None else layout)
         if self.layout.ep > 1:
-            found += self.balance.idle() + self._too_hot()
+            found += self.balance.idle()
         if not self.model.experts:
             for table in ("kernels", "routing"):
                 given = sorted(getattr(self, table).asked)

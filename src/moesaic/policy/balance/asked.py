@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,34 +15,54 @@ from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
-from moesaic.policy.balance.best import Policy, auto, unless_worse
 from moesaic.policy.balance.halves import leave_ahead
-from moesaic.policy.balance.model import at_copies
+from moesaic.policy.balance.model import at_copies, unless_worse
 from moesaic.policy.balance.prophet import pro_prophet
 from moesaic.policy.balance.quota import quota, within
 from moesaic.policy.balance.replicas import eplb, evenly
-from moesaic.policy.balance.shadow import faster_moe, top_k_broadcast
-from moesaic.policy.balance.spill import llep
-from moesaic.policy.balance.split import levelled, lp
+from moesaic.policy.balance.shadow import faster_moe
 
 _OF_ITS_OWN = 4
-"""A rank has memory for copies of so much fewer experts than it has, if nobody says more."""
+"""A rank's experts per copy that quota has room for, if `balance.copies` is unset."""
+
+Policy = Callable[[Ints, Setting], Balance]
+"""From rows [ranks, experts] and what they cost."""
 
 Spreading = Callable[[Ints, Setting, Ints], Balance]
 """Rows over homes and copies (expert, rank) that there are."""
 
 
+class Method(NamedTuple):
+    """How a policy decides."""
+
+    policy: Policy
+    spread: Spreading = within
+    """How rows at hand are spread over copies that were decided on by the time before."""
+    compiles: bool = False
+    """Whether numba compiles the policy, or its `spread` where that is not quota's."""
+
+
 class Asked:
     """The policy of one layer."""
 
-    def __init__(self, config: BalanceConfig, setting: Setting, *, follows: bool = False) -> None:
-        """That `config` names; the layer `follows` another one, if copies may leave under it."""
-        self.setting, self._policy, self._config = setting, _named(config), config
+    def __init__(
+        self,
+        config: BalanceConfig,
+        setting: Setting,
+        *,
+        follows: bool = False,
+        method: Method | None = None,
+    ) -> None:
+        """Use `method`, or the one that `config` names; the layer `follows` another one, if copies
+        may leave under it."""
+        method = method or _named(config)
+        self.setting, self._config = setting, config
+        self._policy, self._spread, compiles = method
         self.early, self._follows = config.goes_by_the_past, follows
         self._looks = not config.as_published
         if config.is_careful:  # Of rows at hand, which are not spread as those of early copies.
             self._looks = self.early and config.policy != "none"
-        self._spread = _LATE.get(config.policy, within)
+        self._compiles = compiles or (self.early and self._spread is within)
         self._last: Ints | None = None
         self._by: Ints | None = None
         self._kept, self._age = unchanged(), 0
@@ -98,20 +119,15 @@ class Asked:
     def prepare(self, begins: Callable[[bool], None] | None = None) -> None:
         """Have it compile what it compiles. If there is anything that is not there from before,
         `begins` is called first, with whether it is kept for the next time."""
-        config = self._config
-        ours = config.policy in ("auto", "quota") or (self.early and self._spread is within)
-        if not ours and config.policy != "lp":
-            return  # The others compile nothing, and numba takes long to import.
+        if not self._compiles:
+            return  # Importing numba takes long.
         from moesaic.policy.balance.compiled import heard
 
         counts = np.zeros((self.setting.ranks, len(self.setting.homes)), np.int64)
         counts[:, 0] = 1 << 20
         copy = np.array([[0, (self.setting.homes[0] + 1) % self.setting.ranks]])
         with nullcontext() if begins is None else heard(begins):
-            if ours:
-                within(counts, self.setting, copy)
-            if config.policy in ("auto", "lp"):  # The first may not have asked everybody.
-                levelled(counts, self.setting, copy)
+            self._spread(counts, self.setting, copy)
             self._policy(counts, self.setting)
 
 
@@ -125,24 +141,15 @@ def compiling(kept: bool) -> str:
     )
 
 
-def _named(config: BalanceConfig) -> Policy:
-    named: dict[str, Policy] = {
-        "none": lambda counts, setting: unchanged(), "auto": auto, "quota": quota,
-        "pro-prophet": pro_prophet, "faster-moe": faster_moe, "llep": llep,
-        "top-k-broadcast": partial(top_k_broadcast, number=config.hottest),
-        "eplb": partial(eplb, each=1 if config.copies is None else config.copies),
-        "lp": partial(lp, each=1 if config.copies is None else config.copies),
-    }  # fmt: skip
-    return named[config.policy]
-
-
-_LATE: dict[str, Spreading] = {
-    "pro-prophet": lambda counts, _, copies: at_copies(counts, copies),
-    "eplb": evenly,
-    "lp": levelled,
-}
-"""How rows are spread over copies by those that always decide on them by the time before; for all
-others, as `quota` does."""
+def _named(config: BalanceConfig) -> Method:
+    methods = {
+        "none": Method(lambda counts, setting: unchanged()),
+        "quota": Method(quota, compiles=True),
+        "pro-prophet": Method(pro_prophet, lambda counts, _, copies: at_copies(counts, copies)),
+        "eplb": Method(partial(eplb, each=1 if config.copies is None else config.copies), evenly),
+        "faster-moe": Method(faster_moe),
+    }
+    return methods[config.policy]
 
 
 def drift(before: Ints, now: Ints) -> float:
@@ -163,7 +170,7 @@ def setting_of(job: Job, plan: Plan, config: BalanceConfig, prices: Prices, laye
     precision, finetune = job.train.precision, job.finetune
     recompute = job.train.recompute if plan.recompute is None else plan.recompute
     learns, room = finetune is None or finetune.method == "full", config.copies
-    if room is None and config.policy == "auto":
+    if room is None and config.is_careful:
         room = max(plan.experts // plan.ep // _OF_ITS_OWN, 1)
     return Setting(
         homes=homes_of(plan, layer),

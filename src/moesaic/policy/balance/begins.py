@@ -6,7 +6,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 
 _WORTH_WHILE = 4
-"""Times the least rows of a copy that a rank has of a layer, on average, for `auto` to begin."""
+"""Times the least rows of a copy that a rank has of a layer, on average, for `quota` to begin."""
 
 
 def balances(job: Job, plan: Plan) -> bool:
@@ -15,9 +15,10 @@ def balances(job: Job, plan: Plan) -> bool:
 
 
 def stands_aside(job: Job, plan: Plan) -> str | None:
-    """Why nobody is asked though experts are shared out, for a person: experts that have adapters
-    have no copies, nobody decides on copies that there is no room for, and a policy that may choose
-    leaves alone where there is little to do."""
+    """Return why a policy is not asked though experts are sharded; None: it is asked.
+
+    Experts with adapters have no copies; nothing is decided where there is no room for copies; and
+    quota leaves ranks with few rows alone, where deciding costs more than copies gain."""
     if not _may_balance(job, plan):
         return None
     finetune, train = job.finetune, job.train
@@ -28,7 +29,7 @@ def stands_aside(job: Job, plan: Plan) -> str | None:
     tokens = train.batch // train.micro_batches * job.data.sequence
     rows = tokens * job.model.top_k * plan.etp // plan.span
     least = _WORTH_WHILE * job.balance.least_rows
-    if job.balance.policy == "auto" and rows < least:
+    if job.balance.policy == "quota" and rows < least:
         return f"a rank has {rows:,} rows of a layer at a time, and copies may pay from {least:,}"
     return None
 

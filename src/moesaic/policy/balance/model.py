@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.facts.balance import Balance, Ints, Setting
+from moesaic.facts.balance import Balance, Ints, Setting, unchanged
 
 
 class Rows(NamedTuple):
@@ -83,6 +83,13 @@ def moved(balance: Balance, setting: Setting) -> tuple[Ints, Ints]:
 def times(counts: Ints, setting: Setting, balance: Balance) -> Times:
     """What the layer takes then."""
     return times_of(rows(counts, setting.homes, balance), *moved(balance, setting), setting)
+
+
+def unless_worse(counts: Ints, setting: Setting, balance: Balance) -> Balance:
+    """Return `balance`, or no copies if the model rates these slower than none."""
+    if not len(balance.copies):
+        return balance
+    return min((balance, unchanged()), key=lambda one: times(counts, setting, one).whole)
 
 
 def times_of(rows: Rows, sent: Ints, received: Ints, setting: Setting) -> Times:

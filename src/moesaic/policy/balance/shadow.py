@@ -1,4 +1,4 @@
-"""Copies of the hottest experts to everyone: FasterMoE's shadows, and a fixed number of them."""
+"""FasterMoE's shadows: copies of the hottest experts on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def faster_moe(counts: Ints, setting: Setting) -> Balance:
     copied = setting.forwards * setting.expert_bytes + setting.gradient_bytes
     copy_s = copied / setting.bytes_per_s
     least, chosen = int(computed.max()) * each, list[int]()
-    for expert in _hottest_first(counts):
+    for expert in hottest_first(counts):
         home = setting.homes[expert]
         computed += counts[:, expert]
         computed[home] -= int(counts[:, expert].sum())
@@ -30,11 +30,6 @@ def faster_moe(counts: Ints, setting: Setting) -> Balance:
         least = step_s
         chosen.append(int(expert))
     return everywhere(counts, setting, chosen)
-
-
-def top_k_broadcast(counts: Ints, setting: Setting, number: int) -> Balance:
-    """So many of the hottest, whatever it costs."""
-    return everywhere(counts, setting, [int(e) for e in _hottest_first(counts)[:number]])
 
 
 def everywhere(counts: Ints, setting: Setting, experts: list[int]) -> Balance:
@@ -48,5 +43,6 @@ def everywhere(counts: Ints, setting: Setting, experts: list[int]) -> Balance:
     return at_copies(counts, np.array(pairs, np.int64)) if pairs else unchanged()
 
 
-def _hottest_first(counts: Ints) -> Ints:
+def hottest_first(counts: Ints) -> Ints:
+    """Return experts by their rows, most first."""
     return np.argsort(-counts.sum(axis=0), kind="stable")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.facts.job import BalanceConfig
-from moesaic.facts.job.balance import LATE, WITH_LEAST_ROWS
+from moesaic.facts.job.balance import LATE
 from moesaic.report.facts import RunFacts
 from moesaic.report.findings.finding import Finding
 from moesaic.report.wording import percent, plural, size, three, timing
@@ -235,12 +235,12 @@ def _remedy(run: RunFacts) -> str:
         return ""
     if run.setting("balance.as_published"):
         return ", or balance.as_published = false, which makes none that are modelled not to pay"
-    return ', or "auto", which makes none that are modelled not to pay'
+    return ', or "quota", which makes none that are modelled not to pay'
 
 
 def _is_ours(run: RunFacts) -> bool:
     """Whether the policy makes all copies that are modelled to pay, and no others."""
-    return run.setting("balance.policy") in (None, "auto", "quota")
+    return run.setting("balance.policy") in (None, "quota")
 
 
 def _no_copies(run: RunFacts) -> Finding:
@@ -271,7 +271,7 @@ def _too_few(run: RunFacts) -> str:
     where it is not, or the policy does not know of it."""
     least = run.setting("balance.least_rows")
     usual = BalanceConfig.model_fields["least_rows"].default
-    if run.setting("balance.policy") not in (None, *WITH_LEAST_ROWS):
+    if not _is_ours(run):
         return ""
     least = usual if least is None else least
     rows = _most_rows(run)

@@ -26,14 +26,14 @@ def levelled(counts: Ints, setting: Setting, copies: Ints) -> Balance:
     """
     if not len(copies):
         return unchanged()
-    from moesaic.policy.balance import shifts  # Compiled at first, then read from a cache.
+    from moesaic.policy.balance.yardsticks import flow_split  # Numba takes long to import.
 
     ordered = copies[np.lexsort((copies[:, 1], copies[:, 0]))]
-    places = shifts.Places.of_copies(ordered, setting)
+    places = flow_split.Places.of_copies(ordered, setting)
     ours = counts[:, places.experts]
     counts_XD = np.ascontiguousarray(ours.T, np.int32)
     elsewhere = np.zeros(setting.ranks, np.int64)
     np.add.at(elsewhere, setting.homes, counts.sum(axis=0))
     np.subtract.at(elsewhere, setting.homes[places.experts], ours.sum(axis=0))
-    wanted = shifts.least(counts_XD, elsewhere, places)
-    return Balance(ordered, shifts.taken(counts_XD, wanted, places))
+    wanted = flow_split.least(counts_XD, elsewhere, places)
+    return Balance(ordered, flow_split.taken(counts_XD, wanted, places))
