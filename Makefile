@@ -55,11 +55,11 @@ fix: $(HAS_TOOLS)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-check: $(HAS_TOOLS)  ## lint, format, types, architecture
+check: $(HAS_TOOLS)  ## lint, format, types, architecture, wording
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
-	$(TEST) tests/test_architecture.py
+	$(TEST) tests/test_architecture.py tests/test_words.py
 
 test: $(HAS_TOOLS)  ## the whole default suite, without a GPU: ten to fifteen minutes on two cores
 	$(TEST) $(BOTH) -m "not soak"

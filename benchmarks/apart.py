@@ -1,4 +1,4 @@
-"""A contender in a process of its own: it runs as its users run it, on nothing that we have set."""
+"""A contender in a process of its own, without the settings that moesaic makes for itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.training import Ours, Theirs
-from moesaic.cli.start import TURNS
+from moesaic.cli.start import SPIN_COUNT
 from moesaic.facts.job import Job
 
 _PATIENCE_S = 30.0
@@ -23,22 +23,22 @@ SPINS = "GOMP_SPINCOUNT"
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Without what we have told OpenMP."""
-    ours = os.environ.get(SPINS) == TURNS
+    """Remove moesaic's setting of OpenMP meanwhile."""
+    ours = os.environ.get(SPINS) == SPIN_COUNT
     if ours:
         del os.environ[SPINS]
     try:
         yield
     finally:
         if ours:
-            os.environ[SPINS] = TURNS
+            os.environ[SPINS] = SPIN_COUNT
 
 
 class Apart:
-    """`Theirs`, elsewhere; it computes when it is asked to, and waits."""
+    """`Theirs` in another process, which computes on request."""
 
     def __init__(self, ours: Ours, experts: str) -> None:
-        """With the weights that `ours` has now."""
+        """Start it with the weights of `ours`."""
         here = Theirs.like(ours, experts)
         self.weight, self._experts = here.weight, experts
         context = multiprocessing.get_context("spawn")
@@ -55,23 +55,23 @@ class Apart:
             self._ask("")
 
     def step(self) -> float:
-        """One step; its cross-entropy."""
+        """Take one step; return its cross-entropy."""
         loss: float = self._ask("step")
         return loss
 
     def balance(self) -> float:
-        """See `Theirs`."""
+        """Return the balance loss: see `Theirs`."""
         balance: float = self._ask("balance")
         return balance
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._end.close()
         self._process.join(_PATIENCE_S)
         self._process.terminate()
 
     def _ask(self, name: str) -> Any:
-        """What it answers; what goes wrong there is on stderr."""
+        """Return its answer; its errors are on stderr."""
         try:
             self._end.send(name)
             return self._end.recv()

@@ -1,9 +1,8 @@
-"""Conversion of theme `families`: a directory of ten gigabytes against a copy of the same bytes.
+"""Conversion of a directory of ten gigabytes against a copy of the same bytes, for `families`.
 
-Weights are random and in bf16, on file as transformers would have them. Before every contender the
-page cache lets go of what it reads, and every contender ends when the disk has what it wrote. A
-conversion is `moesaic convert` as a person starts it, start included. families.md says what bounds
-the figures.
+Weights are random, in bf16, on file as transformers has them. Before every contender the page cache
+drops what it reads, and every contender ends when the disk has what it wrote. A conversion is
+`moesaic convert` with its start. families.md says what bounds the figures.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks import measure
-from moesaic.base.tensorfile import sync_directory
+from moesaic.base.safetensors_file import sync_directory
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import parameters
@@ -36,25 +35,25 @@ from moesaic.models.hf.names import written_name
 from moesaic.models.hf.reader import INDEX_NAME
 
 OLMOE = {**PRESETS["olmoe-1b-7b"], "layers": 12}
-"""The model: OLMoE-1B-7B with 12 of its 16 layers, 10.5 GB."""
+"""OLMoE-1B-7B with 12 of its 16 layers, 10.5 GB."""
 NOTHING = {
     **PRESETS["tiny-olmoe"], "layers": 1, "hidden": 32, "head_dim": 8, "ffn": 8, "experts": 2,
     "top_k": 1,
 }  # fmt: skip
-"""A model that takes no memory, and shows what a conversion takes without one."""
+"""A model of almost no bytes: it shows the memory of the process itself."""
 SHARD_BYTES = 1_000_000_000
+ROUNDS = 5
 ROOM = 2.5
-"""What the disk must have left, in sizes of the directory: a checkpoint, a target, and more."""
+"""Free space that the disk needs, in sizes of the directory."""
 CHUNK_BYTES = 4 << 20
-DISK = "copy past the page cache"
 QUICK, SMALL = "<= 1.1", "<= 1.1"
 CHILD = """
 import sys
 from moesaic.cli.main import main
 status = main(sys.argv[1:])
 import torch
-from moesaic.dist.device import peak_bytes
-print(peak_bytes(torch.device("cpu")))  # What wait() says would count the process that started us.
+from moesaic.kernels.device import peak_bytes
+print(peak_bytes(torch.device("cpu")))  # wait() would count the parent process.
 sys.exit(status)
 """
 
@@ -62,17 +61,17 @@ sys.exit(status)
 def rows(
     rounds: int, model: Mapping[str, Any] = OLMOE, shard_bytes: int = SHARD_BYTES
 ) -> Iterator[measure.Row]:
-    """Conversions over a copy, in time, and over one shard, in memory."""
+    """Measure conversions: time over that of a copy, memory over one shard."""
     with emptied(measure.ROOT / "build" / "conversion") as place:
         source = place / "source"
         make(source, ModelConfig(**model), shard_bytes)
         check_room(place, source)
-        yield from Conversions(place, source, shard_bytes).rows(rounds)
+        yield from Conversions(place, source, shard_bytes).rows(min(rounds, ROUNDS))
 
 
 @contextmanager
 def emptied(place: Path) -> Iterator[Path]:
-    """A new directory that is gone at the end, a polite kill included; after others, next time."""
+    """Yield a new directory; remove it at the end, after SIGTERM too."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -111,12 +110,12 @@ def make(directory: Path, model: ModelConfig, shard_bytes: int) -> None:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of all files."""
+    """Return bytes of all files."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def check_room(place: Path, source: Path) -> None:
-    """Raise where the disk cannot hold what lies on it at a time."""
+    """Raise if the disk has too little free space."""
     free, needed = shutil.disk_usage(place).free, ROOM * size_of(source)
     if free < needed:
         raise OSError(
@@ -126,21 +125,21 @@ def check_room(place: Path, source: Path) -> None:
 
 
 class Conversions:
-    """A directory, its checkpoint, and what is made of them."""
+    """A directory, its checkpoint, and their conversions."""
 
     def __init__(self, place: Path, source: Path, shard_bytes: int) -> None:
         self.source, self.checkpoint, self.out = source, place / "checkpoint", place / "out"
         self.shard_bytes = shard_bytes
         self.peaks: dict[str, list[int]] = {}
-        """Bytes that each conversion held at most, round by round."""
+        """Peak bytes of each conversion, by round."""
         nothing = place / "nothing"
         make(nothing, ModelConfig(**NOTHING), shard_bytes)
         self.own_bytes = self.convert("nothing", nothing, "huggingface")
-        """What a conversion holds at most that has nothing to convert."""
+        """Peak bytes of a conversion of almost nothing."""
         shutil.rmtree(self.out)
 
     def rows(self, rounds: int) -> Iterator[measure.Row]:
-        """Times and memory of every conversion."""
+        """Measure time and memory of every conversion."""
         contenders = self._contenders()
         self._check()
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -156,30 +155,32 @@ class Conversions:
         size, shard = size_of(self.source), largest(self.source)
         rate = size / times.median("copy") / 1e6
         against = f"a copy of the same bytes on the same disk, at {rate:.0f} MB/s"
+        what = f"conversion of {size / 1e9:.1f} GB"
+        found, above = list[measure.Row](), list[measure.Row]()
         for name in list(contenders)[1:]:
             ratio, interval = times.ratio(name, "copy")
-            if name == DISK:
-                yield measure.row(
-                    f"copy of {size / 1e9:.1f} GB past the page cache, time", ratio, "ratio",
-                    bar=None, against=against, interval=interval, repeats=rounds,
-                )  # fmt: skip
-                continue
-            yield measure.row(
-                f"conversion of {size / 1e9:.1f} GB, {name}, time", ratio, "ratio", bar=QUICK,
-                against=against, interval=interval, repeats=rounds,
+            found.append(
+                measure.row(
+                    f"{what}, {name}, time", ratio, "ratio", bar="", against=against,
+                    interval=interval, repeats=rounds,
+                )
             )  # fmt: skip
-            above = [(peak - self.own_bytes) / shard for peak in self.peaks[name]]
-            yield measure.row(
-                f"conversion of {size / 1e9:.1f} GB, {name}, memory", statistics.median(above),
-                "ratio", bar=SMALL, interval=measure.bootstrap(above), repeats=rounds,
-                against=f"one shard of {shard / 1e9:.2f} GB, beside the {self.own_bytes / 1e9:.2f} "
-                "GB that the process holds with nothing to convert",
+            over = [(peak - self.own_bytes) / shard for peak in self.peaks[name]]
+            above.append(
+                measure.row(
+                    f"{what}, {name}, memory", statistics.median(over), "ratio", bar="",
+                    interval=measure.bootstrap(over), repeats=rounds,
+                    against=f"one shard of {shard / 1e9:.2f} GB, beside the "
+                    f"{self.own_bytes / 1e9:.2f} GB of a process with nothing to convert",
+                )
             )  # fmt: skip
+        yield measure.worst(f"{what}, time over a copy's, worst of 3 ways", found, QUICK)
+        yield measure.worst(f"{what}, memory over a shard, worst of 3 ways", above, SMALL)
+        yield from found
 
     def _contenders(self) -> dict[str, Callable[[], object]]:
         return {
             "copy": partial(copy, self.source, self.out),
-            DISK: partial(copy_past, self.source, self.out),
             "directory to directory": partial(
                 self.convert, "directory to directory", self.source, "huggingface"
             ),
@@ -192,7 +193,7 @@ class Conversions:
         }
 
     def _check(self) -> None:
-        """Make the checkpoint, and see that what comes out is what went in."""
+        """Make the checkpoint, and check that conversions keep all tensors."""
         self.convert("checkpoint", self.source, "checkpoint")
         self.out.rename(self.checkpoint)
         for origin in (self.source, self.checkpoint):
@@ -201,7 +202,7 @@ class Conversions:
             shutil.rmtree(self.out)
 
     def convert(self, name: str, origin: Path, to: str) -> int:
-        """Convert in a process of its own; the bytes that it held at most."""
+        """Convert in a process of its own; return its peak bytes."""
         command = [
             sys.executable, "-c", CHILD, "convert", str(origin), "--out", str(self.out),
             "--set", f"to={to}", "--set", f"max_shard_bytes={self.shard_bytes}",
@@ -213,12 +214,12 @@ class Conversions:
 
 
 def largest(directory: Path) -> int:
-    """Bytes of the largest file."""
+    """Return bytes of the largest file."""
     return max(path.stat().st_size for path in directory.iterdir())
 
 
 def copy(source: Path, target: Path) -> None:
-    """Read every file and write it, and wait until the disk has it."""
+    """Copy every file, and wait until the disk has it."""
     target.mkdir()
     chunk = memoryview(bytearray(CHUNK_BYTES))
     for path in sorted(source.iterdir()):
@@ -229,19 +230,8 @@ def copy(source: Path, target: Path) -> None:
     sync_directory(target)
 
 
-def copy_past(source: Path, target: Path) -> None:
-    """As `copy`, past the page cache: what the disk itself takes, one block after the other."""
-    target.mkdir()
-    for path in sorted(source.iterdir()):
-        subprocess.run(
-            ["dd", f"if={path}", f"of={target / path.name}", "bs=8M", "iflag=direct",
-             "oflag=direct", "conv=fsync", "status=none"], check=True,
-        )  # fmt: skip
-    sync_directory(target)
-
-
 def forget(*directories: Path) -> None:
-    """Have the page cache let go of all files, so that whoever reads them goes to the disk."""
+    """Drop all files from the page cache, so that the next read goes to the disk."""
     os.sync()
     for directory in directories:
         for path in directory.rglob("*"):
@@ -270,7 +260,7 @@ class Tensors:
                 self.files |= dict.fromkeys(file.keys(), path)
 
     def read(self, name: str) -> torch.Tensor:
-        """One of them."""
+        """Read one tensor."""
         with safe_open(self.files[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.view(torch.int16)

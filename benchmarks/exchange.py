@@ -1,8 +1,7 @@
-"""Rows among ranks of one host: through its memory as ours go, by gloo, and as two bare copies."""
+"""All-to-all among ranks of one host: through shared memory, by gloo, and as two bare copies."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,29 +13,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.families import Unlike
-from benchmarks.layer import PATIENCE_S, in_turn
-from moesaic.dist.exchange import Carrier
+from benchmarks.on_ranks import Unlike, in_turn, on_ranks
+from moesaic.dist.all_to_all import Transport
 from moesaic.dist.world import World
-from moesaic.testing.ranks import Ranks
 
 SIZES = {"32 KiB": 32 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
-"""What a rank sends in one exchange, itself included."""
+"""Bytes that a rank sends in one exchange, its own share included."""
 BARRED = 1 << 20
-"""From so much on there are bars: below, telling one another takes longer than copying."""
+"""Bytes from which on bars apply: below, synchronisation takes longer than copying."""
 BARS = {"gloo": ">= 3.0", "copies": ">= 0.6"}
 WORLDS = (2, 4)
 WIDTH = 64
 """Numbers of four bytes in a row."""
 MOVED = 32 << 20
-"""What a rank sends between two looks at the clock, at least."""
+"""Bytes that a rank sends between two readings of the clock, at least."""
 SHARED = Path("/dev/shm")
-"""Where Linux has files that are memory."""
+"""Directory of Linux whose files are memory."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An exchange: how much, among how many, and whether evenly."""
+    """An exchange: ranks, bytes, and whether all get as much."""
 
     name: str
     ranks: int
@@ -44,18 +41,18 @@ class Case:
     even: bool
 
     def send(self) -> list[int]:
-        """Rows of any rank to each: as many to all, or more to the later ones, up to 1:3:5:7."""
+        """Return rows to each rank: as many to all, or 1:3:5:7."""
         weights = [1 if self.even else 1 + 2 * rank for rank in range(self.ranks)]
         return [self.bytes // (4 * WIDTH) * one // sum(weights) for one in weights]
 
     @property
     def times(self) -> int:
-        """Exchanges between two looks at the clock."""
+        """Exchanges between two readings of the clock."""
         return max(1, MOVED // self.bytes)
 
 
 def cases() -> Iterator[Case]:
-    """Every case, the smaller first."""
+    """Yield every case, the smaller first."""
     for ranks in WORLDS:
         for name, size in SIZES.items():
             for even in (True, False):
@@ -64,10 +61,10 @@ def cases() -> Iterator[Case]:
 
 
 class Exchange:
-    """The same rows, carried by everybody."""
+    """The same rows through each contender."""
 
-    def __init__(self, world: World, carrier: Carrier, case: Case, memory: Path) -> None:
-        self._world, self._carrier, self._group = world, carrier, world.everyone
+    def __init__(self, world: World, carrier: Transport, case: Case, memory: Path) -> None:
+        self._world, self._carrier, self._group = world, carrier, world.group
         me, self._send = world.rank, case.send()
         self._receive = [self._send[me]] * world.size
         self._rows = rows_from(me, case)
@@ -85,34 +82,34 @@ class Exchange:
         self._get.append((coming[me], going[me]))
 
     def ours(self) -> Tensor:
-        """By the carrier."""
+        """Exchange by moesaic's carrier."""
         result, work = self._carrier.start(self._rows, self._send, self._receive)
         work.wait()
         return result
 
     def gloo(self) -> Tensor:
-        """By the group, into memory that is there."""
+        """Exchange by gloo, into memory that exists."""
         dist.all_to_all_single(self._out, self._rows, self._receive, self._send, group=self._group)
         return self._out
 
     def copies(self) -> Tensor:
-        """Into memory that all share and out of it, whatever the others do meanwhile."""
+        """Copy into shared memory and out of it, without waiting for other ranks."""
         self.put()
         return self.get()
 
     def put(self) -> None:
-        """What goes to others, into the shared memory."""
+        """Copy what goes to others into the shared memory."""
         for target, source in self._put:
             target.copy_(source)
 
     def get(self) -> Tensor:
-        """What comes from others, out of it, and what stays."""
+        """Copy out of it what comes from others, and what stays."""
         for target, source in self._get:
             target.copy_(source)
         return self._out
 
     def check(self) -> None:
-        """All bring what the others have sent."""
+        """Raise unless all contenders bring what the others sent."""
         ways = {"ours": self.ours, "gloo": self.gloo, "copies": self._copies_in_step}
         for name, way in ways.items():
             self._out.zero_()
@@ -126,7 +123,7 @@ class Exchange:
 
 
 def rows_from(rank: int, case: Case) -> Tensor:
-    """What a rank sends."""
+    """Return what a rank sends."""
     draw = torch.Generator().manual_seed(rank)
     return torch.randn(sum(case.send()), WIDTH, generator=draw)
 
@@ -136,11 +133,11 @@ def _mapped(path: Path, like: Tensor) -> Tensor:
     return flat.view(like.shape)
 
 
-def on_ranks(
-    world: World, every: list[Case], rounds: int, root: int, memory: str
+def timed(
+    world: World, every: list[Case], rounds: int, memory: str, root: int
 ) -> list[measure.Times] | None:
-    """On each rank: all in turn, case by case; None where ranks cannot reach one memory."""
-    carrier = world.carrier([range(world.size)])
+    """On each rank: time all in turn, case by case; None where ranks share no memory."""
+    carrier = world.transport([range(world.size)])
     if carrier is None or carrier.name != "memory":
         return None
     results = []
@@ -151,10 +148,10 @@ def on_ranks(
         exchange = Exchange(world, carrier, case, folder)
         exchange.check()
 
-        def often(way: Callable[[], Tensor], times: int = case.times) -> Callable[[], object]:
+        def often(call: Callable[[], Tensor], times: int = case.times) -> Callable[[], object]:
             def again() -> None:
                 for _ in range(times):
-                    way()  # What it brings is let go of, as a layer's rows are.
+                    call()  # The result is freed, as a layer's rows are.
 
             return again
 
@@ -169,43 +166,43 @@ def on_ranks(
 
 
 def rows(rounds: int) -> Iterator[measure.Row]:
-    """Every figure, as it comes."""
+    """Measure all cases; claims are the worst of 1 to 16 MiB."""
+    by_peer: dict[str, list[measure.Row]] = {peer: [] for peer in BARS}
+    details = list[measure.Row]()
     for ranks in WORLDS:
         every = [case for case in cases() if case.ranks == ranks]
-        if not SHARED.is_dir():
-            yield from _rows_of(every, None, rounds)
-            continue
-        pool = Ranks()
-        try:
+        found = None
+        if SHARED.is_dir():
             with tempfile.TemporaryDirectory(dir=SHARED) as memory:
-                found = pool.run(
-                    ranks, on_ranks, every, rounds, os.getpid(), memory, timeout_s=PATIENCE_S
-                )
-        finally:
-            pool.close()
-        yield from _rows_of(every, found[0], rounds)
+                found = on_ranks(ranks, timed, every, rounds, memory)
+        for peer in BARS:
+            small = [_row(case, peer, found, n, rounds) for n, case in enumerate(every)]
+            large = [row for row, case in zip(small, every, strict=True) if case.bytes >= BARRED]
+            by_peer[peer] += large
+            if peer == "gloo":
+                title = f"all-to-all, {ranks} ranks of one host against gloo"
+                details.append(measure.worst(f"{title}, worst of 32 KiB", small[:2]))
+                details.append(measure.worst(f"{title}, worst of 1 to 16 MiB", large))
+    words = {"gloo": "gloo", "copies": "two bare copies"}
+    for peer, bar in BARS.items():
+        yield measure.worst(
+            f"all-to-all on one host against {words[peer]}, worst of 1 to 16 MiB, 2 and 4 ranks",
+            by_peer[peer], bar,
+        )  # fmt: skip
+    yield from details
 
 
-def _rows_of(
-    every: list[Case], found: list[measure.Times] | None, rounds: int
-) -> Iterator[measure.Row]:
+def _row(
+    case: Case, peer: str, found: list[measure.Times] | None, number: int, rounds: int
+) -> measure.Row:
+    name = f"all-to-all, {case.name}, against {peer}"
+    if found is None:
+        return measure.untried(name, "", "ranks of this system share no memory")
     words = {
         "gloo": f"gloo's all_to_all_single, torch {torch.__version__}",
-        "copies": "limit: a copy into shared memory and one out of it, nobody waiting for anybody "
-        "(ceiling 1.0)",
+        "copies": "limit: a copy into shared memory and one out of it, without synchronisation",
     }
-    for place, case in enumerate(every):
-        for peer, bar in BARS.items():
-            what = f"all-to-all, {case.name}, against {peer}"
-            bar = bar if case.bytes >= BARRED else ""
-            if found is None:
-                yield measure.row(
-                    what, None, "ratio", bar=bar, repeats=0,
-                    against="untried: ranks of this system cannot reach each other's memory",
-                )  # fmt: skip
-                continue
-            ratio, interval = found[place].ratio(peer, "ours")
-            yield measure.row(
-                what, ratio, "ratio", bar=bar, interval=interval, repeats=rounds,
-                against=words[peer],
-            )  # fmt: skip
+    ratio, interval = found[number].ratio(peer, "ours")
+    return measure.row(
+        name, ratio, "ratio", bar="", interval=interval, repeats=rounds, against=words[peer]
+    )

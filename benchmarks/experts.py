@@ -1,10 +1,13 @@
-"""Experts of one layer on one rank: ours, transformers', and a dense product of as many flops."""
+"""Experts of one layer on one rank, against their limit and against transformers.
+
+moesaic's passes, the dense product and the reading of weights are those of `moesaic bench layer`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,37 +16,35 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure
-from benchmarks.measure import figure
 from benchmarks.training import TRANSFORMERS
-from moesaic.dist import device as devices
-from moesaic.dist.products import product
-from moesaic.nn.bank import Bank
-from moesaic.nn.dispatch import Dispatcher
-from moesaic.nn.grouped import arena_views
-from moesaic.nn.travel import Ranks
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.kernels import device as devices
+from moesaic.models.expert_benchmark import ExpertLayerBenchmark
+from moesaic.nn.experts.bank import ExpertBank
 
 MODES = ("grouped_mm", "eager")
-ROUNDS = 7
+ROUNDS = 5
 FAR = 2.0
-"""By how much a way of transformers is slower than the other to be left out."""
+"""A mode of transformers that takes so many times the other's time is not timed further."""
 ZIPF = 1.0
 DRAWS = 64
-"""Steps before routing comes again, half of them for forward and half for both ways: as in a run,
-hardly a step that is timed has had the numbers of rows of one before."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BARS = {256: ">= 0.85", 64: ">= 0.75"}
-"""By tokens of an expert."""
+"""Steps with other numbers of rows each, as in a run: libraries prepare for numbers they know."""
 FEW = 8
-"""The same on a GPU, which does not get ready for numbers of rows."""
+"""Such steps on a GPU, which does not prepare."""
+DTYPES = ("fp32", "bf16")
+TOKENS = (64, 256)
+"""Tokens an expert gets on average."""
+LIMIT_BAR, PEER_BAR, READ_BAR = ">= 0.75", ">= 1.3", ">= 0.8"
 CLOSE = 0.01
-"""Of narrow numbers, how far one layer's results may be from another's."""
-NUMBERS = 8
-"""Tokens that a decoding layer takes one after another, of other experts each."""
+"""Norm of a difference in narrow numbers, over the norm."""
+DECODED = 8
+"""Tokens that a decoding layer takes one after another, with other experts each."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer of experts, of the proportions of a published model."""
+    """A layer of experts, in the proportions of a published model."""
 
     name: str
     hidden: int
@@ -54,7 +55,6 @@ class Shape:
 
 SHAPES = (
     Shape("OLMoE", 1024, 512, 64, 8),
-    Shape("Qwen3-MoE", 1536, 576, 128, 8),
     Shape("Mixtral", 1024, 3584, 8, 2),
     Shape("DeepSeek-V3", 1792, 512, 64, 8),
 )
@@ -62,22 +62,22 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, and what comes to it."""
+    """A layer and its tokens."""
 
     shape: Shape
-    dtype: torch.dtype
+    dtype: str
     tokens: int
     skewed: bool = False
     device: str = "cpu"
     steps: int = 1
-    """With experts in turn: so many, each of the ones after those of the step before."""
+    """Steps with experts in turn, each with the experts after those of the step before."""
 
     def choices(self) -> list[Tensor]:
-        """Experts of each token: in turn, or by Zipf's law, step after step drawn anew."""
+        """Return the experts of each token: in turn, or by Zipf's law, drawn for each step."""
         shape = self.shape
         if not self.skewed:
             places = torch.arange(self.steps * self.tokens * shape.top_k) % shape.experts
-            return list(places.view(self.steps, self.tokens, shape.top_k))
+            return list(places.view(self.steps, self.tokens, shape.top_k).to(self.device))
         draws = DRAWS if self.device == "cpu" else FEW
         ranks = torch.arange(1, shape.experts + 1, dtype=torch.float64, device=self.device)
         odds = (ranks**-ZIPF).expand(self.tokens, -1)
@@ -85,103 +85,49 @@ class Case:
         return [torch.multinomial(odds, shape.top_k, generator=draw) for _ in range(draws)]
 
 
-class Layer:
-    """Everybody's experts over the same tokens."""
+class Work:
+    """The same experts, tokens and choices for moesaic and for transformers, and the limit."""
 
     def __init__(self, case: Case) -> None:
-        shape, draw = case.shape, torch.Generator(case.device).manual_seed(0)
-
-        def random(*sizes: int) -> Tensor:
-            numbers = torch.randn(*sizes, generator=draw, device=case.device)
-            return numbers.mul_(0.02).to(case.dtype)
-
-        self.tokens = random(case.tokens, shape.hidden).requires_grad_()
-        self._steps = [one.to(case.device) for one in case.choices()]
-        self.choices = self._steps[0]
-        self.weights = random(case.tokens, shape.top_k).abs_().requires_grad_()
-        self.grad = random(case.tokens, shape.hidden)
-        self.bank = Bank(range(shape.experts), shape.hidden, shape.ffn).to(case.device, case.dtype)
+        shape, device = case.shape, torch.device(case.device)
+        sizes = {name: getattr(shape, name) for name in ("hidden", "ffn", "experts", "top_k")}
+        model = ModelConfig(**{**PRESETS["tiny-olmoe"], **sizes})
+        torch.manual_seed(0)
+        self.layer = ExpertLayerBenchmark(model, device, weights=case.dtype)
+        choices = case.choices()
+        self._dtype, self._choices = self.layer.bank.arena.dtype, itertools.cycle(choices)
+        weights = torch.rand(case.tokens, shape.top_k, device=device).to(self._dtype)
+        self.layer.route(choices, weights)
+        self.weights = weights.clone().requires_grad_()
+        self.passes = self.layer.passes(case.dtype, case.tokens)
+        self.dense = self.layer.dense(case.dtype, case.tokens * shape.top_k)
+        self._theirs = _theirs(shape, self.layer.bank)
         with torch.no_grad():
-            self.bank.arena.copy_(random(*self.bank.arena.shape))
-        self._dispatcher = Dispatcher(shape.experts, Ranks())
-        self._theirs = _theirs(shape, self.bank)
-        rows, inner = case.tokens * shape.top_k, 3 * shape.ffn
-        self._rows, self._matrix = random(rows, shape.hidden), random(inner, shape.hidden)
-        self._wide = random(rows, inner)
-        self._gradients = torch.empty_like(self.bank.arena)
-        with torch.no_grad():
-            ours, theirs = self.ours(), self.transformers(MODES[0])
-        if case.device == "cpu":
+            ours, theirs = self.passes.run()[0], self.theirs(MODES[0])
+        if case.device == "cpu" and case.dtype == "fp32":
             torch.testing.assert_close(ours, theirs)
         assert (ours - theirs).norm() <= CLOSE * theirs.norm()
 
-    def ours(self) -> Tensor:
-        """Forward."""
-        by = self.bank.grouped_mm(self.tokens.dtype)
-        counted = self._dispatcher.count(self.choices, training=True, whole=True, by=by)
-        placed = self._dispatcher.place(counted)
-        sent = self._dispatcher.start(self.tokens, self.weights, placed)
-        with self.bank.at_work() as compute:
-            return sent.through(compute)
-
-    def transformers(self, mode: str) -> Tensor:
-        """Forward."""
+    def theirs(self, mode: str) -> Tensor:
+        """Go forward through transformers' experts."""
         self._theirs.config._experts_implementation = mode
-        result: Tensor = self._theirs(self.tokens, self.choices, self.weights)
+        result: Tensor = self._theirs(self.passes.x[0], next(self._choices), self.weights)
         return result
 
-    def arranged(self) -> tuple[Tensor, Tensor]:
-        """Gates and ups of all experts, and what comes after."""
-        return arena_views(self.bank.arena, self.bank.ffn, self.bank.hidden)
+    def step(self, mode: str) -> None:
+        """Go forward and backward through transformers' experts, with new gradients."""
+        self.theirs(mode).backward(self.passes.grad[0])
+        for leaf in (self.passes.x, self.weights, *self._theirs.parameters()):
+            leaf.grad = None
 
-    def dense(self, back: bool) -> None:
-        """One product of as many flops, and the two of its backward, by the library that ours
-        takes for such."""
-        product(self._rows, self._matrix, transposed=True)
-        if back:
-            product(self._wide, self._matrix, transposed=False)
-            product(self._wide.T, self._rows, transposed=False)
-
-    def passes(self, back: bool) -> None:
-        """What memory has to do with matrices besides: each is read, with backward twice, and its
-        gradient written."""
-        arena = self.bank.arena.detach()
-        for _ in range(1 + back):
-            for matrices in arena:
-                read_over(matrices)
-        if back:
-            self._gradients.zero_()
-
-    def call(self, forward: Callable[[], Tensor], back: bool) -> Callable[[], None]:
-        """Forward, or forward and backward with gradients written anew, of a step after another."""
-        steps = itertools.cycle(self._steps)
-        if back:
-            steps = itertools.islice(steps, len(self._steps) // 2, None)
-        leaves = [self.tokens, self.weights, self.bank.arena, *self._theirs.parameters()]
-
-        def one() -> Tensor:
-            self.choices = next(steps)
-            return forward()
-
-        def both() -> None:
-            one().backward(self.grad)
-            for leaf in leaves:
-                leaf.grad = None
-
-        return both if back else torch.no_grad()(one)
-
-    def modes(self, back: bool) -> dict[str, Callable[[], None]]:
-        """Calls of transformers, by what its way of multiplying is called."""
-        return {mode: self.call(partial(self.transformers, mode), back) for mode in MODES}
+    def contenders(self) -> dict[str, Callable[[], Any]]:
+        """Return all steps that are timed, by name."""
+        theirs = {mode: partial(self.step, mode) for mode in MODES}
+        return {"ours": self.passes.step, "dense": self.dense.step, **theirs}
 
 
-def read_over(matrices: Tensor) -> None:
-    """As fast as memory gives them: sums of bf16 wait for the processor."""
-    matrices.view(torch.float32).sum()
-
-
-def _theirs(shape: Shape, bank: Bank) -> nn.Module:
-    """Experts as transformers has them, of any family with such: they are one class."""
+def _theirs(shape: Shape, bank: ExpertBank) -> nn.Module:
+    """Return experts of transformers, one class for all families, with the bank's weights."""
     from transformers import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
@@ -201,96 +147,99 @@ def _theirs(shape: Shape, bank: Bank) -> nn.Module:
     return theirs
 
 
-def rows(rounds: int, shapes: Sequence[Shape] = SHAPES) -> Iterator[measure.Row]:
-    """Every figure, as it comes."""
-    devices.activate(torch.device("cpu"))  # Freed memory stays, as in a run; peers have it, too.
-    for shape in shapes:
-        for name, dtype in DTYPES.items():
-            yield _decoding(shape, name, dtype, rounds)
-            for (each, bar), skewed in itertools.product(BARS.items(), (False, True)):
-                tokens = each * shape.experts // shape.top_k
-                what = f"{shape.name} experts, {name}, {each} tokens each"
-                what += ", by Zipf" if skewed else ", even"
-                layer = Layer(Case(shape, dtype, tokens, skewed))
-                for back in (False, True):
-                    yield from _rows(layer, back, what, bar, min(rounds, ROUNDS))
-
-
-def _rows(layer: Layer, back: bool, what: str, bar: str, rounds: int) -> Iterator[measure.Row]:
-    what += ", forward and backward" if back else ", forward"
-
-    contenders: dict[str, Callable[[], Any]] = {
-        "ours": layer.call(layer.ours, back), "dense": partial(layer.dense, back),
-        "passes": partial(layer.passes, back), **layer.modes(back),
-    }  # fmt: skip
-    times = near(contenders, rounds)
-    share, interval = times.ratio("dense", "ours")
-    ceiling = times.median("dense") / (times.median("dense") + times.median("passes"))
-    yield measure.row(
-        f"{what}, of a dense product", share, "ratio", bar=bar, interval=interval, repeats=rounds,
-        against="limit: one product of as many flops, by the same library (ceiling "
-        f"{figure(ceiling)}, where reading matrices and writing gradients adds to it)",
+def rows(rounds: int) -> Iterator[measure.Row]:
+    """Measure all shapes; claims are the worst cases."""
+    devices.activate(torch.device("cpu"))  # Freed memory is kept, as in a run; for peers too.
+    limits: dict[str, list[measure.Row]] = {dtype: [] for dtype in DTYPES}
+    peers, reads, details = list[measure.Row](), list[measure.Row](), list[measure.Row]()
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        pairs = [
+            _rows(Case(shape, dtype, each * shape.experts // shape.top_k, skewed), each, rounds)
+            for each, skewed in itertools.product(TOKENS, (False, True))
+        ]
+        reads.append(_decoding(shape, dtype, rounds))
+        limits[dtype] += [limit for limit, _ in pairs]
+        peers += [peer for _, peer in pairs]
+        title = f"{shape.name} experts, {dtype}, of a dense product, worst of 4 cases"
+        details.append(measure.worst(title, [limit for limit, _ in pairs]))
+    for dtype, found in limits.items():
+        yield measure.worst(
+            f"experts on one rank, {dtype}, forward and backward, of a dense product, worst of "
+            f"{len(found)} cases", found, LIMIT_BAR,
+        )  # fmt: skip
+    yield measure.worst(
+        f"experts on one rank against transformers, forward and backward, worst of {len(peers)} "
+        "cases", peers, PEER_BAR,
     )  # fmt: skip
-    yield of_transformers(what, times, "ours", ">= 1.3")
+    yield measure.worst(
+        f"experts on one rank, one token at a time, of reading their weights, worst of "
+        f"{len(reads)} cases", reads, READ_BAR,
+    )  # fmt: skip
+    yield from details
 
 
-def near(
-    contenders: dict[str, Callable[[], Any]],
+def _rows(case: Case, each: int, rounds: int) -> tuple[measure.Row, measure.Row]:
+    what = f"{case.shape.name} experts, {case.dtype}, {each} tokens each, "
+    what += "by Zipf" if case.skewed else "even"
+    return rows_of(Work(case), what, min(rounds, ROUNDS))
+
+
+def rows_of(
+    work: Work,
+    what: str,
     rounds: int,
-    *,
-    warmup: int = 2,
+    wrap: Callable[[Callable[[], Any]], Callable[[], Any]] = lambda call: call,
     patience_s: float = 1200.0,
-) -> measure.Times:
-    """Times of all in turn, less a way of transformers that is far slower than the other.
+) -> tuple[measure.Row, measure.Row]:
+    """Return a case's figures against the dense product and against transformers.
 
     Args:
-        contenders: what to time, the ways of transformers among it.
-        rounds: see `measure.interleave`.
-        warmup: the same, of the one round that says which way is far slower.
+        work: the contenders.
+        what: name of the case.
+        rounds: rounds to keep.
+        wrap: how a call is timed.
         patience_s: see `measure.interleave`.
     """
-    once = measure.interleave(contenders, 1, warmup=warmup, patience_s=patience_s)
+    contenders = {name: wrap(call) for name, call in work.contenders().items()}
+    once = measure.interleave(contenders, 1, warmup=1, patience_s=patience_s)
     most = FAR * min(map(once.median, MODES))
-    left_out = [mode for mode in MODES if once.median(mode) > most]
-    kept = {name: call for name, call in contenders.items() if name not in left_out}
-    return measure.interleave(kept, rounds, patience_s=patience_s)
-
-
-def of_transformers(what: str, times: measure.Times, ours: str, bar: str) -> measure.Row:
-    """The figure of ours against the faster way of transformers."""
-    best = min((mode for mode in MODES if mode in times.seconds), key=times.median)
-    ratio, interval = times.ratio(best, ours)
-    return measure.row(
-        what, ratio, "ratio", bar=bar, interval=interval, repeats=times.rounds,
+    modes = [mode for mode in MODES if once.median(mode) <= most]
+    kept = {name: contenders[name] for name in ("ours", "dense", *modes)}
+    times = measure.interleave(kept, rounds, warmup=1, patience_s=patience_s)
+    share, interval = times.ratio("dense", "ours")
+    limit = measure.row(
+        f"{what}, forward and backward, of a dense product", share, "ratio", bar="",
+        interval=interval, repeats=rounds,
+        against="limit: one product of as many flops, by the same library",
+    )  # fmt: skip
+    best = min(modes, key=times.median)
+    ratio, interval = times.ratio(best, "ours")
+    peer = measure.row(
+        f"{what}, forward and backward, against transformers", ratio, "ratio", bar="",
+        interval=interval, repeats=rounds,
         against=f"{TRANSFORMERS}, {best}, the faster of {' and '.join(MODES)}",
     )  # fmt: skip
+    return limit, peer
 
 
-def _decoding(shape: Shape, name: str, dtype: torch.dtype, rounds: int) -> measure.Row:
-    """Tokens one at a time, against reading the matrices of their experts."""
-    layer = Layer(Case(shape, dtype, 1))
-    chosen = [
-        (torch.arange(shape.top_k) + number * shape.top_k)[None] % shape.experts
-        for number in range(NUMBERS)
-    ]
+def _decoding(shape: Shape, dtype: str, rounds: int) -> measure.Row:
+    """Measure tokens one at a time, against reading the weights of their experts."""
+    layer = Work(Case(shape, dtype, 1, steps=DECODED)).layer
+    passes = layer.passes(dtype, 1, training=False)
+    firsts = [number * shape.top_k % shape.experts for number in range(DECODED)]
 
-    @torch.no_grad()
     def ours() -> None:
-        for choice in chosen:
-            layer.choices = choice
-            layer.ours()
+        for _ in firsts:
+            passes.forward()
 
-    @torch.no_grad()
     def read() -> None:
-        for choice in chosen:
-            for expert in choice[0].tolist():
-                read_over(layer.bank.arena[expert])
+        for first in firsts:
+            layer.read(slice(first, first + shape.top_k))
 
     times = measure.interleave({"ours": ours, "read": read}, rounds)
     share, interval = times.ratio("read", "ours")
     return measure.row(
-        f"{shape.name} experts, {name}, one token at a time, of reading their matrices", share,
-        "ratio", bar=">= 0.8", interval=interval, repeats=rounds,
-        against="limit: a sum over the same memory, by as many threads (reading in several places "
-        "at once may be faster)",
+        f"{shape.name} experts, {dtype}, one token at a time, of reading their weights", share,
+        "ratio", bar="", interval=interval, repeats=rounds,
+        against="limit: a sum over the same memory, by as many threads",
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Theme `facts`: what was predicted beside what was measured, and what simulations say.
+"""Theme `facts`: predictions of time and memory against measurement, and simulated clusters.
 
-Every case has a probe of its own, taken amid its steps, as machines change their speed by the
-minute; no figure of a measured step reaches a prediction, but in the rows that say "calibrated",
-those of all other cases. facts.md says what bounds them.
+Each case has its own probe, taken amid its steps, as machines change their speed by the minute. No
+measured step enters a prediction, but in rows that say "calibrated": those of all other cases.
+facts.md says what bounds the figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,21 @@ import torch
 
 from benchmarks import measure, simulated
 from benchmarks.training import UniformSamples, olmoe
-from moesaic.dist import device as devices
-from moesaic.dist.collectives import gather, sum_
-from moesaic.dist.probe.links import COLLECTIVES, chore, collective
-from moesaic.dist.probe.timing import together
-from moesaic.dist.products import product
+from moesaic.dist.collectives import all_gather, all_reduce_
+from moesaic.dist.probe.links import COLLECTIVES, make_collective, make_filler_compute
+from moesaic.dist.probe.timing import time_collective
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory
-from moesaic.models.initial import InitialSource
-from moesaic.policy.cost.calibrate import BARE, Observed, left_out
-from moesaic.sim.observe import observe
-from moesaic.testing.memory import most_allocated
-from moesaic.testing.ranks import Ranks
+from moesaic.kernels import device as devices
+from moesaic.kernels.grouped_mm import matmul
+from moesaic.models.init import InitialSource
+from moesaic.policy.cost.calibrate import UNCALIBRATED, Observation, fit_leave_one_out
+from moesaic.sim.observation import observe_step
+from moesaic.testing.memory import peak_allocated
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 from moesaic.train.data import Batch
 
@@ -56,30 +56,30 @@ NUMBERS = 'dtypes=["fp32"]'
 PATIENCE_S = 120.0
 REPEATS = 3
 STEADY = 1.15
-"""What the same work may take from its quickest to its slowest, amid the steps of a case."""
-ATTEMPTS = 4
-FALSE_STARTS = 12
-"""Of a case, given up before their probe as the machine was unsteady from the first."""
+"""Slowest over quickest time of the same work amid the steps of a case, at most."""
+ATTEMPTS = 2
+FALSE_STARTS = 3
+"""Attempts of a case that end before their probe, as the machine was unsteady."""
 PART_ROUNDS = 5
 PART_TRIES = 10
-"""Rounds at most, of which the steadiest count."""
+"""Rounds at most; the steadiest count."""
 PART_PROBE_S = 20
 PRODUCTS = 32
 MESSAGES = 24
 MESSAGE_S = 0.6
 SEED = 7
 DRAWS = 2000
-"""Of rounds, for an interval."""
+"""Draws of rounds for an interval."""
 Takes = tuple[list[float], list[float]]
-"""Seconds of single products, and of messages."""
+"""Seconds of matmuls and of collectives."""
 MEMORY_STEPS = 6
-"""Whose peaks are counted, on each rank."""
+"""Steps on each rank whose peaks are counted."""
 STEP_BARS = {"median": "<= 0.10", "worst": "<= 0.20"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job on some ranks, which share this machine's cores."""
+    """A job on some ranks that share this machine's cores."""
 
     name: str
     ranks: int
@@ -87,7 +87,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every layout and shape that is measured."""
+    """Return every layout and shape that is measured."""
 
     def case(name: str, ranks: int, batch: int, sequence: int, **tables: Any) -> Case:
         model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **tables.pop("model", {})}
@@ -99,15 +99,15 @@ def cases() -> list[Case]:
         return Case(name, ranks, job)
 
     def layout(ep: int = 1, shard: int = 1) -> dict[str, int]:
-        return {"ep": ep, "shard": shard}
+        return {"ep": ep, "dp_shard": shard}
 
-    # Predictions take routing to be even; untrained routers are not, which two ranks would feel.
+    # Predictions assume even routing, and untrained routers are uneven.
     even = {"router": "balanced", "balance_loss": 0.0}
-    again, parts = {"recompute": True}, {"micro_batches": 4}
+    again, micro = {"recompute": True}, {"micro_batches": 4}
     return [
         case("OLMoE-shaped, 4 x 128", 1, 4, 128),
         case("OLMoE-shaped, 8 x 256", 1, 8, 256),
-        case("OLMoE-shaped, 8 x 128, 4 micro-batches", 1, 8, 128, train=parts),
+        case("OLMoE-shaped, 8 x 128, 4 micro-batches", 1, 8, 128, train=micro),
         case("OLMoE-shaped, 8 x 128, recompute", 1, 8, 128, train=again),
         case("Mixtral-shaped, 8 x 256", 1, 8, 256, model=MIXTRAL),
         case("dense, 8 x 256", 1, 8, 256, model=DENSE),
@@ -119,55 +119,45 @@ def cases() -> list[Case]:
              layout=layout(2), routing=even, train=again),
         case("OLMoE-shaped, 8 x 128, 2 ranks, ep 2, even, shard 2", 2, 8, 128,
              layout=layout(2, 2), routing=even),
-        case("OLMoE-shaped, 8 x 128, 2 ranks, copies", 2, 8, 128),
+        case("OLMoE-shaped, 8 x 128, 2 ranks, replicas", 2, 8, 128),
         case("Mixtral-shaped, 8 x 256, 2 ranks, ep 2, even, 4 micro-batches", 2, 8, 256,
-             model=MIXTRAL, layout=layout(2), routing=even, train=parts),
+             model=MIXTRAL, layout=layout(2), routing=even, train=micro),
         case("Mixtral-shaped, 8 x 256, 2 ranks, shard 2", 2, 8, 256, model=MIXTRAL,
              layout=layout(1, 2)),
-        case("dense, 8 x 256, 2 ranks, copies", 2, 8, 256, model=DENSE),
+        case("dense, 8 x 256, 2 ranks, replicas", 2, 8, 256, model=DENSE),
         case("dense, 8 x 256, 2 ranks, shard 2, recompute", 2, 8, 256, model=DENSE,
              layout=layout(1, 2), train=again),
     ]  # fmt: skip
 
 
-def rows(rounds: int) -> Iterator[measure.Row]:
-    """Every figure of the theme, as it comes."""
+def predicted_steps(rounds: int) -> Iterator[measure.Row]:
+    """Compare predicted with measured time of a step: the median error, the worst, each case."""
     steps = min(rounds, STEPS)
-    yield from predicted_steps(cases(), steps)
-    yield from operations(rounds)
-    yield from predicted_memory(cases())
-    yield from simulated_rows()
-
-
-simulated_rows = simulated.rows
-"""Those of the simulator, which may be taken alone."""
-
-
-def predicted_steps(chosen: Sequence[Case], steps: int) -> Iterator[measure.Row]:
-    """Predicted over measured time of a step, by case; then the median error and the worst."""
-    observed = list[Observed]()
-    for case in chosen:
+    observed, details = list[Observation](), list[measure.Row]()
+    for case in cases():
         cluster, measured, unsteady = steps_around_a_probe(case, steps)
-        plan = lay_out(case.job.layout, case.job.model, case.ranks)
+        plan = plan_from_layout(case.job.layout, case.job.model, case.ranks)
         middle_s = statistics.median(taken.seconds for taken in measured)
-        one = observe(case.name, middle_s, case.job, plan, cluster)
+        one = observe_step(case.name, middle_s, case.job, plan, cluster)
         observed.append(one)
-        foretold_s = one.predict_s(BARE)
-        ratios = [foretold_s / taken.seconds for taken in measured]
-        ratio = foretold_s / middle_s
-        yield measure.row(
-            f"step, predicted over measured: {case.name}", ratio, "ratio", bar="",
-            against=f"the step itself; the machine's speed moved by {unsteady - 1:.0%}",
-            interval=measure.bootstrap(ratios), repeats=len(ratios),
+        predicted_s = one.predict_s(UNCALIBRATED)
+        ratios = [predicted_s / taken.seconds for taken in measured]
+        details.append(
+            measure.row(
+                f"step, predicted over measured: {case.name}", predicted_s / middle_s, "ratio",
+                bar="", against=f"the step itself; the machine's speed moved by {unsteady - 1:.0%}",
+                interval=measure.bootstrap(ratios), repeats=len(ratios),
+            )
         )  # fmt: skip
     yield from step_errors(observed, steps)
+    yield from details
 
 
-def step_errors(observed: Sequence[Observed], steps: int) -> Iterator[measure.Row]:
-    """The median error and the worst, by the probes alone and calibrated by all other cases."""
-    bare, others = [BARE] * len(observed), left_out(observed)
+def step_errors(observed: Sequence[Observation], steps: int) -> Iterator[measure.Row]:
+    """Yield the median error and the worst, by the probes alone and calibrated by other cases."""
+    bare, others = [UNCALIBRATED] * len(observed), fit_leave_one_out(observed)
     for words, bars, factors in (("", STEP_BARS, bare), (", calibrated by all others", {}, others)):
-        errors = [abs(one.error(by)) for one, by in zip(observed, factors, strict=True)]
+        errors = [abs(one.relative_error(by)) for one, by in zip(observed, factors, strict=True)]
         for name, value in (("median", statistics.median(errors)), ("worst", max(errors))):
             yield measure.row(
                 f"error of a step's predicted time{words}, {name} of {len(errors)} cases", value,
@@ -177,7 +167,7 @@ def step_errors(observed: Sequence[Observed], steps: int) -> Iterator[measure.Ro
 
 
 def probe(path: Path, seconds: int = PROBE_S) -> None:
-    """This machine, measured now as users measure it, in the numbers that all cases compute in."""
+    """Probe this machine as users do, in the dtype of all cases."""
     command = [sys.executable, "-m", "moesaic", "probe", "--nproc", str(RANKS)]
     settings = (f"seconds={seconds}", f"repeats={REPEATS}", "disks=[]", NUMBERS)
     flags = [word for item in settings for word in ("--set", item)]
@@ -186,7 +176,7 @@ def probe(path: Path, seconds: int = PROBE_S) -> None:
 
 
 def probed(seconds: int) -> Cluster:
-    """What a probe finds now."""
+    """Return what a probe finds now."""
     measure.wait_for_quiet()
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "cluster.toml"
@@ -195,14 +185,14 @@ def probed(seconds: int) -> Cluster:
 
 
 class Documents(UniformSamples):
-    """Samples of two documents each, where the job keeps them apart, else of one."""
+    """Samples of two documents each if the job packs documents, else of one."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._apart = job.data.packing == "documents"
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
-        """The samples of `indices`."""
+        """Return the samples of `indices`."""
         batch = super().batch(indices, shuffled=shuffled)
         second = batch.positions >= batch.positions.shape[1] // 2
         return replace(batch, documents=second.int()) if self._apart else batch
@@ -217,16 +207,16 @@ class Taken:
 
 
 def steps_around_a_probe(case: Case, steps: int) -> tuple[Cluster, list[Taken], float]:
-    """`steps` steps of `case` before a probe and as many after it, and how steady the machine was.
+    """Take `steps` steps before a probe and as many after it; return how steady the machine was.
 
-    All of it is taken again where the same work, timed amid them, shows another machine: without
-    waiting for the end where that shows before the probe.
+    It repeats all of it if the same work, timed amid them, moved too much: before the probe if it
+    moved until then.
     """
     found: list[tuple[Cluster, list[Taken], float]] = []
     starts = 0
     while len(found) < ATTEMPTS and not (found and found[-1][2] <= STEADY):
         starts += 1
-        pool = Ranks()
+        pool = RankPool()
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "cluster.toml"
             measure.wait_for_quiet()
@@ -243,7 +233,7 @@ def steps_around_a_probe(case: Case, steps: int) -> tuple[Cluster, list[Taken], 
 
 
 def reference_s() -> float:
-    """Seconds of some work that is always the same: products and copies."""
+    """Return seconds of work that is always the same: matmuls and copies."""
     left, target = torch.rand(768, 768), torch.empty(8 << 20)
     source = torch.rand_like(target)
 
@@ -257,24 +247,23 @@ def reference_s() -> float:
 def take_steps(
     world: World, job: Job, steps: int, path: Path, whatever: bool
 ) -> tuple[list[Taken], list[float]]:
-    """On each rank: `steps` steps, a probe by rank 0 alone, and `steps` more.
+    """On each rank: take `steps` steps, a probe by rank 0 alone, and `steps` more.
 
-    Between them rank 0 alone does the work of reference. A step that other programs disturb is
-    taken again, with patience. There is no probe where the machine was unsteady until then, unless
-    it is to be taken `whatever` it was.
+    Between them rank 0 alone does the reference work. A step that other programs disturb is
+    repeated, with patience. There is no probe if the machine was unsteady, unless `whatever`.
     """
     torch.set_num_threads(devices.num_cores() // world.size)
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples, taken, references = Documents(job), list[Taken](), list[float]()
 
     def alone(name: str) -> None:
-        if world.leads:
+        if world.is_rank_zero:
             if name == "probe":
                 probe(path)
             references.append(reference_s())
             world.store.set(name, "")
-        world.await_words(world.store, [name])  # Costs no core, as waiting in gloo would.
+        world.wait_for_keys(world.store, [name])  # Waiting in gloo would use a core.
 
     alone("begin")
     for half, then in enumerate(("middle", "end")):
@@ -286,12 +275,12 @@ def take_steps(
             facts = run.step(samples)
             seconds = time.perf_counter() - began
             disturbed = watch.foreign_share() > measure.FOREIGN_SHARE and began < until
-            if not int(sum_(torch.tensor([int(disturbed)]), world.everyone)):
+            if not int(all_reduce_(torch.tensor([int(disturbed)]), world.group)):
                 taken.append(Taken(seconds, facts.phases))
         alone(then)
         if then == "middle":
-            steady = not world.leads or max(references) / min(references) <= STEADY
-            if not whatever and int(sum_(torch.tensor([int(not steady)]), world.everyone)):
+            steady = not world.is_rank_zero or max(references) / min(references) <= STEADY
+            if not whatever and int(all_reduce_(torch.tensor([int(not steady)]), world.group)):
                 break
             alone("probe")
     run.close()
@@ -299,8 +288,8 @@ def take_steps(
 
 
 def operations(rounds: int) -> Iterator[measure.Row]:
-    """Median errors of single products and collectives, at sizes between those of the probe."""
-    draw, pool = random.Random(SEED), Ranks()
+    """Measure errors of single matmuls and collectives, at sizes between those of the probe."""
+    draw, pool = random.Random(SEED), RankPool()
     shapes = [(draw.randrange(16, 1025), *_widths(draw)) for _ in range(PRODUCTS)]
     asked = [
         (COLLECTIVES[i % len(COLLECTIVES)], 4 * RANKS * round(2 ** draw.uniform(9, 20)))
@@ -325,7 +314,7 @@ def operations(rounds: int) -> Iterator[measure.Row]:
     products, messages = Part(), Part()
     for _, cluster, before, after in steadiest:
         (host,), (link,) = cluster.hosts, cluster.links
-        grid = next(d for d in host.devices if d.count == 1).speed("fp32").products
+        grid = next(d for d in host.devices if d.count == 1).matmul_speed("fp32").times
         curves = {str(one.name): one.times for one in link.collectives}
         assert grid is not None
         products.add([grid.at(*shape) for shape in shapes], before[0], after[0])
@@ -335,90 +324,70 @@ def operations(rounds: int) -> Iterator[measure.Row]:
         f"which the same work moved by up to {steadiest[-1][0] - 1:.0%}"
     )
     yield from products.rows(
-        f"a product's predicted time, median of {PRODUCTS}", "<= 0.05",
-        f"the mean of a layer's three ways, fp32, {devices.num_cores()} threads; {words}",
+        f"a matmul's predicted time, median of {PRODUCTS}", "<= 0.05",
+        f"the mean of a layer's three matmuls, fp32, {devices.num_cores()} threads; {words}",
     )  # fmt: skip
     yield from messages.rows(
         f"a collective's predicted time, median of {MESSAGES}", "<= 0.10",
-        f"gloo, rows to all through memory, {RANKS} ranks, from when the last one comes; {words}",
+        f"gloo, all-to-all through memory, {RANKS} ranks, from when the last rank comes; {words}",
     )  # fmt: skip
 
 
-PARTS = {"operations": operations}
-
-
 def _widths(draw: random.Random) -> tuple[int, int]:
-    """Columns and inner size, which are multiples of 32 as the widths of models are."""
+    """Draw columns and inner size, multiples of 32 as widths of models are."""
     return draw.randrange(64, 1025, 32), draw.randrange(64, 1025, 32)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Single operations, foretold by several probes, each between two takes."""
+    """Single operations, predicted by several probes, each between two takes."""
 
     ratios: list[list[float]] = field(default_factory=list)
-    """Of each probe: predicted over measured, operation by operation."""
+    """Predicted over measured of each probe, by operation."""
     moved: list[list[float]] = field(default_factory=list)
-    """The later take over the one before the probe, likewise."""
+    """The take after the probe over the one before it, likewise."""
 
     def add(
-        self, foretold: Sequence[float], before: Sequence[float], after: Sequence[float]
+        self, predicted: Sequence[float], before: Sequence[float], after: Sequence[float]
     ) -> None:
-        """What one probe says of operations that took so long before it, and so long after."""
+        """Add a probe's predictions of operations, and what they took before and after it."""
         pairs = list(zip(before, after, strict=True))
-        self.ratios.append([2 * one / (b + a) for one, (b, a) in zip(foretold, pairs, strict=True)])
+        self.ratios.append(
+            [2 * one / (b + a) for one, (b, a) in zip(predicted, pairs, strict=True)]
+        )
         self.moved.append([a / b for b, a in pairs])
 
     def rows(self, of: str, bar: str, against: str) -> Iterator[measure.Row]:
-        """The median error: of single probes, of each operation's median ratio, where what probes
-        miss to either side cancels; and what it would be if a take were foretold by another one.
+        """Yield the median error of single probes, and that of one take as a prediction of the
+        other.
 
-        Operations of one probe are off together, so that rounds are what is drawn for intervals.
+        Operations of one probe are off together, so intervals draw whole rounds.
         """
-        repeats = len(self.ratios)
-        for name, rounds, error, its_bar in (
-            (f"error of {of}, each by one probe", self.ratios, single_error, bar),
-            (f"error of {of}, each the median ratio of {repeats} probes", self.ratios,
-             median_error, bar),
-            (f"where the take before foretells the one after: error of {of}", self.moved,
-             single_error, ""),
-        ):  # fmt: skip
+        for name, rounds, its_bar in (
+            (f"error of {of}, by one probe", self.ratios, bar),
+            (f"error of {of}, by the take before it", self.moved, ""),
+        ):
             yield measure.row(
-                name, error(rounds), "share", bar=its_bar, against=against,
-                interval=_by_round(rounds, error), repeats=repeats,
+                name, single_error(rounds), "share", bar=its_bar, against=against,
+                interval=_by_round(rounds), repeats=len(rounds),
             )  # fmt: skip
-        each = [statistics.median(ratios) for ratios in self.ratios]
-        yield measure.row(
-            f"predicted over measured: {of}, probe by probe", statistics.median(each), "ratio",
-            bar="", against=f"{against}; the interval is from the least to the most of them",
-            interval=(min(each), max(each)), repeats=repeats,
-        )  # fmt: skip
 
 
 def single_error(rounds: Sequence[Sequence[float]]) -> float:
-    """How far ratios are from one in the median, every probe by itself."""
+    """Return the median distance of ratios from one, over all operations of all probes."""
     return statistics.median(abs(ratio - 1.0) for ratios in rounds for ratio in ratios)
 
 
-def median_error(rounds: Sequence[Sequence[float]]) -> float:
-    """How far each operation's median ratio is from one, in the median."""
-    each = zip(*rounds, strict=True)
-    return statistics.median(abs(statistics.median(ratios) - 1.0) for ratios in each)
-
-
-def _by_round(
-    rounds: Sequence[Sequence[float]], error: Callable[[Sequence[Sequence[float]]], float]
-) -> tuple[float, float]:
-    """95% of `error` where whole rounds are drawn."""
+def _by_round(rounds: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the 95% interval of the error if whole rounds are drawn."""
     draw = random.Random(SEED)
-    values = sorted(error(draw.choices(rounds, k=len(rounds))) for _ in range(DRAWS))
-    tail, value = DRAWS // 40, error(rounds)
+    values = sorted(single_error(draw.choices(rounds, k=len(rounds))) for _ in range(DRAWS))
+    tail, value = DRAWS // 40, single_error(rounds)
     return min(values[tail], value), max(values[-tail - 1], value)
 
 
 def products_s(shapes: Sequence[tuple[int, int, int]]) -> list[float]:
-    """Median seconds of products as layers ask for them, whose weights, and gradients of weights,
-    are in no cache."""
+    """Return median seconds of matmuls as in layers: weights and their gradients are not cached."""
     torch.set_num_threads(devices.num_cores())
     arena = torch.rand(16 << 20)
     return [_product_s(arena, *shape) for shape in shapes]
@@ -434,28 +403,28 @@ def _product_s(arena: torch.Tensor, rows: int, columns: int, inner: int) -> floa
         return arena[at : at + size]
 
     def multiply() -> None:
-        product(x, place(columns * inner).view(columns, inner), transposed=True)
-        product(x, place(columns * inner).view(inner, columns), transposed=False)
+        matmul(x, place(columns * inner).view(columns, inner), transposed=True)
+        matmul(x, place(columns * inner).view(inner, columns), transposed=False)
         torch.mm(tall.T, wide, out=place(rows * columns).view(rows, columns))
 
     return statistics.median(_seconds(multiply, 3) for _ in range(15)) / 3
 
 
 def take_messages(world: World, asked: Sequence[tuple[str, int]]) -> list[float]:
-    """Mean seconds of each operation of so many bytes, between products."""
-    carrier = world.carrier([range(world.size)])
+    """Return mean seconds of each collective of so many bytes, between matmuls."""
+    carrier = world.transport([range(world.size)])
     assert carrier is not None
     group = carrier.group
 
     def agree(count: int) -> int:
-        return int(gather(torch.tensor([count]), group).min())
+        return int(all_gather(torch.tensor([count]), group).min())
 
-    compute, times = chore(world.device, agree), []
+    compute, times = make_filler_compute(world.device, agree), []
     for name, size in asked:
-        work = collective(name, size, world.device, carrier)
-        met = together(work, time.perf_counter, agree, MESSAGE_S, compute)
-        # Whoever comes last waits for nobody.
-        times.append(float(gather(torch.tensor(met.calls_s), group).amin(dim=0).mean()))
+        work = make_collective(name, size, world.device, carrier)
+        met = time_collective(work, time.perf_counter, agree, MESSAGE_S, compute)
+        # The rank that comes last does not wait.
+        times.append(float(all_gather(torch.tensor(met.calls_s), group).amin(dim=0).mean()))
     return times
 
 
@@ -466,40 +435,35 @@ def _seconds(work: Any, calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def predicted_memory(chosen: Sequence[Case]) -> Iterator[measure.Row]:
-    """Predicted over measured peak of what torch allocates, by case; then the largest error.
+def predicted_memory(rounds: int) -> Iterator[measure.Row]:
+    """Compare predicted peak memory with what torch allocates; the claim is the largest error.
 
-    A thread of gloo may let go of a message late, in some steps and not in others: the figure is
-    the median of all steps of all ranks, and the interval has every one of them.
+    A thread of gloo may free a message late in some steps: the figure is the median of all steps.
     """
-    errors = []
-    for case in chosen:
-        pool = Ranks()
+    del rounds
+    errors: dict[str, float] = {}
+    for case in cases():
+        pool = RankPool()
         try:
             found = pool.run(case.ranks, peak_bytes, case.job, timeout_s=600.0)
         finally:
             pool.close()
-        needs = memory(case.job, lay_out(case.job.layout, case.job.model, case.ranks)).peak_bytes
-        ratios = [needs / peak for peaks, _ in found for peak in peaks]
-        allocated, resident = statistics.median(found[0][0]), found[0][1]
-        ratio = statistics.median(ratios)
-        errors.append(abs(ratio - 1.0))
-        yield measure.row(
-            f"peak memory, predicted over allocated: {case.name}", ratio, "ratio", bar="",
-            against=f"torch's own count; {resident / allocated:.2f} times as much was resident",
-            interval=(min(ratios), max(ratios)), repeats=len(ratios),
-        )  # fmt: skip
+        needs = memory(
+            case.job, plan_from_layout(case.job.layout, case.job.model, case.ranks)
+        ).peak_bytes
+        ratio = statistics.median(needs / peak for peaks in found for peak in peaks)
+        errors[case.name] = abs(ratio - 1.0)
     yield measure.row(
-        f"error of predicted peak memory, largest of {len(errors)} cases", max(errors), "share",
-        bar="<= 0.02", against="torch's own count, the median of all steps",
+        f"error of predicted peak memory, largest of {len(errors)} cases", max(errors.values()),
+        "share", bar="<= 0.02", against="torch's own count, the median of all steps",
         repeats=MEMORY_STEPS,
     )  # fmt: skip
 
 
-def peak_bytes(world: World, job: Job) -> tuple[list[int], int]:
-    """Most bytes that torch's tensors held in each of some steps, and that the process held."""
+def peak_bytes(world: World, job: Job) -> list[int]:
+    """Return the peak bytes of torch's tensors in each of some steps."""
     torch.set_num_threads(1)
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     samples, runs = Documents(job), []
 
     def start() -> None:
@@ -508,6 +472,12 @@ def peak_bytes(world: World, job: Job) -> tuple[list[int], int]:
     def step() -> None:
         runs[0].step(samples)
 
-    _, *steps = most_allocated(start, *[step] * MEMORY_STEPS)
+    _, *steps = peak_allocated(start, *[step] * MEMORY_STEPS)
     runs[0].close()
-    return steps, devices.peak_bytes(world.device)
+    return steps
+
+
+PARTS = {
+    "steps": predicted_steps, "operations": operations, "memory": predicted_memory,
+    "simulated": simulated.rows,
+}  # fmt: skip

@@ -1,7 +1,7 @@
-"""Result pages and the README's table, from the records alone: `python -m benchmarks.generate`.
+"""Generate result pages and the README's table from the records: `python -m benchmarks.generate`.
 
-A page is refused while its record comes from a dirty tree or from a commit that nobody knows:
-a figure that cannot be taken again is none.
+It refuses a page whose record is of a dirty tree or of an unknown commit, as its figures could not
+be reproduced.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import DIRTY, RECORDS, UNKNOWN, Row, figure, is_known, read  # noqa: E402
-from benchmarks.picture import of_balance  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 WHAT = {
     "foundation": "a training step against `transformers`, saving against torch's, damage found",
-    "facts": "predictions of time and memory against what was measured",
-    "families": "training of four families against `transformers`, conversion against the disk",
-    "layer": "experts against dense products and peers, and all that crosses a link",
-    "balance": "copies of hot experts against none, even loads and every other policy",
+    "facts": "predictions of time and memory against measurement and a published table",
+    "families": "training of four families against `transformers`, conversion against a copy",
+    "layer": "the expert layer and its exchange against peers and limits",
+    "balance": "replicas of hot experts against none and against even routing",
 }
-"""What is measured, theme by theme."""
-HEAD = "| figure | value | 95% interval | bar | holds | against | rounds |"
+"""What each theme measures."""
+HEAD = ("figure", "value", "95% interval", "bar", "holds", "against", "rounds")
+RIGHT = {"value", "rounds", "machine"}
+"""Columns that are aligned to the right."""
 
 
 def generate() -> list[str]:
-    """Write every page and the README's table; what was refused, and why, one line each."""
+    """Write every page and the README's table; return one line for each refused record."""
     themes, complaints = {}, []
     for path in sorted(RECORDS.glob("*.json")):
         rows = read(path)
@@ -42,22 +43,14 @@ def generate() -> list[str]:
             continue
         themes[path.stem] = rows
         RESULTS.mkdir(exist_ok=True)
-        drawn = picture(path.stem, rows)
-        if drawn is not None:
-            (RESULTS / f"{path.stem}.svg").write_text(drawn)
         (RESULTS / f"{path.stem}.md").write_text(page(path.stem, rows))
     if themes and not complaints and README.exists():
         README.write_text(with_table(README.read_text(), table(themes)))
     return complaints
 
 
-def picture(theme: str, rows: Sequence[Row]) -> str | None:
-    """What a theme's page shows, if it shows anything."""
-    return of_balance(rows) if theme == "balance" else None
-
-
 def refusal(rows: Sequence[Row]) -> str:
-    """Why no page may be made of these rows; empty if one may."""
+    """Return why no page is made of these rows; empty if one is."""
     for row in rows:
         if row.commit.endswith(DIRTY):
             return f"was taken from a tree that differs from commit {row.commit[:12]}"
@@ -67,7 +60,7 @@ def refusal(rows: Sequence[Row]) -> str:
 
 
 def unknown(rows: Sequence[Row]) -> str:
-    """Why their commits are not to be found here; empty if they are."""
+    """Return which commit this repository lacks; empty if it has all."""
     for commit in sorted({row.commit for row in rows}):
         if not is_known(commit):
             return f"was taken from commit {commit[:12]}, which this repository does not have"
@@ -75,7 +68,7 @@ def unknown(rows: Sequence[Row]) -> str:
 
 
 def page(theme: str, rows: Sequence[Row]) -> str:
-    """A theme's result page: measured and simulated figures apart, and what to know of them."""
+    """Return a theme's page: measured and simulated figures apart, claims before details."""
     parts = [
         f"# Results: {theme}",
         f"Generated from `benchmarks/records/{theme}.json` by `python -m benchmarks.generate`; the "
@@ -83,11 +76,14 @@ def page(theme: str, rows: Sequence[Row]) -> str:
     ]
     for title, kind in (("Measured", False), ("Simulated", True)):
         chosen = [row for row in rows if row.simulated == kind]
-        if chosen and not kind and picture(theme, rows) is not None:
-            parts += [f"## {title}", f"![{theme}, case by case]({theme}.svg)"]
-            parts += [_full_table(chosen, _machines(rows))]
-        elif chosen:
-            parts += [f"## {title}", _full_table(chosen, _machines(rows))]
+        claims = [row for row in chosen if row.bar]
+        details = [row for row in chosen if not row.bar]
+        if chosen:
+            parts.append(f"## {title}")
+        if claims:
+            parts.append(_full_table(claims, _machines(rows)))
+        if details:
+            parts += ["Details, without a bar:", _full_table(details, _machines(rows))]
     notes = RESULTS.parent / f"{theme}.md"
     if notes.exists():
         parts += ["## What bounds them", notes.read_text().strip()]
@@ -97,7 +93,7 @@ def page(theme: str, rows: Sequence[Row]) -> str:
 
 
 def _facts(rows: Sequence[Row]) -> list[str]:
-    """Machines, commits and commands, each said once."""
+    """Return machines, commits and commands, each once."""
     machines = _machines(rows)
     kinds = [("machine: ", "hardware"), ("commit: `", "commit"), ("command: `", "command")]
     if len(machines) > 1:
@@ -114,29 +110,32 @@ def _facts(rows: Sequence[Row]) -> list[str]:
 
 
 def _machines(rows: Sequence[Row]) -> list[str]:
-    """Machines that rows were measured on."""
+    """Return machines that rows were measured on."""
     return sorted({row.hardware for row in rows if not row.simulated})
 
 
 def _full_table(rows: Sequence[Row], machines: Sequence[str]) -> str:
-    """Rows, and where several machines measured a page's rows, which."""
-    lines = [HEAD, "| --- | ---: | --- | --- | --- | --- | ---: |"]
+    """Return rows as a table, with their machine if a page has several."""
     several = len(machines) > 1 and not rows[0].simulated
-    if several:
-        lines = [f"{HEAD} machine |", f"{lines[1]} ---: |"]
+    bars = any(row.bar for row in rows)
+    heads = [name for name in HEAD if bars or name not in ("bar", "holds")]
+    heads += ["machine"] * several
+    lines = [heads, ["---:" if name in RIGHT else "---" for name in heads]]
     for row in rows:
-        cells = (
-            row.name, _value(row), _interval(row), row.bar or "-", verdict(row), row.against,
-            str(row.repeats), *([str(machines.index(row.hardware) + 1)] if several else []),
+        lines.append(
+            [
+                row.name, _value(row), _interval(row), *([row.bar, verdict(row)] if bars else []),
+                row.against, str(row.repeats),
+                *([str(machines.index(row.hardware) + 1)] if several else []),
+            ]
         )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def table(themes: dict[str, list[Row]]) -> str:
-    """The README's table: theme by theme, how many measured figures keep to their bars."""
+    """Return the README's table: by theme, how many measured figures hold."""
     lines = [
-        "| theme | of what | bars that hold | missed | untried |",
+        "| theme | figures | bars that hold | missed | untried |",
         f"|{' --- |' * 2}{' ---: |' * 3}",
     ]
     for theme, rows in themes.items():
@@ -152,7 +151,7 @@ def table(themes: dict[str, list[Row]]) -> str:
 
 
 def with_table(text: str, new: str) -> str:
-    """`text` with `new` between its markers."""
+    """Return `text` with `new` between its markers."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -163,9 +162,7 @@ def with_table(text: str, new: str) -> str:
 
 
 def verdict(row: Row) -> str:
-    """Whether a row holds, in a word."""
-    if not row.bar:
-        return "-"
+    """Return in a word whether a row holds."""
     return {True: "yes", False: "**missed**", None: "untried"}[row.holds]
 
 
@@ -179,7 +176,7 @@ def _interval(row: Row) -> str:
 
 
 def main() -> int:
-    """Write what may be written; say what may not."""
+    """Write all pages; print refusals."""
     complaints = generate()
     print("\n".join(complaints) or "The result pages and the README's table are current.")
     return 1 if complaints else 0

@@ -1,8 +1,8 @@
-"""How a figure comes about: contenders timed in turn, paired ratios, intervals, facts, records.
+"""Measure figures: contenders timed in turn, paired ratios, intervals, facts, records.
 
-A figure is a ratio of paired times, its interval a bootstrap of their median, and it holds when the
-whole interval is inside the bar. Rounds in which other programs used the machine are taken again.
-README.md is the protocol that this file carries out.
+A figure is the median of paired ratios, printed with its bootstrap interval; it holds when the
+median is inside the bar. Rounds in which other programs used the machine are repeated. README.md
+is the protocol.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,12 +26,12 @@ from numpy.typing import ArrayLike, NDArray
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 GENERATED = ("benchmarks/records", "benchmarks/results", "README.md")
-"""What a measurement writes itself; changes there do not make the tree dirty."""
+"""Paths that a measurement writes; changes there do not make the tree dirty."""
 
 UNKNOWN = "unknown"
 DIRTY = "-dirty"
 FOREIGN_SHARE = 0.04
-"""A round is disturbed when others used more than this share of the machine's time."""
+"""Share of the processors that other programs may use in a round."""
 
 _BAR = re.compile(r"(>=|<=|==)\s*(\S+)")
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -39,23 +39,23 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a record; the keys are the record's."""
+    """One figure; its fields are the keys of a record."""
 
     name: str
     value: float | None
-    """None where it could not be measured here."""
+    """None if it could not be measured."""
     unit: str
     bar: str
     """The goal, as '>= 1.0', '<= 0.25' or '== 300'; empty where there is none."""
     holds: bool | None
-    """Whether value and interval are inside the bar; None without bar or without value."""
+    """Whether the value is inside the bar; None without a bar or without a value."""
     against: str
     """The peer and its version, or the limit."""
     interval: tuple[float, float] | None
-    """95% of the value, by bootstrap; None for a count."""
+    """95% interval of the value, by bootstrap; None for a count."""
     repeats: int
     simulated: bool
-    """Whether a simulator says so, and no clock."""
+    """Whether a simulator computed the value; otherwise a clock measured it."""
     command: str
     commit: str
     hardware: str
@@ -72,43 +72,59 @@ def row(
     interval: tuple[float, float] | None = None,
     simulated: bool = False,
 ) -> Row:
-    """A figure, with the facts of here and now and this process's command line filled in.
+    """Return a figure, with this machine, commit and command line filled in.
 
     Args:
-        name: what was measured, or simulated.
+        name: the figure's name.
         value: the figure.
         unit: its unit; `ratio` for a ratio.
         bar: see `Row`.
         against: see `Row`.
         repeats: rounds.
         interval: see `Row`.
-        simulated: see `Row`; pages keep such rows apart, the README has none of them.
+        simulated: see `Row`.
     """
     return Row(
-        name, value, unit, bar, holds(bar, value, interval), against, interval, repeats,
+        name, value, unit, bar, holds(bar, value), against, interval, repeats,
         simulated, command=own_command(), commit=commit(), hardware=hardware(),
     )  # fmt: skip
 
 
-def holds(
-    bar: str, value: float | None, interval: tuple[float, float] | None = None
-) -> bool | None:
-    """Whether the value and the whole of its interval are inside the bar."""
+def untried(name: str, bar: str, why: str) -> Row:
+    """Return a ratio that cannot be measured here."""
+    return row(name, None, "ratio", bar=bar, against=f"untried: {why}", repeats=0)
+
+
+def worst(name: str, rows: Sequence[Row], bar: str = "") -> Row:
+    """Return one row for a claim: the worst of `rows` (the highest if the bar is an upper one).
+
+    Value, interval, repeats, commit, machine and command are those of the row that it stands for.
+    """
+    tried = [one for one in rows if one.value is not None]
+    if not tried:
+        return replace(rows[0], name=name, bar=bar, holds=None)
+    sign = -1.0 if bar.startswith("<=") else 1.0
+    one = min(tried, key=lambda row: sign * (row.value or 0.0))
+    more = f", {len(rows) - len(tried)} more untried" * (len(tried) < len(rows))
+    against = f"{one.against}; worst of {len(tried)}{more}: {one.name}"
+    return replace(one, name=name, bar=bar, holds=holds(bar, one.value), against=against)
+
+
+def holds(bar: str, value: float | None) -> bool | None:
+    """Return whether the value, a median, is inside the bar."""
     if not bar or value is None:
         return None
     match = _BAR.fullmatch(bar)
     if match is None:
         raise ValueError(f"bar = '{bar}': write '>= 1.0', '<= 0.25', '== 300', or nothing")
     goal = float(match[2])
-    seen = (value, *(interval or ()))
-    compare = {">=": lambda v: v >= goal, "<=": lambda v: v <= goal, "==": lambda v: v == goal}
-    return all(compare[match[1]](v) for v in seen)
+    return {">=": value >= goal, "<=": value <= goal, "==": value == goal}[match[1]]
 
 
 def bootstrap(
     values: ArrayLike, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile-bootstrap interval of the median of `values`."""
+    """Return the percentile-bootstrap interval of the median of `values`."""
     sample = np.asarray(values, dtype=np.float64)
     draws = np.random.default_rng(seed).integers(len(sample), size=(resamples, len(sample)))
     medians = np.median(sample[draws], axis=1)
@@ -119,29 +135,29 @@ def bootstrap(
 
 @dataclass
 class Times:
-    """Seconds of every contender, round by round."""
+    """Seconds of every contender, by round."""
 
     seconds: dict[str, list[float]]
     disturbed: int = 0
-    """Rounds that were taken although others used the machine: patience had run out."""
+    """Rounds kept although others used the machine, as patience had run out."""
     retaken: int = 0
-    """Rounds that were thrown away and taken again."""
+    """Rounds dropped and repeated."""
     rounds: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rounds = min(map(len, self.seconds.values()))
 
     def median(self, name: str) -> float:
-        """Median seconds of a contender."""
+        """Return median seconds of a contender."""
         return float(np.median(self.seconds[name]))
 
     def ratios(self, of: str, to: str) -> NDArray[np.float64]:
-        """Seconds of `of` over seconds of `to`, of the same round."""
+        """Return seconds of `of` over seconds of `to`, by round."""
         ratios: NDArray[np.float64] = np.divide(self.seconds[of], self.seconds[to])
         return ratios
 
     def ratio(self, of: str, to: str) -> tuple[float, tuple[float, float]]:
-        """The median of the paired ratios, and its interval."""
+        """Return the median of the paired ratios, and its interval."""
         ratios = self.ratios(of, to)
         return float(np.median(ratios)), bootstrap(ratios)
 
@@ -154,14 +170,14 @@ def interleave(
     patience_s: float = 1200.0,
     root: int | None = None,
 ) -> Times:
-    """Time all contenders in every round, in an order that turns round from one to the next.
+    """Time all contenders in every round; the order turns with each round.
 
     Args:
         contenders: what to time, by name.
         rounds: rounds to keep.
         warmup: calls of each before the first round.
-        patience_s: disturbed rounds are taken again for that long; later ones are kept.
-        root: the process whose descendants are no others; absent: this one.
+        patience_s: disturbed rounds are repeated for so long; later ones are kept.
+        root: the process whose descendants are not foreign; absent: this one.
     """
     for call in contenders.values():
         for _ in range(warmup):
@@ -193,9 +209,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 class Watch:
-    """How much of the machine others have used since this was made (Linux; elsewhere: nothing).
+    """Processor time of foreign programs since this was made (Linux; elsewhere 0).
 
-    Others are all processes but `root` (absent: this one) and what descends from it.
+    Foreign are all processes but `root` (absent: this one) and its descendants.
     """
 
     def __init__(self, root: int | None = None) -> None:
@@ -203,13 +219,13 @@ class Watch:
         self._began, self._others_s = time.perf_counter(), _others_s(self._root)
 
     def foreign_share(self) -> float:
-        """Processor time of other programs, as a share of what the machine had."""
+        """Return processor time of foreign programs, as a share of the machine's."""
         had = (time.perf_counter() - self._began) * (os.cpu_count() or 1)
         return (_others_s(self._root) - self._others_s) / max(had, _TICK_S)
 
 
 def wait_for_quiet(root: int | None = None, *, limit_s: float = 120.0, look_s: float = 0.5) -> bool:
-    """Wait until others leave the machine alone; False if they did not within `limit_s`."""
+    """Wait until foreign programs are idle; return False if they were not within `limit_s`."""
     end = time.perf_counter() + limit_s
     while time.perf_counter() < end:
         watch = Watch(root)
@@ -220,7 +236,7 @@ def wait_for_quiet(root: int | None = None, *, limit_s: float = 120.0, look_s: f
 
 
 def _others_s(root: int) -> float:
-    """Processor seconds that all programs but `root` and its descendants have used so far."""
+    """Return processor seconds of all programs but `root` and its descendants."""
     if not Path("/proc/stat").exists():
         return 0.0
     ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
@@ -229,7 +245,7 @@ def _others_s(root: int) -> float:
 
 
 def _own_ticks(root: int) -> list[int]:
-    """Processor ticks of `root` and of everything that descends from it."""
+    """Return processor ticks of `root` and of its descendants."""
     used: dict[int, int] = {}
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -252,7 +268,7 @@ def _own_ticks(root: int) -> list[int]:
 
 
 def commit() -> str:
-    """The hash of the checkout, with `-dirty` behind it where files differ; or `unknown`."""
+    """Return the hash of the checkout, with `-dirty` if files differ; or `unknown`."""
     try:
         head = _git("rev-parse", "HEAD")
         changes = _git("status", "--porcelain", "--", ".", *(f":!{p}" for p in GENERATED))
@@ -262,7 +278,7 @@ def commit() -> str:
 
 
 def is_known(commit_hash: str) -> bool:
-    """Whether the repository has this commit."""
+    """Return whether the repository has this commit."""
     try:
         _git("cat-file", "-e", f"{commit_hash}^{{commit}}")
     except (OSError, subprocess.CalledProcessError):
@@ -277,7 +293,7 @@ def _git(*arguments: str) -> str:
 
 
 def own_command() -> str:
-    """This process's command line, as a person would type it at the root of the repository."""
+    """Return this process's command line, as typed at the root of the repository."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is None:
         return " ".join(["python", *sys.argv])
@@ -285,7 +301,7 @@ def own_command() -> str:
 
 
 def hardware() -> str:
-    """The machine and the versions that decide speed, in words."""
+    """Return the machine and the versions that decide speed, as text."""
     facts = [f"{_processor()}, {os.cpu_count()} cores"]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts.append(f"{pages / 2**30:.0f} GiB")
@@ -319,7 +335,7 @@ def write(theme: str, rows: Sequence[Row]) -> Path:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a record; an error names what is wrong with it."""
+    """Return the rows of a record; an error names its fault."""
     names = {f.name for f in fields(Row)}
     rows = []
     for index, raw in enumerate(json.loads(path.read_text())):
@@ -334,7 +350,7 @@ def read(path: Path) -> list[Row]:
 
 
 def figure(value: float | None) -> str:
-    """A figure as a person reads it: three significant digits."""
+    """Return a figure with three significant digits."""
     if value is None:
         return "-"
     if value == 0 or (float(value).is_integer() and abs(value) < 1e6):

@@ -1,4 +1,4 @@
-"""Shares of experts in a real run: a small model that nobody keeps even."""
+"""Shares of experts in a real run: a small model trained without a balance loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 150
 
 
 def trained(experts: int, top_k: int) -> NDArray[np.float64]:
-    """[steps, layers, experts] of the demo's model, trained without a loss that evens them out."""
+    """Train the demo's model without a balance loss; return shares, [steps, layers, experts]."""
     demo = measure.ROOT / "examples" / "demo"
     with tempfile.TemporaryDirectory() as place:
         subprocess.run([sys.executable, demo / "make_text.py", place], check=True)
@@ -38,5 +38,5 @@ def trained(experts: int, top_k: int) -> NDArray[np.float64]:
 
 
 def least_even(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[steps, experts] of the layer whose largest expert has the most in the last step."""
+    """Return shares of the layer with the hottest expert in the last step, [steps, experts]."""
     return shares[:, shares[-1].max(axis=-1).argmax()]

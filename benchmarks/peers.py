@@ -1,7 +1,7 @@
 """One expert layer over two ranks, forward and backward: ours, DeepSpeed's, Tutel's, a plain loop.
 
-All get the same tokens, router and experts on the same ranks, one thread each, and nothing is timed
-before results and gradients are the same. layer.md says how to install the peers.
+All get the same tokens, router and experts on the same ranks, one thread each. Results and
+gradients are compared before anything is timed. layer.md says how to install the peers.
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import measure
-from benchmarks.families import Unlike
-from benchmarks.layer import PATIENCE_S, in_turn, plan_of
+from benchmarks.on_ranks import Unlike, in_turn, on_ranks, plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.world import World
-from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
-from moesaic.testing.ranks import Ranks
-from moesaic.train.assemble import ranks_of
+from moesaic.train.assemble import make_dispatch_ranks
 
 RANKS, TOP_K = 2, 2
 OURS, PLAIN, DEEPSPEED, TUTEL = "moesaic", "a plain loop", "DeepSpeed", "Tutel"
 PACKAGES = {DEEPSPEED: "deepspeed", TUTEL: "tutel"}
-LIMITED = ", capacity factor 1"
-"""Of a peer that gives every expert room for its even share and drops what is more."""
 TOLERANCE = 1e-5
-"""Of the norm of a difference, by the norm."""
+"""Norm of a difference, over the norm."""
+EVEN_BAR, SKEWED_BAR = ">= 1.1", ">= 5.0"
 _FIRST, _SECOND = 2.0, 1.0
-"""Scores of a token's experts where routing is even; those of all others are 0."""
+"""Scores of a token's two experts where routing is even; all others are 0."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +52,24 @@ class Case:
     experts: int
     ffn: int
     skew: float = 0.0
-    """How much of one direction, the same for all, is added to every token; 0: routing is even."""
-    bar: str = ""
-    """For the quickest peer that drops nothing."""
-    bars: tuple[tuple[str, str], ...] = ()
-    """For single peers."""
+    """Length of a vector, the same for all, that is added to every token; 0: routing is even."""
     tokens: int = 1024
-    """Of each rank."""
+    """Tokens of each rank."""
     hidden: int = 512
     seed: int = 0
-    """Of router, experts and that direction."""
+    """Seed of the router, the experts and that vector."""
 
 
 CASES = (
-    Case("8 experts, even", 8, 1024, bar=">= 1.1"),
-    Case("64 experts, even", 64, 256, bar=">= 1.5"),
-    # Of 24 seeds one whose hottest expert and fuller rank have about as many as in the median.
-    Case(
-        "16 experts, skewed", 16, 512, skew=2.0, seed=2,
-        bars=((DEEPSPEED, ">= 5.0"), (TUTEL, ">= 5.0")),
-    ),
-)  # fmt: skip
+    Case("8 experts, even", 8, 1024),
+    Case("64 experts, even", 64, 256),
+    # Of 24 seeds, one whose hottest expert and fuller rank have about as many as in the median.
+    Case("16 experts, skewed", 16, 512, skew=2.0, seed=2),
+)
 
 
 class Work:
-    """What all contenders are given on a rank."""
+    """Tokens, router and experts of a rank, the same for all contenders."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.local = case, case.experts // RANKS
@@ -104,14 +94,14 @@ class Work:
         self.down = torch.randn(whole, generator=draw)[mine] * case.ffn**-0.5
 
     def loads(self) -> Tensor:
-        """How many of this rank's assignments are to each expert."""
+        """Return this rank's assignments by expert."""
         scores = F.linear(self.tokens.detach(), self.gate)
         chosen = scores.topk(TOP_K, dim=-1).indices.flatten()
         return chosen.bincount(minlength=self.case.experts)
 
 
 def _even(case: Case) -> Tensor:
-    """Two experts of each token, so that all experts have as many and every pair comes about."""
+    """Return two experts a token: all experts get as many, and every pair occurs."""
     token = torch.arange(case.tokens)
     apart = 1 + token // case.experts % (case.experts - 1)
     return torch.stack((token, token + apart), dim=1) % case.experts
@@ -119,18 +109,16 @@ def _even(case: Case) -> Tensor:
 
 @dataclass
 class Contender:
-    """Somebody's layer."""
+    """One system's layer."""
 
     layer: nn.Module
     forward: Callable[[Tensor], Tensor]
     router: nn.Parameter
     experts: Callable[[], tuple[Tensor, Tensor]]
     """Gradients of this rank's gate and up, side by side, and down; [experts, out, in] each."""
-    lost: Callable[[], Tensor] | None = None
-    """How many assignments of this rank's the last pass dropped; None: it drops none."""
 
     def once(self, work: Work) -> Tensor:
-        """Forward and backward, gradients written anew; what came out."""
+        """Go forward and backward with new gradients; return the output."""
         work.tokens.grad = None
         for parameter in self.layer.parameters():
             parameter.grad = None
@@ -139,7 +127,7 @@ class Contender:
         return out
 
     def found(self, work: Work) -> dict[str, Tensor]:
-        """The results of a pass, by what they are of."""
+        """Return the results of a pass, by name."""
         out, (gate_up, down) = self.once(work).detach(), self.experts()
         tokens, router = work.tokens.grad, self.router.grad
         assert tokens is not None
@@ -149,17 +137,9 @@ class Contender:
             "those of gate and up": gate_up, "those of down": down,
         }  # fmt: skip
 
-    def dropped(self) -> float:
-        """The share of all ranks' assignments that the last pass dropped."""
-        if self.lost is None:
-            return 0.0
-        away = self.lost().sum().double()
-        dist.all_reduce(away)
-        return float(away)
-
 
 def ours(work: Work, world: World) -> Contender:
-    """moesaic's layer, as it is in a model."""
+    """Return moesaic's layer, as in a model."""
     case = work.case
     sizes = {
         "hidden": case.hidden, "layers": 1, "ffn": case.ffn, "experts": case.experts,
@@ -167,13 +147,13 @@ def ours(work: Work, world: World) -> Contender:
     }  # fmt: skip
     model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes}
     plan = plan_of(olmoe(RANKS, case.tokens, model=model, layout={"ep": RANKS}), world)
-    ranks = ranks_of(plan, world)
+    ranks = make_dispatch_ranks(plan, world)
     layer = MoE(
         Router(0, case.hidden, case.experts, TOP_K, renormalise=True),
-        Bank(plan.homes_at(ranks.rank, 0), case.hidden, case.ffn),
+        ExpertBank(plan.experts_at(ranks.rank, 0), case.hidden, case.ffn),
         Dispatcher(
-            case.experts, ranks, slots=plan.slots(0), visits=plan.dispatch == "visits",
-            chunks=plan.chunks,
+            case.experts, ranks, slot_experts=plan.slot_experts(0), dedup=plan.dispatch == "dedup",
+            num_chunks=plan.chunks,
         ),
     )  # fmt: skip
     bank, router = layer.bank, layer.router.weight
@@ -196,8 +176,8 @@ def ours(work: Work, world: World) -> Contender:
     return Contender(layer, forward, router, gradients)
 
 
-def _parts(bank: Bank, arena: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each expert, gate and up as one matrix, and down."""
+def _parts(bank: ExpertBank, arena: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each expert's gate and up as one matrix, and down."""
     gate_up, down = arena.split((2 * bank.ffn * bank.hidden, bank.hidden * bank.ffn), dim=1)
     return (
         list(gate_up.view(-1, 2 * bank.ffn, bank.hidden)),
@@ -249,7 +229,7 @@ def _exchanged(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
 
 
 class Plain(nn.Module):
-    """The least that one would write: rows sorted by expert, all-to-all, experts in turn, back."""
+    """The shortest code: rows sorted by expert, all-to-all, experts in turn, and back."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -257,7 +237,7 @@ class Plain(nn.Module):
         self.experts = nn.ModuleList(map(Gated, work.gate_up, work.down))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Each token through its experts."""
+        """Send each token through its experts."""
         odds = F.linear(tokens, self.router).softmax(dim=-1)
         weights, chosen = odds.topk(TOP_K, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -278,13 +258,13 @@ class Plain(nn.Module):
 
 
 def plain(work: Work) -> Contender:
-    """The plain loop."""
+    """Return the plain loop."""
     layer = Plain(work)
     return Contender(layer, layer, layer.router, lambda: _gradients_of(list(layer.experts)))
 
 
-def deepspeed(work: Work, *, drops: bool) -> Contender:
-    """DeepSpeed's layer; it takes experts that are modules, and copies of one of them."""
+def deepspeed(work: Work) -> Contender:
+    """Return DeepSpeed's layer without drops; its experts are copies of one module."""
     import deepspeed as engine
     from deepspeed.moe.layer import MoE as Theirs
 
@@ -293,31 +273,29 @@ def deepspeed(work: Work, *, drops: bool) -> Contender:
     case = work.case
     layer = Theirs(
         case.hidden, Gated(work.gate_up[0], work.down[0]), case.experts, ep_size=RANKS, k=TOP_K,
-        drop_tokens=drops, use_rts=False, top2_2nd_expert_sampling=False,
+        drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False,
     )  # fmt: skip
     layer.set_deepspeed_parallelism()
-    inner, last = layer.deepspeed_moe, list[Tensor]()
+    inner = layer.deepspeed_moe
     experts = list(inner.experts.deepspeed_experts)
     with torch.no_grad():
         inner.gate.wg.weight.copy_(work.gate)
         for expert, gate_up, down in zip(experts, work.gate_up, work.down, strict=True):
             expert.gate_up.copy_(gate_up)
             expert.down.copy_(down)
-    # It says -1 for the expert of an assignment that has no room.
-    inner.gate.register_forward_hook(lambda _, __, said: last.__setitem__(slice(None), [said[3]]))
     return Contender(
         layer, lambda tokens: layer(tokens)[0], inner.gate.wg.weight,
-        lambda: _gradients_of(experts), (lambda: last[0] < 0) if drops else None,
+        lambda: _gradients_of(experts),
     )  # fmt: skip
 
 
-def tutel(work: Work, *, drops: bool) -> Contender:
-    """Tutel's layer, with its own gated experts."""
+def tutel(work: Work) -> Contender:
+    """Return Tutel's layer without drops, with its own gated experts."""
     from tutel import moe
 
-    case, factor = work.case, 1.0 if drops else 0.0
+    case = work.case
     layer = moe.moe_layer(
-        gate_type={"type": "top", "k": TOP_K, "fp32_gate": True, "capacity_factor": factor},
+        gate_type={"type": "top", "k": TOP_K, "fp32_gate": True, "capacity_factor": 0.0},
         experts={
             "type": "llama_ffn", "num_experts_per_device": work.local,
             "hidden_size_per_expert": case.ffn,
@@ -337,17 +315,13 @@ def tutel(work: Work, *, drops: bool) -> Contender:
         grads = [flat.grad.view(shape).mT for flat, shape in zip(matrices, shapes, strict=True)]
         return torch.cat(grads[:2], dim=1), grads[2]
 
-    room = TOP_K * -(-case.tokens // case.experts)
-    return Contender(
-        layer, lambda tokens: layer(tokens[None])[0], router, gradients,
-        (lambda: (layer.dispatch_count - room).clamp(min=0)) if drops else None,
-    )  # fmt: skip
+    return Contender(layer, lambda tokens: layer(tokens[None])[0], router, gradients)
 
 
 @contextlib.contextmanager
 def launched(world: World) -> Iterator[None]:
-    """As launchers of the peers' users have it: ranks in the environment, and this Python's own
-    programs (ninja) on the path; and without what peers print."""
+    """Set what the peers' launchers set: ranks in the environment, this Python's programs (ninja)
+    on the path. Hide what peers print."""
     before = dict(os.environ)
     os.environ.update(
         RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank),
@@ -363,116 +337,103 @@ def launched(world: World) -> Iterator[None]:
 
 
 def missing() -> list[str]:
-    """Peers that are not installed."""
+    """Return peers that are not installed."""
     return [peer for peer, package in PACKAGES.items() if find_spec(package) is None]
 
 
 def contenders(work: Work, world: World) -> dict[str, Contender]:
-    """Ours first, and all that are installed."""
+    """Return ours, the plain loop and all peers that are installed."""
     found = {OURS: ours(work, world), PLAIN: plain(work)}
     absent = missing()
     with launched(world):
         for peer, make in ((DEEPSPEED, deepspeed), (TUTEL, tutel)):
             if peer not in absent:
-                found[peer] = make(work, drops=False)
-                found[peer + LIMITED] = make(work, drops=True)
+                found[peer] = make(work)
         for one in found.values():
-            one.once(work)  # What they print and build at first.
+            one.once(work)  # Peers print and compile in the first pass.
     return found
 
 
-def dropped_by(work: Work, all_of_them: dict[str, Contender]) -> dict[str, float]:
-    """The share of assignments that each drops; who drops none has the same results as ours."""
-    first, *others = all_of_them
-    due, dropped = all_of_them[first].found(work), {first: 0.0}
+def compare(work: Work, contenders: dict[str, Contender]) -> None:
+    """Raise unless all results and gradients are ours."""
+    first, *others = contenders
+    due = contenders[first].found(work)
     for name in others:
-        found = all_of_them[name].found(work)
-        dropped[name] = all_of_them[name].dropped() / (RANKS * work.case.tokens * TOP_K)
-        for what, value in found.items():
+        for what, value in contenders[name].found(work).items():
             far = float((value - due[what]).norm() / due[what].norm())
-            if not dropped[name] and not far <= TOLERANCE:
+            if not far <= TOLERANCE:
                 raise Unlike(f"{work.case.name}, {name}: {what} are {far:.2e} from those of ours")
-    return dropped
 
 
-def on_ranks(
-    world: World, case: Case, rounds: int, root: int
-) -> tuple[measure.Times, dict[str, float]] | None:
-    """On each rank: all in turn, as rank 0 says, and what they drop."""
+def timed(world: World, case: Case, rounds: int, root: int) -> measure.Times | None:
+    """On each rank: compare all, then time them in turn."""
     work = Work(case, world.rank)
     found = contenders(work, world)
-    dropped = dropped_by(work, found)
+    compare(work, found)
 
     def call(one: Contender) -> Callable[[], object]:
         return lambda: one.once(work)
 
-    times = in_turn(world, {name: call(one) for name, one in found.items()}, rounds, root)
-    return None if times is None else (times, dropped)
+    return in_turn(world, {name: call(one) for name, one in found.items()}, rounds, root)
 
 
 def rows(rounds: int, cases: Sequence[Case] = CASES) -> Iterator[measure.Row]:
-    """Every figure, as it comes."""
+    """Measure all cases; claims are the worst ones."""
+    even, skewed = list[measure.Row](), list[measure.Row]()
     for case in cases:
-        pool = Ranks()  # Peers keep groups of ranks for as long as a process lives.
-        try:
-            found = pool.run(RANKS, on_ranks, case, rounds, os.getpid(), timeout_s=PATIENCE_S)
-        finally:
-            pool.close()
-        yield from rows_of(case, *found[0], rounds)
+        times = on_ranks(RANKS, timed, case, rounds)
+        (skewed if case.skew else even).extend(rows_of(case, times, rounds))
+    yield from claims(even, skewed)
+    yield from (*even, *skewed)
 
 
-def rows_of(
-    case: Case, times: measure.Times, dropped: dict[str, float], rounds: int
-) -> Iterator[measure.Row]:
-    """What the times of a case say."""
-    what = f"expert layer over two ranks, forward and backward, {case.name}"
+def claims(even: Sequence[measure.Row], skewed: Sequence[measure.Row]) -> Iterator[measure.Row]:
+    """Yield the worst of the cases: no peer is left out with even routing, the plain loop is with
+    skewed routing, as it makes no room for the hottest expert either."""
+    what = "expert layer over two ranks against the quickest of"
+    absent = missing()
+    whole = measure.worst(
+        f"{what} DeepSpeed, Tutel and a plain loop, even routing, worst of 8 and 64 experts",
+        even, EVEN_BAR,
+    )  # fmt: skip
+    yield measure.untried(whole.name, EVEN_BAR, _absent(absent)) if absent else whole
+    peers = [row for row in skewed if not row.name.endswith(PLAIN)]
+    yield measure.worst(f"{what} DeepSpeed and Tutel, skewed routing", peers, SKEWED_BAR)
+
+
+def rows_of(case: Case, times: measure.Times, rounds: int) -> Iterator[measure.Row]:
+    """Yield a case's figure against each peer."""
     absent = missing()
     sizes = f"top {TOP_K} of {case.experts}, {case.tokens} tokens a rank"
-    sizes += f" of {case.hidden} numbers, experts of {case.ffn}"
+    sizes += f" of {case.hidden} channels, experts of {case.ffn}"
     if case.skew:
         hottest, mean = hottest_of(case)
         sizes += f", the hottest with {hottest / mean:.1f} times the mean"
-    if case.bar and absent:
-        yield untried(what, case.bar, absent)
-    elif case.bar:
-        whole = [name for name in times.seconds if name != OURS and not dropped[name]]
-        best = min(whole, key=times.median)
-        ratio, interval = times.ratio(best, OURS)
-        yield measure.row(
-            what, ratio, "ratio", bar=case.bar, interval=interval, repeats=rounds,
-            against=f"{version(best)}, the quickest of {len(whole)} that drop nothing; {sizes}",
-        )  # fmt: skip
-    bars = dict(case.bars)
-    for name in [PLAIN, *(peer + kind for peer in PACKAGES for kind in ("", LIMITED))]:
-        title, bar = f"{what}, {name}", bars.get(name, "")
+    for name in (PLAIN, *PACKAGES):
+        title = f"expert layer over two ranks, forward and backward, {case.name}, {name}"
         if name not in times.seconds:
-            yield untried(title, bar, [peer for peer in absent if name.startswith(peer)])
+            yield measure.untried(title, "", _absent([peer for peer in absent if peer == name]))
             continue
         ratio, interval = times.ratio(name, OURS)
         yield measure.row(
-            title, ratio, "ratio", bar=bar, interval=interval, repeats=rounds,
-            against=f"{version(name)}, {dropped[name]:.0%} of assignments dropped; {sizes}",
+            title, ratio, "ratio", bar="", interval=interval, repeats=rounds,
+            against=f"{version(name)}; {sizes}",
         )  # fmt: skip
 
 
 def hottest_of(case: Case) -> tuple[int, float]:
-    """Assignments to the hottest expert, over all ranks, and to one in the mean."""
+    """Return assignments to the hottest expert over all ranks, and to one on average."""
     loads = sum(Work(case, rank).loads() for rank in range(RANKS))
     assert isinstance(loads, Tensor)
     return int(loads.max()), float(loads.double().mean())
 
 
-def untried(name: str, bar: str, absent: Sequence[str]) -> measure.Row:
-    """A row of peers that are not there."""
-    return measure.row(
-        name, None, "ratio", bar=bar, repeats=0,
-        against=f"untried: {' and '.join(absent)} not installed; benchmarks/layer.md says how",
-    )  # fmt: skip
+def _absent(peers: Sequence[str]) -> str:
+    return f"{' and '.join(peers)} not installed; benchmarks/layer.md says how"
 
 
 def version(name: str) -> str:
-    """A contender's name, and its version where it has one."""
-    for peer, package in PACKAGES.items():
-        if name.startswith(peer):
-            return f"{peer} {metadata.version(package)}{name.removeprefix(peer)}"
+    """Return a contender's name, and its version where it has one."""
+    if name in PACKAGES:
+        return f"{name} {metadata.version(PACKAGES[name])}"
     return f"{name} over gloo's all_to_all_single"

@@ -1,83 +1,66 @@
-"""An expert layer of two ranks whose choices are drawn, not routed, under a policy of balance."""
+"""An expert layer of two ranks whose choices are drawn, not routed, under a balance policy."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.layer import PATIENCE_S, plan_of
+from benchmarks.on_ranks import plan_of
 from benchmarks.training import olmoe
-from moesaic.dist.shared import MEMORY
+from moesaic.dist.shm_all_to_all import SHARED_MEMORY
 from moesaic.dist.world import World
-from moesaic.facts.balance import Setting
+from moesaic.facts.balance import BalanceProblem
 from moesaic.facts.job import BalanceConfig, Job, Prices
-from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
-from moesaic.nn.bank import Bank
+from moesaic.models.expert_benchmark import FixedRouter
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.moe import MoE
-from moesaic.nn.router import Router, Routing
-from moesaic.nn.routes import Routes
+from moesaic.nn.router import Router
 from moesaic.policy import dispatch
-from moesaic.policy.balance import Moving, Rank, quota, rehomed, setting_of, usual
-from moesaic.policy.balance.yardsticks import asked
-from moesaic.testing.hosts import two_hosts
-from moesaic.testing.ranks import Ranks
+from moesaic.policy.balance import (
+    LayerBalancer,
+    MigrationCosts,
+    RankDevice,
+    default_prices,
+    layer_setting,
+    plan_migration,
+)
 from moesaic.train import balancing
-from moesaic.train.assemble import ranks_of
+from moesaic.train.assemble import make_dispatch_ranks
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"
-ALONE = "computing alone"
-"""Of the rows that `quota` has each rank compute: without messages, copies or decisions."""
-MOVED = "experts moved for good"
-"""By all choices of all ranks, as if those of the steps before were those to come."""
+MOVED = "experts migrated, no replicas"
+"""Experts are placed by the load of all steps, as if it were known in advance."""
 MOVES_EVERY = 10
 _STEPS = 40
-"""Of choices, which a layer takes in turn."""
-
-
-def on_ranks(function: Callable[..., Any], *arguments: Any, megabits: int = 0) -> Any:
-    """What the first of two ranks returns of `function(world, *arguments, this process, hosts)`; on
-    two hosts that a link of so many Mbit/s joins, or, without one, on this one (None)."""
-    with two_hosts(megabits) if megabits else nullcontext() as hosts:
-        pool = Ranks()
-        try:
-            return pool.run(RANKS, function, *arguments, os.getpid(), hosts, timeout_s=PATIENCE_S)[
-                0
-            ]
-        finally:
-            pool.close()
+"""Steps with choices of their own, which a layer takes in turn."""
 
 
 class Skew(NamedTuple):
-    """How choices are spread."""
+    """How choices are spread over experts."""
 
     name: str
     top_k: int
-    bar: str = ""
-    """For ours over none."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank is given to choose."""
+    """The choices of a rank's tokens."""
 
     skew: Skew
     experts: int
     learnt: NDArray[np.float64] | None
     """Shares of experts in a real run."""
     apart: bool = False
-    """Whether ranks are on hosts of their own."""
+    """Whether each rank is on a host of its own."""
 
     def choices(self, rank: int) -> list[Tensor]:
         """[tokens, choices] of each step."""
@@ -85,12 +68,12 @@ class Work:
         return [self._chosen(self._shares(step), draw) for step in range(_STEPS)]
 
     def even(self) -> Tensor:
-        """As many choices, of all experts in turn."""
+        """Return as many choices, of all experts in turn."""
         chosen = np.arange(TOKENS * self.skew.top_k).reshape(TOKENS, -1) % self.experts
         return torch.from_numpy(chosen)
 
     def _shares(self, step: int) -> NDArray[np.float64]:
-        """Of experts, in a step; which of them is hot is not in their order."""
+        """Return shares of experts in a step; hot experts have no order."""
         order = np.random.default_rng(1).permutation(self.experts)
         flat = np.full(self.experts, 1.0 / self.experts)
         if self.skew.name.startswith("Zipf"):
@@ -107,33 +90,15 @@ class Work:
         return flat
 
     def _chosen(self, shares: NDArray[np.float64], draw: np.random.Generator) -> Tensor:
-        """Choices of each token, none of them twice."""
+        """Return choices of each token, none of them twice."""
         if self.skew.name == "even":
             return self.even()
         odds = np.log(np.maximum(shares, 1e-9)) + draw.gumbel(size=(TOKENS, self.experts))
         return torch.from_numpy(np.argsort(-odds, axis=1)[:, : self.skew.top_k].copy())
 
 
-class Chosen(torch.nn.Module):
-    """A router that has been told what to choose."""
-
-    layer, kind = 0, "top-k"
-
-    def __init__(self, weights: Tensor, choices: list[Tensor], experts: int) -> None:
-        super().__init__()
-        self._weights, self._choices, self._step = weights, choices, 0
-        self._scores = torch.zeros(TOKENS, experts)
-
-    def forward(self, tokens: Tensor, context: Context) -> Routing:
-        """The choices of the next step."""
-        del tokens, context
-        chosen = self._choices[self._step % len(self._choices)]
-        self._step += 1
-        return Routing(chosen, self._weights, self._scores, self._scores, 0)
-
-
 class Layer:
-    """One contender's."""
+    """One contender's layer."""
 
     def __init__(self, moe: MoE, tokens: Tensor, cotangent: Tensor) -> None:
         self.moe, self._tokens, self._cotangent = moe, tokens, cotangent
@@ -141,7 +106,7 @@ class Layer:
         self._left = list[float]()
 
     def __call__(self) -> Tensor:
-        """One pass; what the tokens' gradients are."""
+        """Run one pass and return the tokens' gradients."""
         context = Context(Rotary(torch.empty(0), torch.empty(0)))
         context.training = True
         self.moe(self._tokens, context).backward(self._cotangent)
@@ -149,127 +114,82 @@ class Layer:
         assert gradient is not None
         self._tokens.grad = self.moe.bank.arena.grad = None
         if isinstance(self.moe.balancer, balancing.Balancer):
-            told = self.moe.balancer.told()
+            told = self.moe.balancer.take_stats()
             self._calls += 1
-            self._copies += told.copies
-            self._left.append(told.after)
+            self._copies += told.replicas
+            self._left.append(told.imbalance_after)
         return gradient
 
     def words(self) -> str:
-        """What became of its rows."""
+        """Return what the policy did."""
         if not self._left:
-            return "nobody has copies"
+            return "no replicas"
         each = self._copies / max(self._calls, 1)
-        return f"{each:.3g} copies a step, then {np.mean(self._left):.2f} times the mean at most"
-
-
-class Computing:
-    """What experts of a rank compute in each step, and nothing else."""
-
-    def __init__(self, counts: list[NDArray[np.int64]]) -> None:
-        """Rows of each slot, step by step; a guest's slots are the last ones."""
-        slots, rows = max(map(len, counts)), max(int(one.sum()) for one in counts)
-        self._bank, self._step = Bank(range(slots), HIDDEN, FFN), 0
-        torch.nn.init.normal_(self._bank.arena, std=0.02)
-        self._tokens, self._cotangent = torch.randn(2, rows, HIDDEN)
-        padded = (torch.from_numpy(np.pad(one, (0, slots - len(one)))) for one in counts)
-        self._routes = [Routes(one, torch.randperm(int(one.sum()))) for one in padded]
-
-    def __call__(self) -> None:
-        """The next step's, forward and backward."""
-        routes = self._routes[self._step % len(self._routes)]
-        self._step += 1
-        rows = len(routes.order_R)
-        tokens = self._tokens[:rows].requires_grad_()
-        with self._bank.at_work() as compute:
-            out = compute(tokens, routes, None)
-        torch.autograd.grad(out, (tokens, self._bank.arena), self._cotangent[:rows])
-
-
-def alone(work: Work, rank: int, setting: Setting) -> Computing:
-    """Rank's part of what `quota` makes of each step."""
-    chosen = zip(*(work.choices(one) for one in range(RANKS)), strict=True)
-    return Computing([_computed(both, rank, setting) for both in chosen])
-
-
-def _computed(chosen: Sequence[Tensor], rank: int, setting: Setting) -> NDArray[np.int64]:
-    """Rows of a rank's slots in a step, its own experts first."""
-    experts = len(setting.homes)
-    counts = np.stack([np.bincount(one.flatten().numpy(), minlength=experts) for one in chosen])
-    balance = quota(counts, setting)
-    rows = np.zeros((experts, RANKS), np.int64)
-    rows[np.arange(experts), setting.homes] = counts.sum(axis=0)
-    for expert, _, target, number in balance.diverted:
-        rows[expert, setting.homes[expert]] -= number
-        rows[expert, target] += number
-    own = np.flatnonzero(setting.homes == rank)
-    guests = balance.copies[balance.copies[:, 1] == rank, 0]
-    return rows[np.concatenate((own, guests)), rank]
+        return f"{each:.3g} replicas a step, then {np.mean(self._left):.2f} times the mean at most"
 
 
 def moe_of(world: World, work: Work, name: str) -> tuple[MoE, Job, Plan]:
-    """A contender's layer, without a policy, and the job that it is of."""
+    """Return a contender's layer, without a policy, its job and its plan."""
     sizes = {"hidden": HIDDEN, "layers": 1, "ffn": FFN, "experts": work.experts}
     model = {**olmoe(1, 8).model.model_dump(exclude_none=True), **sizes, "top_k": work.skew.top_k}
     job = olmoe(RANKS, TOKENS, model=model, layout={"ep": RANKS})
     plan = plan_of(job, world)
-    if work.apart:  # Tokens travel as they do where nobody says how.
-        plan = dispatch.usual(plan, [str(rank) for rank in range(RANKS)], work.skew.top_k)
-    ranks = ranks_of(plan, world, copies=True)
+    if work.apart:  # The default dispatch method between hosts.
+        plan = dispatch.default_dispatch(
+            plan, [str(rank) for rank in range(RANKS)], work.skew.top_k
+        )
+    ranks = make_dispatch_ranks(plan, world, replicas=True)
     draw, own = torch.Generator().manual_seed(world.rank), torch.Generator().manual_seed(9)
     if name == MOVED:
-        plan = plan.with_slots({0: _moved(work, plan)})
+        plan = plan.with_expert_placement({0: _moved(work, plan)})
     weights = torch.rand(TOKENS, work.skew.top_k, generator=draw)
     choices = [work.even()] if name == EVEN else work.choices(world.rank)
     moe = MoE(
         Router(0, HIDDEN, work.experts, work.skew.top_k),
-        Bank(plan.homes_at(ranks.rank, 0), HIDDEN, FFN),
-        Dispatcher(work.experts, ranks, slots=plan.slots(0), visits=plan.dispatch == "visits"),
+        ExpertBank(plan.experts_at(ranks.rank, 0), HIDDEN, FFN),
+        Dispatcher(
+            work.experts, ranks, slot_experts=plan.slot_experts(0), dedup=plan.dispatch == "dedup"
+        ),
     )
-    moe.router = Chosen(weights, choices, work.experts)  # type: ignore[assignment]
+    router = FixedRouter(choices, weights, work.experts, whole=False)
+    moe.router = router  # type: ignore[assignment]
     with torch.no_grad():
         every = torch.randn(work.experts, moe.bank.arena.shape[1], generator=own)
-        moe.bank.arena.copy_(every[list(plan.homes_at(ranks.rank, 0))] * 0.02)
+        moe.bank.arena.copy_(every[list(plan.experts_at(ranks.rank, 0))] * 0.02)
     return moe, job, plan
 
 
 def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
-    """Where experts are when moving costs nothing."""
+    """Return where experts are placed when moving costs nothing."""
     every = torch.cat([torch.cat(work.choices(rank)).flatten() for rank in range(RANKS)])
     totals = torch.bincount(every, minlength=work.experts).numpy()
-    return rehomed(totals, plan.slots(0), RANKS, Moving(1.0, 0.0, 0.0)).slots
+    return plan_migration(totals, plan.slot_experts(0), RANKS, MigrationCosts(1.0, 0.0, 0.0)).slots
 
 
 def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
-    """A contender's."""
+    """Return a contender's layer with its policy."""
     moe, job, plan = moe_of(world, work, name)
     draw = torch.Generator().manual_seed(world.rank)
     tokens = torch.randn(TOKENS, HIDDEN, generator=draw, requires_grad=True)
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
-        config = YardstickConfig.model_validate({"policy": name, "as_published": True})
-        policy = asked(config, _setting(job, plan, config, prices))
-        policy.prepare()
+        config = BalanceConfig.model_validate({"policy": name, "as_published": True})
+        policy = LayerBalancer(config, _setting(job, plan, config, prices))
+        policy.warm_up()
         moe.balancer = balancing.Balancer(policy)
     return Layer(moe, tokens, cotangent)
 
 
-def alone_of(world: World, work: Work, prices: Prices) -> Computing:
-    """What `quota` has a rank compute."""
-    _, job, plan = moe_of(world, work, PLAIN)
-    return alone(work, world.rank, _setting(job, plan, BalanceConfig(), prices))
-
-
-def _setting(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> Setting:
-    """There is nothing but this layer."""
-    return setting_of(job, plan, config, prices, 0)._replace(beside_s=0.0)
+def _setting(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> BalanceProblem:
+    """Return what the policy knows; there is no work beside this layer."""
+    return layer_setting(job, plan, config, prices, 0)._replace(dense_compute_s=0.0)
 
 
 def prices_of(world: World, work: Work) -> Prices:
-    """On one host as where nobody says otherwise, and over a link as they are measured."""
+    """Return the default prices on one host, and measured ones over a link."""
     moe, job, plan = moe_of(world, work, PLAIN)
-    carrier = moe.dispatcher.ranks.straight
+    carrier = moe.dispatcher.groups.replica_transport
     assert carrier is not None
-    if carrier.name == MEMORY:
-        return usual(job, plan, [Rank("here", "cpu", 1)] * RANKS)
-    return balancing.measured(moe, None, world)
+    if carrier.name == SHARED_MEMORY:
+        return default_prices(job, plan, [RankDevice("here", "cpu", 1)] * RANKS)
+    return balancing.measure_prices(moe, None, world)

@@ -1,7 +1,7 @@
 """Contenders of the training figures: moesaic, transformers and plain matrix products.
 
-All of them take the same step of the same small model: same weights, same batches, clipping at 1.0,
-fused AdamW with decay on matrices, a balance loss where the job has one.
+All take the same step of the same small model: same weights and batches, clipping at 1.0, fused
+AdamW with weight decay on matrices, a balance loss if the job has one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moesaic.base.config import parse
 from moesaic.dist.state import Source
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import to_huggingface
-from moesaic.models.hf.names import choose
-from moesaic.models.initial import InitialSource
-from moesaic.models.pieces import pieces
+from moesaic.models.hf.names import choose_slices
+from moesaic.models.init import InitialSource
+from moesaic.models.state import tensor_shards
 from moesaic.train.assemble import assemble
 from moesaic.train.data import Batch
 from moesaic.train.run import Run
@@ -35,7 +35,7 @@ PEER = f"{TRANSFORMERS}, experts_implementation grouped_mm"
 
 
 def olmoe(batch: int, sequence: int, **tables: dict[str, object]) -> Job:
-    """The job: a small model of OLMoE's shape, 108 million parameters, 18 million active."""
+    """Return the job: a small model of OLMoE's shape, 108 million parameters, 18 million active."""
     raw: dict[str, object] = {
         "model": {
             "family": "olmoe", "vocab": VOCAB, "hidden": WIDTH, "layers": LAYERS, "heads": 8,
@@ -60,7 +60,7 @@ class UniformSamples:
         return 1 << 30
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
-        """The samples of `indices`."""
+        """Return the samples of `indices`."""
         del shuffled
         size = (self._sequence + 1,)
         rows = [
@@ -82,10 +82,12 @@ class Ours:
     def __init__(self, job: Job, world: World) -> None:
         self.samples = UniformSamples(job)
         source: Source = InitialSource(job.seed, job.model.init_std)
-        self.run: Run = assemble(job, lay_out(job.layout, job.model, world.size), world, source)
+        self.run: Run = assemble(
+            job, plan_from_layout(job.layout, job.model, world.size), world, source
+        )
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Take one step; return its loss."""
         return self.run.step(self.samples).loss
 
 
@@ -93,7 +95,7 @@ class Theirs:
     """transformers' model, trained as it is."""
 
     def __init__(self, job: Job, experts: str = "grouped_mm") -> None:
-        """Its products of experts are of the implementation that is called `experts`."""
+        """`experts` names the implementation of its expert layers."""
         self.job = job
         self.samples, self.next = UniformSamples(job), 0
         self.weight = self._balance_weight()
@@ -109,17 +111,17 @@ class Theirs:
 
     @classmethod
     def like(cls, ours: Ours, experts: str = "grouped_mm") -> Theirs:
-        """With the weights that `ours` has now."""
+        """Return one with the weights of `ours`."""
         theirs = cls(ours.run.job, experts)
         theirs.copy(ours)
         return theirs
 
     def copy(self, ours: Ours) -> None:
-        """Every weight of ours into the tensor, or the part of a fused one, that holds it here."""
+        """Copy every weight of ours into the tensor, or the part of a fused one, that holds it."""
         values = self.model.state_dict()
-        places = choose(self.job.model, values)
+        places = choose_slices(self.job.model, values)
         with torch.no_grad():
-            for piece in pieces(ours.run.model):
+            for piece in tensor_shards(ours.run.model):
                 place = places[piece.name]
                 assert place is not None, f"transformers has no {piece.name}"
                 box = values[place.tensor]
@@ -140,11 +142,11 @@ class Theirs:
         )
 
     def _balance_weight(self) -> float:
-        """The weight of their balance loss, which is `top_k` times as large as ours; 0: none."""
+        """Return the weight of their balance loss, which is `top_k` times ours; 0: none."""
         model, weight = self.job.model, self.job.routing.balance_loss
         if not weight or not model.experts:
             return 0.0
-        if model.score != "softmax":
+        if model.score_function != "softmax":
             raise ValueError(
                 f"routing.balance_loss = {weight}: transformers has none for {model.family}, set "
                 "it to 0"
@@ -152,7 +154,7 @@ class Theirs:
         return weight / model.top_k
 
     def step(self) -> float:
-        """One step; its cross-entropy."""
+        """Take one step; return its cross-entropy."""
         result = self._forward()
         self.next += self.job.train.batch
         result.loss.backward()
@@ -164,9 +166,9 @@ class Theirs:
 
     @torch.no_grad()
     def balance(self) -> float:
-        """The balance loss of the next batch by layer, as ours has it: 1 where loads are even.
+        """Return the balance loss of the next batch, mean over layers: 1 where loads are even.
 
-        What they train with takes the tokens of all layers for those of one.
+        Theirs treats the tokens of all layers as those of one.
         """
         model, logits = self.job.model, self._forward().router_logits
         loss = sys.modules[type(self.model).__module__].load_balancing_loss_func
@@ -179,9 +181,9 @@ class Theirs:
 
 
 def dense_limit(job: Job) -> Callable[[], Tensor]:
-    """The matrix flops of one step, forward and backward, spent in products of 1024 x 1024.
+    """Return the matrix flops of one step, forward and backward, as matmuls of 1024 x 1024.
 
-    It leaves out attention's own products, norms, routing, the optimizer: a limit, not a peer.
+    Attention scores, norms, routing and the optimizer are left out: a limit, not a peer.
     """
     rows = job.train.batch * job.data.sequence
     active = sum(_active(job, p.name, p.shape) for p in parameters(job.model))
@@ -198,7 +200,7 @@ def dense_limit(job: Job) -> Callable[[], Tensor]:
 
 
 def _active(job: Job, name: str, shape: tuple[int, ...]) -> float:
-    """Elements of a parameter that a token is multiplied with, on average."""
+    """Return elements of a parameter that a token is multiplied with, on average."""
     if len(shape) < 2 or name == "embed.weight":
         return 0.0
     share = job.model.top_k / job.model.experts if ".experts." in name else 1.0

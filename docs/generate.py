@@ -1,8 +1,6 @@
-"""Writes docs/config.md, the page of every key, and tables of other pages.
+"""Write docs/config.md, the page of every key, and the tables of keys in other pages.
 
-`make docs` does.
-
-With --check nothing is written, and a page that is not current is an error.
+`make docs` runs it. With --check it writes nothing and fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -27,16 +25,18 @@ DOCS = Path(__file__).parent
 
 OPENING = """# Configuration
 
-Every key that moesaic knows, generated from the code by `make docs`. The command line says the
-same: `moesaic train --explain train.batch`, `moesaic generate --explain all`. It knows the keys of
-a plan and of a cluster too, whose pages are [plan.md](plan.md) and [facts.md](facts.md):
-`moesaic plan --explain plan.homes`, `moesaic plan --explain cluster.hosts`.
+Every key of moesaic, generated from the code by `make docs`. The command line explains them too:
+`moesaic train --explain train.batch`, `moesaic generate --explain all`. [plan.md](plan.md#keys) has
+the keys of plans (`moesaic plan --explain plan.expert_placement`), [facts.md](facts.md#keys) those
+of clusters (`moesaic plan --explain cluster.hosts`).
 
-What `moesaic train` is told stands in a job file; `--set train.steps=100` changes one key of it.
-The other verbs have no file: their keys are set by `--set` alone. Values are TOML; what is no TOML
-is a string. Paths are relative to the directory that the command runs in.
+A job file sets the keys of `moesaic train`; `--set train.steps=100` changes one of them. Other
+verbs have no file: `--set` alone sets their keys. Values are TOML; any other value is a string.
+Paths are relative to the current directory.
 """
 
+_HEADERS = {"table": "[{}]", "list of tables": "[[{}]]"}
+"""Headings of subsections, by the kind of their keys."""
 VERBS: dict[str, tuple[type[BaseModel], str]] = {
     "The job": (Job, "`moesaic train JOB.toml`"),
     "generate": (GenerateConfig, "`moesaic generate MODEL --set KEY=VALUE`"),
@@ -48,20 +48,20 @@ VERBS: dict[str, tuple[type[BaseModel], str]] = {
 
 
 def render() -> str:
-    """The page."""
+    """Return the page of every key."""
     parts = [OPENING]
     for title, (kind, usage) in VERBS.items():
-        parts += [f"## {title}\n\n{usage}\n", *_keys(kind)]
+        parts += [f"## {title}\n\n{usage}\n", *_sections(kind)]
     return "\n".join(parts)
 
 
 def with_tables(page: str) -> str:
-    """A page with what is generated in it: keys of sections, sources of presets."""
+    """Return `page` with current tables between its markers."""
     sources = [f"| `{name}` | {source} |" for name, source in SOURCES.items()]
     parts = {
-        "cluster": "\n".join(_keys(ClusterFile)),
-        "presets": "\n".join(["| preset | figures from |", "| --- | --- |", *sources, ""]),
-        "plan": "\n".join(_keys(Plan)),
+        "cluster": "\n".join(_table(_grouped(ClusterFile))),
+        "presets": "\n".join(["| preset | source of its figures |", "| --- | --- |", *sources, ""]),
+        "plan": "\n".join(_table(_grouped(Plan))),
         "finetune": "\n".join(_table(list(keys.walk(FinetuneConfig, "finetune.")))),
     }
     for name, body in parts.items():
@@ -73,41 +73,55 @@ def with_tables(page: str) -> str:
     return page
 
 
-def _keys(kind: type[BaseModel]) -> list[str]:
-    """Every key of a section: its own, then a heading for each table in it, with its keys."""
-    entries, headers = list(keys.walk(kind)), {"table": "[{}]", "list of tables": "[[{}]]"}
-    values: dict[str, list[keys.Key]] = {}
+def _sections(kind: type[BaseModel]) -> list[str]:
+    """Return a table of the section's own keys, then a heading and a table for each subsection."""
+    parts: list[str] = []
+    rows: list[keys.Key] = []
+    for entry in _grouped(kind):
+        if entry.kind in _HEADERS:
+            header = _HEADERS[entry.kind].format(entry.path)
+            parts += [*_table(rows), f"### {header}\n\n{entry.meaning}\n"]
+            rows = []
+        else:
+            rows.append(entry)
+    return [*parts, *_table(rows)]
+
+
+def _grouped(kind: type[BaseModel]) -> list[keys.Key]:
+    """Return the keys of a section: its own values, then each subsection followed by its values."""
+    entries = list(keys.walk(kind))
+    values: dict[str, list[keys.Key]] = {"": []}
     for entry in entries:
-        if entry.kind not in headers:
+        if entry.kind not in _HEADERS:
             values.setdefault(entry.path.rpartition(".")[0], []).append(entry)
-    parts = _table(values.get("", []))
+    grouped = values[""]
     for entry in entries:
-        if entry.kind in headers:
-            header = headers[entry.kind].format(entry.path)
-            parts.append(f"### {header}\n\n{entry.meaning}\n")
-            parts += _table(values.get(entry.path, []))
-    return parts
+        if entry.kind in _HEADERS:
+            grouped += [entry, *values.get(entry.path, [])]
+    return grouped
 
 
 def _table(rows: list[keys.Key]) -> list[str]:
+    """Return a Markdown table of keys."""
     if not rows:
         return []
     lines = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
     for row in rows:
-        cells = (f"`{row.path}`", row.kind, f"`{row.default}`", row.meaning)
+        default = f"`{row.default}`" if row.default else ""
+        cells = (f"`{row.path}`", row.kind, default, row.meaning)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return ["\n".join(lines) + "\n"]
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or say whether they are current."""
+    """Write the pages, or with --check report those out of date; return the exit status."""
     pages = {DOCS / "config.md": render()}
     for path in (DOCS / "facts.md", DOCS / "finetune.md", DOCS / "plan.md"):
         pages[path] = with_tables(path.read_text(encoding="utf-8"))
     if arguments == ["--check"]:
         stale = [path for path, page in pages.items() if path.read_text(encoding="utf-8") != page]
         for path in stale:
-            print(f"docs/{path.name} is not current: make docs", file=sys.stderr)
+            print(f"docs/{path.name} is out of date: run make docs", file=sys.stderr)
         return 1 if stale else 0
     for path, page in pages.items():
         path.write_text(page, encoding="utf-8")

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 
 hypothesis.settings.register_profile("brief", max_examples=40, deadline=None)
 hypothesis.settings.load_profile("brief")
@@ -44,8 +44,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
     yield pool
     pool.close()
 

@@ -17,8 +17,8 @@ import typer.main
 
 from moesaic.base import keys
 from moesaic.base.config import parse
-from moesaic.cli.main import application, spell_out
-from moesaic.facts.cluster.file import resolve
+from moesaic.cli.main import expand_resume, make_app
+from moesaic.facts.cluster.file import resolve_cluster
 from moesaic.facts.job import Job
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.plan import Plan
@@ -79,10 +79,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @every_page
 def test_commands_are_taken(page: Path) -> None:
-    group = typer.main.get_command(application())
+    group = typer.main.get_command(make_app())
     for block in blocks(page, "", "sh", "bash", "console"):
         for arguments in commands(block):
-            verb, *rest = spell_out(arguments)
+            verb, *rest = expand_resume(arguments)
             verbs: dict[str, typer.core.TyperCommand] = getattr(group, "commands")  # noqa: B009
             assert verb in verbs, f"moesaic {verb}"
             context = verbs[verb].make_context(verb, list(rest))
@@ -123,7 +123,7 @@ def test_jobs_parse(page: Path) -> None:
         if "from" in raw["model"]:
             raw["model"] = {"preset": "tiny-olmoe"}  # what the directory would say
         job = parse(Job, fill_preset(raw, str(page)), str(page))
-        assert not job.idle()
+        assert not job.ineffective_settings()
 
 
 @every_page
@@ -135,7 +135,7 @@ def test_plans_parse(page: Path) -> None:
 @every_page
 def test_clusters_parse(page: Path) -> None:
     for body in blocks(page, "toml cluster"):
-        resolve(tomllib.loads(body), str(page))
+        resolve_cluster(tomllib.loads(body), str(page))
 
 
 @every_page

@@ -2,12 +2,12 @@
 
 from typing import NoReturn
 
-from moesaic.cli.start import begin, leave
+from moesaic.cli.start import exit_process, run_main
 
 
 def main() -> NoReturn:
     """The command line."""
-    leave(begin("moesaic.cli.main"))
+    exit_process(run_main("moesaic.cli.main"))
 
 
 if __name__ == "__main__":

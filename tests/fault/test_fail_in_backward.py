@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of backward, with sums under way, ends the run."""
+"""A rank that fails in backward, with gradient reductions in flight, ends the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sequence = 32
 [train]
 steps = 24
 batch = 8
-deadline_s = 1000
+collective_timeout_s = 1000
 [log]
 tensorboard = false
 """
@@ -43,12 +43,12 @@ if os.environ.get("RANK") == "1":
 
     lm.Embedding.forward = faulty
 """
-"""What Python runs as it starts. When the gradient comes to the embedding, those of experts are on
-their way, and the other rank waits for this one."""
+"""Code that Python runs at startup. When the gradient reaches the embedding, the experts'
+reductions are in flight, and the other rank waits for this one."""
 
 
-def test_the_run_ends_with_what_went_wrong(tmp_path: Path) -> None:
-    """Long before the deadline of those who wait."""
+def test_the_run_ends_with_the_error(tmp_path: Path) -> None:
+    """The run ends long before the timeout of the waiting rank."""
     (tmp_path / "text.txt").write_text("the quick brown fox " * 400)
     (tmp_path / "job.toml").write_text(JOB.format(text=tmp_path / "text.txt"))
     (tmp_path / "fault").mkdir()

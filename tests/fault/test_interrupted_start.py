@@ -1,4 +1,5 @@
-"""An interrupt at any moment of a start ends all of it: no traceback, and nothing left behind."""
+"""An interrupt at any moment of a start ends all processes without a traceback, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ tensorboard = false
 
 
 def start(place: Path, *flags: str) -> subprocess.Popen[str]:
-    """A run, which has begun to import."""
+    """Start a run and return once it has begun to import."""
     place.mkdir()
     (place / "tmp").mkdir()
     (place / "text.txt").write_text("words and more words " * 40)
@@ -44,11 +45,11 @@ def start(place: Path, *flags: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "moesaic", "train", "job.toml", "--out", "run", *flags],
         cwd=place, env={**os.environ, "TMPDIR": str(place / "tmp")}, start_new_session=True,
-        # Whoever is started in the background may not hear interrupts, nor do its children.
+        # Background processes and their children may ignore interrupts by inheritance.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    # Before, it is the interpreter's own start, which nobody but Python itself can mend.
+    # Until then the interpreter itself starts, which is out of our hands.
     wait_for(lambda: "pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text())
     return process
 
@@ -61,7 +62,7 @@ def wait_for(true: Callable[[], bool], limit_s: float = 60) -> None:
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
-    """As Ctrl-C on a terminal does: everybody hears it. What was said then."""
+    """Interrupt the whole process group, as Ctrl-C on a terminal does; return its stderr."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         return process.communicate(timeout=30)[1]
@@ -72,12 +73,12 @@ def interrupt(process: subprocess.Popen[str]) -> str:
 
 
 def children(parent: int) -> list[str]:
-    """The processes that one has started."""
+    """Return the children of a process."""
     return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
 
 
 def living(group: int) -> Iterator[int]:
-    """The processes of a group that have not ended."""
+    """Yield the processes of a group that have not ended."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, own, *_ = path.read_text().rpartition(")")[2].split()
@@ -97,15 +98,13 @@ def living(group: int) -> Iterator[int]:
         pytest.param(["--nproc", "2"], 8, marks=pytest.mark.soak),
     ],
 )
-def test_nothing_is_left_of_a_start_that_is_interrupted(
-    flags: list[str], tries: int, tmp_path: Path
-) -> None:
+def test_an_interrupted_start_leaves_nothing(flags: list[str], tries: int, tmp_path: Path) -> None:
     process = start(tmp_path / "whole", *flags)
     began = time.monotonic()
     wait_for(lambda: (tmp_path / "whole/run/events/rank-0.jsonl").exists())
     start_s = time.monotonic() - began
     moments = [start_s * (index + 0.5) / tries for index in range(tries)]
-    if flags:  # And while the interpreters of ranks start.
+    if flags:  # Also interrupt while the interpreters of ranks start.
         moments = [-0.02 * index for index in range(1, tries)] + moments[1:]
     for index, moment in enumerate([start_s, *moments]):
         if index:
@@ -114,11 +113,11 @@ def test_nothing_is_left_of_a_start_that_is_interrupted(
                 wait_for(lambda parent=process.pid: children(parent))
             time.sleep(abs(moment))
         place = tmp_path / (str(index) if index else "whole")
-        said = interrupt(process)
-        where = f"{moment:.3f} of {start_s:.3f} s: {said}"
+        stderr = interrupt(process)
+        where = f"{moment:.3f} of {start_s:.3f} s: {stderr}"
         assert process.returncode in (130, -signal.SIGINT), where
-        assert "Traceback" not in said, where
-        assert said.count("\n") <= 1, where
+        assert "Traceback" not in stderr, where
+        assert stderr.count("\n") <= 1, where
         wait_for(lambda group=process.pid: not list(living(group)), 20)
         assert not list((place / "tmp").iterdir()), where
         assert not (place / "run" / "LOCK").exists(), where

@@ -1,8 +1,7 @@
-"""SIGKILL at any moment of a save: the checkpoint before it stays, whole, or the new one stands.
+"""SIGKILL at any moment of a save leaves the previous checkpoint or the complete new one.
 
-Processes are forked from one that has imported torch already, so that each kill costs
-milliseconds. A step's state is a function of the step, so what is found afterwards can be compared
-bit by bit.
+Processes are forked from one that has already imported torch, so a kill costs milliseconds. The
+state is a function of the step, so checkpoints can be verified bit by bit.
 """
 
 from __future__ import annotations
@@ -23,20 +22,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesaic.dist.checkpoint import PHASES, Checkpoint, Saver, committed
+from moesaic.dist.checkpoint import PHASES, Checkpoint, Saver, list_committed
 from moesaic.dist.state import State
 from moesaic.dist.world import World
-from moesaic.testing.states import Division, blank, cut, rows, same_bits, whole
+from moesaic.testing.states import (
+    Division,
+    blank_shards,
+    make_shards,
+    row_boxes,
+    same_bits,
+    whole_box,
+)
 
 NUM_RANDOM_KILLS = 40
-FOLLOWER_PHASES = ("staged", "file_written", "share_written", "announced", "told")
+FOLLOWER_PHASES = ("staged", "file_written", "files_written", "announced", "finished")
 SHAPE = (64, 4096)
 FIRST = 10
-"""The step before the first of two saves."""
+"""Step before the first of two saves."""
 Case = tuple[int, int, str]
-"""Ranks, the one that dies, and when."""
+"""Number of ranks, the rank that dies, and its phase."""
 Killed = tuple[Path, list[BaseProcess]]
-"""Where the checkpoints of a case are, and its ranks."""
+"""Checkpoint directory of a case, and its rank processes."""
 CASES: list[Case] = [
     *((1, 0, phase) for phase in PHASES),
     *((2, 0, phase) for phase in PHASES),
@@ -51,24 +57,24 @@ def tensors_at(step: int) -> dict[str, torch.Tensor]:
 
 def divide(size: int) -> Division:
     return {
-        "matrix": [(box, (rank,)) for rank, box in enumerate(rows(SHAPE, size))],
-        "vector": [(whole((1000,)), tuple(range(size)))],
+        "matrix": [(box, (rank,)) for rank, box in enumerate(row_boxes(SHAPE, size))],
+        "vector": [(whole_box((1000,)), tuple(range(size)))],
     }
 
 
 def state_at(step: int, rank: int, size: int) -> State:
-    return State(cut(tensors_at(step), divide(size), rank), {"step": step})
+    return State(make_shards(tensors_at(step), divide(size), rank), {"step": step})
 
 
 def save_until_killed(directory: Path, first_step: int, pipe: Connection) -> None:
-    """Saves without end; tells each step that was committed."""
+    """Save without end, and send each committed step through `pipe`."""
     torch.set_num_threads(1)
 
-    def tell(name: str, **fields: Any) -> None:
+    def report(name: str, **fields: Any) -> None:
         if name == "checkpoint_done":
             pipe.send(fields["step"])
 
-    saver = Saver(directory, World.solo(), keep=2, on_event=tell)
+    saver = Saver(directory, World.solo(), keep=2, on_event=report)
     pipe.send(0)
     step = first_step
     while True:
@@ -79,8 +85,8 @@ def save_until_killed(directory: Path, first_step: int, pipe: Connection) -> Non
 def save_and_die(
     world_of: tuple[int, int, int, str], directory: Path, step: int, victim: int, phase: str
 ) -> None:
-    """Two saves with room for one; the victim dies at `phase` of the second, for which nobody waits
-    long."""
+    """Save twice with room for one; the victim dies at `phase` of the second save, which has a
+    short timeout."""
     rank, size, port, prefix = world_of
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -100,21 +106,21 @@ def save_and_die(
 
 
 def find_state(directory: Path) -> int:
-    """Every committed checkpoint holds its step's state, bit for bit; the newest one's step."""
-    found = committed(directory)
+    """Verify every committed checkpoint bit for bit, and return the newest one's step."""
+    found = list_committed(directory)
     for path in found:
         checkpoint = Checkpoint.open(path)
         checkpoint.verify()
-        wanted = state_at(checkpoint.step, 0, 1).pieces
-        pieces = blank(wanted)
-        checkpoint.fill(pieces)
-        assert same_bits(pieces, wanted)
+        wanted = state_at(checkpoint.step, 0, 1).shards
+        shards = blank_shards(wanted)
+        checkpoint.fill(shards)
+        assert same_bits(shards, wanted)
     return Checkpoint.open(found[0]).step if found else 0
 
 
 @pytest.fixture(scope="module")
-def warm() -> Any:
-    """Starts processes by forking one that has all imports behind it."""
+def fork_context() -> Any:
+    """Return a context that forks processes from one with all imports done."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "moesaic.dist.checkpoint", "moesaic.testing.states"])
     return context
@@ -122,12 +128,12 @@ def warm() -> Any:
 
 @pytest.fixture(scope="module")
 def store() -> dist.TCPStore:
-    """A store that outlives the ranks."""
+    """Return a store that outlives the ranks."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def await_first(directory: Path) -> None:
-    """The first of two saves is done; the second may be, and have removed it."""
+def wait_for_first_save(directory: Path) -> None:
+    """Wait for the first of two saves; the second may be done too and have removed it."""
     commits = [directory / f"step-{FIRST + number:08d}" / "COMMIT" for number in (1, 2)]
     end = time.monotonic() + 30
     while not any(commit.exists() for commit in commits):
@@ -137,15 +143,15 @@ def await_first(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def killed(
-    warm: Any, store: dist.TCPStore, tmp_path_factory: pytest.TempPathFactory
+    fork_context: Any, store: dist.TCPStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Case, Killed]]:
-    """All cases, each begun when the one before has its first checkpoint: whoever survives waits
-    in vain for seconds, and they wait at the same time."""
+    """Start each case once the previous one has its first checkpoint. Survivors wait for their
+    timeouts at the same time."""
     begun: dict[Case, Killed] = {}
     for size, victim, phase in CASES:
         place = tmp_path_factory.mktemp("killed")
         begun[size, victim, phase] = place, [
-            warm.Process(
+            fork_context.Process(
                 target=save_and_die,
                 args=((rank, size, store.port, place.name), place, FIRST, victim, phase),
             )
@@ -153,7 +159,7 @@ def killed(
         ]  # fmt: skip
         for process in begun[size, victim, phase][1]:
             process.start()
-        await_first(place)
+        wait_for_first_save(place)
     yield begun
     for _, processes in begun.values():
         for process in processes:
@@ -161,12 +167,16 @@ def killed(
             process.join()
 
 
-def test_a_kill_at_a_random_moment_never_costs_the_previous_one(tmp_path: Path, warm: Any) -> None:
+def test_a_kill_at_a_random_moment_never_costs_the_previous_one(
+    tmp_path: Path, fork_context: Any
+) -> None:
     chance = random.Random(1)
     newest, moments = 0, set()
     for _ in range(NUM_RANDOM_KILLS):
-        ours, theirs = warm.Pipe(duplex=False)
-        process = warm.Process(target=save_until_killed, args=(tmp_path, newest + 1, theirs))
+        ours, theirs = fork_context.Pipe(duplex=False)
+        process = fork_context.Process(
+            target=save_until_killed, args=(tmp_path, newest + 1, theirs)
+        )
         process.start()
         theirs.close()
         assert ours.recv() == 0
@@ -174,20 +184,20 @@ def test_a_kill_at_a_random_moment_never_costs_the_previous_one(tmp_path: Path, 
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        told = newest
+        reported = newest
         try:
             while True:
-                told = ours.recv()
+                reported = ours.recv()
         except EOFError:
             pass
         left = {path.name for path in tmp_path.iterdir()}
-        moments.add(len(left) - len(committed(tmp_path)))
+        moments.add(len(left) - len(list_committed(tmp_path)))
         newest = find_state(tmp_path)
-        # Told is committed; what was committed may not have been told yet.
-        assert told <= newest <= told + 1
-        assert len(committed(tmp_path)) >= min(2, newest)
+        # A reported step is committed; a committed one may not be reported yet.
+        assert reported <= newest <= reported + 1
+        assert len(list_committed(tmp_path)) >= min(2, newest)
     assert newest > 0, "no save ever came through"
-    assert 1 in moments, "no kill met a save under way: the test has lost its edge"
+    assert 1 in moments, "no kill hit a save in progress: the test checks nothing"
 
 
 @pytest.mark.parametrize(("size", "victim", "phase"), CASES)
@@ -200,10 +210,10 @@ def test_a_kill_at_each_phase_leaves_the_old_or_the_new_one(
     assert processes[victim].exitcode == -signal.SIGKILL
     survived = PHASES.index(phase) >= PHASES.index("committed")
     if victim == 1:
-        # Once it has announced, the save goes on without it.
-        survived = phase in ("announced", "told")
+        # After its announcement, the save continues without this rank.
+        survived = phase in ("announced", "finished")
     assert find_state(directory) == FIRST + (2 if survived else 1)
-    # The next saver goes on from here, and cleans up.
+    # The next saver continues from here and cleans up.
     saver = Saver(directory, World.solo(), keep=1)
     saver.save(state_at(FIRST + 3, 0, 1), FIRST + 3, {})
     saver.wait()

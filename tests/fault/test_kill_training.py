@@ -1,4 +1,4 @@
-"""A training run of two real ranks is killed, resumed, and ends as if nothing had happened."""
+"""Training on two ranks is killed and resumed, and gives the same result as without the kill."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def finish(process: subprocess.Popen[bytes]) -> str:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """By step; what a later start did again counts."""
+    """Return losses by step; a step done again counts its last time."""
     found = {}
     for event in read_events(out / "events" / "rank-0.jsonl"):
         if event["event"] == "step":

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from benchmarks import facts
 
-from moesaic.facts.cluster.file import resolve
-from moesaic.facts.plan import lay_out
-from moesaic.policy.cost.calibrate import BARE, Observed
-from moesaic.sim.observe import observe
+from moesaic.facts.cluster.file import resolve_cluster
+from moesaic.facts.plan import plan_from_layout
+from moesaic.policy.cost.calibrate import UNCALIBRATED, Observation
+from moesaic.sim.observation import observe_step
 
 CLUSTER = {
     "name": "any",
@@ -33,12 +33,12 @@ CLUSTER = {
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[Observed]:
+def observed() -> list[Observation]:
     """Every case as it would go on a machine whose products are slow and passes quick."""
-    cluster, found = resolve(CLUSTER, "test"), []
+    cluster, found = resolve_cluster(CLUSTER, "test"), []
     for case in facts.cases()[::3]:
-        plan = lay_out(case.job.layout, case.job.model, case.ranks)
-        one = observe(case.name, 1.0, case.job, plan, cluster)
+        plan = plan_from_layout(case.job.layout, case.job.model, case.ranks)
+        one = observe_step(case.name, 1.0, case.job, plan, cluster)
         found.append(replace(one, measured_s=one.predict_s(np.array([1.3, 0.8, 1.0]))))
     return found
 
@@ -49,9 +49,9 @@ def test_there_are_as_many_cases_as_were_asked_for() -> None:
     assert {case.ranks for case in cases} == {1, 2}
 
 
-def test_errors_of_steps(observed: list[Observed]) -> None:
+def test_errors_of_steps(observed: list[Observation]) -> None:
     median, worst, calibrated, calibrated_worst = facts.step_errors(observed, 7)
-    errors = [abs(one.predict_s(BARE) / one.measured_s - 1.0) for one in observed]
+    errors = [abs(one.predict_s(UNCALIBRATED) / one.measured_s - 1.0) for one in observed]
     assert median.value == pytest.approx(np.median(errors))
     assert (median.bar, worst.bar) == ("<= 0.10", "<= 0.20")
     assert worst.value == pytest.approx(max(errors))
@@ -65,13 +65,11 @@ def test_errors_of_single_operations() -> None:
     part = facts.Part()
     part.add([1.0, 2.0], [1.0, 2.0], [1.0, 6.0])
     part.add([1.2, 6.0], [0.9, 4.0], [1.1, 4.0])
-    single, median, moved, each = part.rows("a product", "<= 0.05", "torch")
+    single, moved = part.rows("a matmul", "<= 0.05", "torch")
     assert part.ratios == [pytest.approx([1.0, 0.5]), pytest.approx([1.2, 1.5])]
     assert part.moved == [pytest.approx([1.0, 3.0]), pytest.approx([11 / 9, 1.0])]
     assert (single.value, single.bar, single.holds) == (pytest.approx(0.35), "<= 0.05", False)
-    assert (median.value, median.bar) == (pytest.approx(0.05), "<= 0.05")
     assert (moved.value, moved.bar) == (pytest.approx(0.1 / 0.9), "")
-    assert (each.value, each.interval) == (pytest.approx(1.05), pytest.approx((0.75, 1.35)))
-    assert single.repeats == median.repeats == moved.repeats == 2
+    assert single.repeats == moved.repeats == 2
     # Operations of a round are off together: drawn round by round, it may be either alone.
     assert single.interval == pytest.approx((0.25, 0.35))

@@ -1,4 +1,4 @@
-"""Theme `families`: the same work for all contenders, bubbles, exact conversions."""
+"""Theme `families`: the same work for all contenders, and exact conversions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import bubble, conversion, families
+from benchmarks import conversion, families, race
 from benchmarks.apart import Apart
-from benchmarks.bubble import Taken
+from benchmarks.on_ranks import Unlike
 from benchmarks.training import Ours, Theirs
 
 from moesaic.dist.world import World
-from moesaic.facts.cluster.file import resolve
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.plan import lay_out
-from moesaic.facts.workload import count
+from moesaic.facts.workload import count_parameters
 from moesaic.models.hf.convert import convert
-from moesaic.testing.ranks import Ranks
 
 SMALL: dict[str, Any] = {"layers": 2, "vocab": 64, "ffn": 16}
 
@@ -37,9 +34,9 @@ def test_contenders_of_every_family_take_the_same_steps(family: str) -> None:
     ours = Ours(weighed(job, 0.0), World.solo())
     theirs = {mode: Theirs.like(ours, mode) for mode in families.modes()}
     assert {"eager", "grouped_mm"} <= theirs.keys()
-    assert max(families.differences(ours, theirs)) < families.TOLERANCE
+    assert max(race.differences(ours, theirs)) < race.TOLERANCE
     ours = Ours(job, World.solo())
-    assert families.differences(ours, {"eager": Theirs.like(ours, "eager")})[0] < families.TOLERANCE
+    assert race.differences(ours, {"eager": Theirs.like(ours, "eager")})[0] < race.TOLERANCE
 
 
 def test_a_contender_elsewhere_is_the_one_here() -> None:
@@ -58,8 +55,8 @@ def test_nobody_measures_where_weights_differ(family: str) -> None:
     other = Theirs.like(ours)
     with torch.no_grad():
         other.model.lm_head.weight.mul_(1.5)
-    with pytest.raises(families.Unlike, match=family):
-        families.differences(ours, {"grouped_mm": other})
+    with pytest.raises(Unlike, match=family):
+        race.differences(ours, {"grouped_mm": other})
 
 
 def test_a_balance_loss_that_transformers_has_not_is_refused() -> None:
@@ -69,34 +66,14 @@ def test_a_balance_loss_that_transformers_has_not_is_refused() -> None:
         Theirs.like(ours)
 
 
-def test_who_is_done_early_waits_for_the_last() -> None:
-    first = [Taken(phase_s=10.0, computing_s=8.0, alone_s=7.0)]
-    last = [Taken(phase_s=8.0, computing_s=6.0, alone_s=5.0)]
-    shares, costs = bubble.bubbles([first, last])
-    assert shares == pytest.approx([(0.2 + 0.4) / 2])
-    assert costs == pytest.approx([10.0 / 6.0])
-
-
-def test_every_schedule_has_a_predicted_bubble() -> None:
-    cluster = resolve({"name": "test", "hosts": [{"preset": "cpu"}]}, "test")
-    for schedule in bubble.FORMS:
-        job = bubble.job_of(schedule)
-        plan = lay_out(job.layout, job.model, bubble.PARTS)
-        assert 0 < bubble.predicted(job, plan, cluster) < 1
-
-
-def test_a_round_of_pipelines(ranks: Ranks) -> None:
-    """A rank computes for a part of its pipeline's time, be its stages one or two."""
-    jobs = {
-        name: bubble.job_of(name, hidden=64, head_dim=8, ffn=64, layers=4)
-        for name in ("interleaved", "zero-bubble")
-    }
-    taken = ranks.run(bubble.PARTS, bubble.take_rounds, jobs, 1, 0, 0.0)
-    for one in taken:
-        assert one.keys() == jobs.keys()
-        for (spent,) in one.values():
-            assert 0 < spent.computing_s < spent.phase_s
-            assert spent.alone_s > 0
+def test_a_race_names_the_quickest_mode() -> None:
+    ours = Ours(weighed(families.job_of("olmoe", 2, 16, **SMALL), 0.0), World.solo())
+    theirs = {mode: Theirs.like(ours, mode) for mode in families.modes()}
+    found = race.race(ours, theirs, 1, same=3)
+    assert found["loss"].name == "difference of the losses, first 3 steps, olmoe, 2 x 16 tokens"
+    assert found["loss"].value < race.TOLERANCE
+    assert "the quickest of 2 modes" in found["peer"].against
+    assert all(row.value > 0 for name, row in found.items() if name != "loss")
 
 
 @pytest.fixture
@@ -106,7 +83,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_the_model_has_ten_gigabytes() -> None:
-    assert 10e9 < 2 * count(ModelConfig(**conversion.OLMOE)).total < 11e9
+    assert 10e9 < 2 * count_parameters(ModelConfig(**conversion.OLMOE)).total < 11e9
 
 
 def test_what_is_made_is_read_and_compared(directory: Path, tmp_path: Path) -> None:
@@ -131,8 +108,8 @@ def test_conversions_are_measured_and_leave_nothing(
     monkeypatch.setattr(conversion.measure, "ROOT", tmp_path)
     monkeypatch.setattr(conversion.measure, "wait_for_quiet", lambda: True)
     rows = list(conversion.rows(1, conversion.NOTHING, 20_000))
-    assert len(rows) == 7
-    assert {row.name.rpartition(", ")[2] for row in rows} == {"time", "memory"}
+    assert [row.bar for row in rows] == [conversion.QUICK, conversion.SMALL, "", "", ""]
+    assert rows[0].value == max(row.value for row in rows[2:])
     assert list((tmp_path / "build").iterdir()) == []
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import decoding_on_gpu, exchange, measure, on_gpu, peers
-from benchmarks import experts as of_experts
+from benchmarks import exchange, experts, hosts, measure, on_gpu, overlap, peers
 from benchmarks.__main__ import main
-from benchmarks.peers import DEEPSPEED, LIMITED, OURS, PLAIN, TUTEL, Case, Contender, Work
+from benchmarks.on_ranks import plan_of
+from benchmarks.peers import DEEPSPEED, OURS, PLAIN, TUTEL, Case, Contender, Work
 from torch import Tensor
 
 from moesaic.dist.world import World
-from moesaic.testing.ranks import RankFailed, Ranks
+from moesaic.models.expert_benchmark import ExpertLayerBenchmark
+from moesaic.testing.ranks import RankFailed, RankPool
 
 SMALL = {
     "even": Case("even", 4, 10, tokens=24, hidden=16),
@@ -56,7 +58,7 @@ def dense(case: Case) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_ours_and_the_plain_loop_are_the_dense_layer(ranks: Ranks, name: str) -> None:
+def test_ours_and_the_plain_loop_are_the_dense_layer(ranks: RankPool, name: str) -> None:
     case = SMALL[name]
     due = dense(case)
     for rank, contenders in enumerate(ranks.run(peers.RANKS, found_on, case)):
@@ -89,53 +91,44 @@ def test_tokens_go_to_experts_of_both_ranks_and_to_all_pairs() -> None:
     assert len(pairs) == case.experts * (case.experts - 1) // 2
 
 
-def drops_are_judged(world: World, wrong: bool, dropped: int) -> float:
-    """What is said of a plain loop whose router may be another one, and that drops so many."""
+def compared(world: World, wrong: bool) -> None:
+    """Compare ours with a plain loop whose router may be another one."""
     case = SMALL["even"]
     work = Work(case, world.rank)
     other = peers.plain(work)
     if wrong:
         with torch.no_grad():
             other.router.mul_(1.5)
-    other.lost = lambda: torch.tensor(dropped)
     both: dict[str, Contender] = {OURS: peers.ours(work, world), PLAIN: other}
-    return peers.dropped_by(work, both)[PLAIN]
+    peers.compare(work, both)
 
 
-def test_nobody_is_timed_who_drops_nothing_and_finds_something_else(ranks: Ranks) -> None:
-    assert ranks.run(peers.RANKS, drops_are_judged, False, 0) == [0.0, 0.0]
-    assigned = SMALL["even"].tokens * peers.TOP_K
-    assert ranks.run(peers.RANKS, drops_are_judged, True, 3) == [3 / assigned] * 2
+def test_contenders_that_find_something_else_are_refused(ranks: RankPool) -> None:
+    ranks.run(peers.RANKS, compared, False)
     with pytest.raises(RankFailed, match="Unlike: even, a plain loop: "):
-        ranks.run(peers.RANKS, drops_are_judged, True, 0)
+        ranks.run(peers.RANKS, compared, True)
 
 
-def test_the_goal_is_for_the_quickest_that_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_are_for_the_quickest_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "missing", lambda: [])
     monkeypatch.setattr(peers, "version", lambda name: name)
-    seconds = {OURS: 1.0, PLAIN: 3.0, DEEPSPEED: 2.0, TUTEL: 4.0}
-    seconds |= {DEEPSPEED + LIMITED: 0.5, TUTEL + LIMITED: 2.5}
-    dropped = {name: 0.25 if name == DEEPSPEED + LIMITED else 0.0 for name in seconds}
+    seconds = {OURS: 1.0, PLAIN: 1.5, DEEPSPEED: 2.0, TUTEL: 6.0}
     times = measure.Times({name: [one] * 3 for name, one in seconds.items()})
-    case = replace(SMALL["even"], bar=">= 1.5", bars=((TUTEL, ">= 5.0"),))
-    first, *each = peers.rows_of(case, times, dropped, 3)
-    assert (first.value, first.holds) == (2.0, True)
-    assert first.against.startswith("DeepSpeed, the quickest of 4 that drop nothing")
-    assert [row.value for row in each] == [3.0, 2.0, 0.5, 4.0, 2.5]
-    assert [row.holds for row in each] == [None, None, None, False, None]
-    assert "capacity factor 1, 25% of assignments dropped" in each[2].against
+    each = list(peers.rows_of(SMALL["even"], times, 3))
+    assert [row.value for row in each] == [1.5, 2.0, 6.0]
+    even, skewed = peers.claims(each, list(peers.rows_of(SMALL["skewed"], times, 3)))
+    assert (even.value, even.bar, even.holds) == (1.5, peers.EVEN_BAR, True)
+    assert (skewed.value, skewed.bar, skewed.holds) == (2.0, peers.SKEWED_BAR, False)
 
 
 def test_a_peer_that_is_not_there_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "missing", lambda: [DEEPSPEED, TUTEL])
     times = measure.Times({OURS: [1.0] * 3, PLAIN: [3.0] * 3})
-    case = replace(SMALL["even"], bar=">= 1.5", bars=((TUTEL, ">= 5.0"),))
-    first, plain, *others = peers.rows_of(case, times, {OURS: 0.0, PLAIN: 0.0}, 3)
+    plain, *others = each = list(peers.rows_of(SMALL["even"], times, 3))
     assert plain.value == 3.0
-    for row in (first, *others):
+    for row in (*others, *peers.claims(each, each)):
         assert (row.value, row.holds) == (None, None)
         assert "not installed; benchmarks/layer.md says how" in row.against
-    assert [row.bar for row in (first, *others)] == [">= 1.5", "", "", ">= 5.0", ""]
 
 
 def test_a_rank_sends_what_its_case_says() -> None:
@@ -147,7 +140,7 @@ def test_a_rank_sends_what_its_case_says() -> None:
 
 
 def exchanged(world: World, case: exchange.Case, memory: str, spoilt: str) -> None:
-    carrier = world.carrier([range(world.size)])
+    carrier = world.transport([range(world.size)])
     assert carrier is not None
     assert carrier.name == "memory"
     one = exchange.Exchange(world, carrier, case, Path(memory))
@@ -162,7 +155,7 @@ def exchanged(world: World, case: exchange.Case, memory: str, spoilt: str) -> No
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize(("spoilt", "way"), [("", ""), ("rows", "ours"), ("copies", "copies")])
 def test_all_ways_bring_the_same_rows(
-    ranks: Ranks, size: int, even: bool, spoilt: str, way: str
+    ranks: RankPool, size: int, even: bool, spoilt: str, way: str
 ) -> None:
     case = exchange.Case("small", size, 64 * 4 * exchange.WIDTH, even)
     with tempfile.TemporaryDirectory(dir=exchange.SHARED) as memory:
@@ -179,40 +172,58 @@ def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--rounds 0: a figure needs 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_grouped_products_as_a_person_calls_them_are_the_layer(skewed: bool) -> None:
-    shape = of_experts.Shape("small", 16, 24, 6, 2)
-    layer = of_experts.Layer(of_experts.Case(shape, torch.float32, 20, skewed))
-    found = []
-    for forward in (layer.ours, lambda: on_gpu.plain(layer)):
-        out = forward()
-        leaves = layer.tokens, layer.weights, layer.bank.arena
-        found.append((out, *torch.autograd.grad(out, leaves, layer.grad)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+def test_a_case_is_held_against_its_limit_and_transformers(dtype: str, skewed: bool) -> None:
+    """Both sides step with the same choices, which are others in every step."""
+    shape = experts.Shape("small", 16, 24, 6, 2)
+    work = experts.Work(experts.Case(shape, dtype, 20, skewed, steps=3))
+    for _ in range(2):
+        ours, theirs = work.passes.run()[0].detach(), work.theirs("eager").detach()
+        assert (ours - theirs).norm() <= experts.CLOSE * theirs.norm()
+    limit, peer = experts.rows_of(work, "small", 1)
+    assert limit.name == "small, forward and backward, of a dense product"
+    assert peer.name == "small, forward and backward, against transformers"
+    assert min(limit.value, peer.value) > 0
+    assert work.passes.x.grad is None
+    assert work.layer.bank.arena.grad is None
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 12])
-def test_decoding_reads_what_its_calls_multiply(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = of_experts.Shape("small", 16, 24, 12, 2)
-    case = of_experts.Case(shape, torch.float32, tokens, steps=of_experts.NUMBERS)
-    layer, read = of_experts.Layer(case), list[torch.Tensor]()
-    monkeypatch.setattr(decoding_on_gpu, "read_over", read.append)
-    reading = decoding_on_gpu.reading(layer)
-    for choices in case.choices():
-        reading()
-        assert torch.equal(read[-1], layer.bank.arena[choices.unique()])
+def test_decoding_reads_what_its_calls_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, read = experts.Shape("small", 16, 24, 12, 2), list[slice]()
+    monkeypatch.setattr(ExpertLayerBenchmark, "read", lambda _, slots: read.append(slots))
+    row = experts._decoding(shape, "fp32", 1)
+    assert row.name == "small experts, fp32, one token at a time, of reading their weights"
+    case = experts.Case(shape, "fp32", 1, steps=experts.DECODED)
+    for choices, slots in zip(case.choices(), read[: experts.DECODED], strict=True):
+        assert choices[0].tolist() == list(range(12))[slots]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_its_figures_are_untried() -> None:
     rows = list(on_gpu.rows(3))
-    assert len({row.name for row in rows}) == len(rows) == 4 * 3 * 2 * 2 * 5
+    assert len({row.name for row in rows}) == len(rows) == 1 + 4 * 3
     assert {row.value for row in rows} == {None}
     assert {row.against for row in rows} == {"untried: no GPU here"}
-    assert sorted({row.bar for row in rows}) == ["", ">= 0.65", ">= 0.75"]
-    rows = list(decoding_on_gpu.rows(3))
-    assert len({row.name for row in rows}) == len(rows) == 4 * 4 * 3
-    assert {row.against for row in rows} == {"untried: no GPU here"}
+    assert [row.bar for row in rows] == [on_gpu.BAR] + [""] * 12
+
+
+@pytest.mark.parametrize("module", [hosts, overlap])
+def test_without_two_hosts_figures_are_untried(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "unsupported_reason", lambda: "no namespaces")
+    claim, *details = module.rows(3)
+    assert (claim.value, claim.bar, claim.holds) == (None, module.BAR, None)
+    assert all(row.value is None for row in details)
+
+
+def exchanges(world: World, layouts: list[dict[str, Any]]) -> list[Tensor]:
+    jobs = [hosts.layer_job({**one, "ep": world.size}) for one in layouts]
+    return [hosts.Pass(job, plan_of(job, world), world)() for job in jobs]
+
+
+def test_dispatch_methods_return_what_was_sent(ranks: RankPool) -> None:
+    layouts = [hosts.METHODS["all_to_all"], hosts.METHODS["dedup"]]
+    for straight, dedup in ranks.run(2, exchanges, layouts):
+        torch.testing.assert_close(straight, dedup)

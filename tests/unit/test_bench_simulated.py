@@ -10,36 +10,34 @@ from benchmarks import generate, measure, simulated
 from benchmarks.measure import Row
 from benchmarks.simulated import Calibration
 
-from moesaic.facts.workload import count
+from moesaic.facts.workload import count_parameters
 
 
 @pytest.mark.parametrize("gpus", simulated.BILLIONS)
 def test_the_job_has_the_table_s_parameters(gpus: int) -> None:
-    total = count(simulated.published_job(gpus).model).total
+    total = count_parameters(simulated.published_job(gpus).model).total
     assert round(total / 1e9, 1) == simulated.BILLIONS[gpus]
 
 
-def test_no_row_is_calibrated_on_and_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_calibrated_on_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[set[int]] = []
-    foretold: list[int] = []
+    wanted: list[int] = []
 
     def calibrate(seconds: dict[int, float]) -> Calibration:
         handed.append(set(seconds))
         return Calibration()
 
-    def tell(_: str, __: Calibration, known: Sequence[int], wanted: Sequence[int]) -> list[Row]:
+    def tell(_: str, __: Calibration, known: Sequence[int], others: Sequence[int]) -> list[Row]:
         assert handed[-1] == handed[-2] == set(known)
-        foretold.extend(wanted)
-        assert not handed[-1] & set(wanted)
-        return []
+        wanted.extend(others)
+        assert not handed[-1] & set(others)
+        return [measure.row("error", 0.0, "ratio", bar="", against="table", repeats=1)]
 
     monkeypatch.setattr(simulated, "calibrate", calibrate)
-    monkeypatch.setattr(simulated, "foretold", tell)
-    for other in ("simulator", "uncalibrated", "ratios"):
-        monkeypatch.setattr(simulated, other, lambda *_: [])
+    monkeypatch.setattr(simulated, "predicted", tell)
     monkeypatch.setattr(simulated, "LARGE", {})
-    list(simulated.rows())
-    assert sorted(set(foretold)) == [16, 64, 128]
+    list(simulated.rows(1))
+    assert sorted(set(wanted)) == [16, 64, 128]
 
 
 def test_calibrating_finds_what_a_table_was_made_with() -> None:
@@ -50,14 +48,8 @@ def test_calibrating_finds_what_a_table_was_made_with() -> None:
     assert astuple(found) == pytest.approx(astuple(hidden), rel=0.05)
 
 
-def test_a_parabola_goes_through_its_three_rows() -> None:
-    rows = {8: 0.3, 16: 0.4, 32: 0.45}
-    assert [simulated.parabola(rows, gpus) for gpus in rows] == pytest.approx(list(rows.values()))
-    assert simulated.parabola(rows, 64) == pytest.approx(0.45)
-
-
 def test_simulated_rows_say_so_and_keep_to_their_table() -> None:
-    made = list(simulated.foretold(simulated.SE_MOE, Calibration(), (8, 16, 32), (64,)))
+    made = list(simulated.predicted(simulated.SE_MOE, Calibration(), (8, 16, 32), (64,)))
     assert all(row.simulated and row.against == simulated.TABLE for row in made)
     measured = measure.row("speed", 1.0, "s", bar="<= 1.0", against="limit", repeats=1)
     page = generate.page("facts", [measured, *made])

@@ -1,4 +1,4 @@
-"""One training run under one layout, and what it did, in terms that do not depend on the layout."""
+"""Run one layout and return its outcome in terms that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch
 
 from moesaic.dist.state import PARAMETER
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints, unchanged
+from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.nn.context import Context
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
-from moesaic.train.routes import RouteReplay, recording
+from moesaic.train.routing_replay import RoutingReplay, open_recorder
 
 Array = npt.NDArray[Any]
 
 
 def sparing(cases: Sequence[Any], every: int) -> list[Any]:
-    """`cases` for the default suite, one of `every` of them; all others are soaks.
+    """Return `cases` as parameters; all but one of `every` are soaks.
 
-    A list is as many arguments as it has items, anything else is one.
+    A list is unpacked into arguments; anything else is one argument.
     """
     soak = pytest.mark.soak
     return [
@@ -41,30 +41,33 @@ def sparing(cases: Sequence[Any], every: int) -> list[Any]:
     ]
 
 
-FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "hides": True}
-"""Prices at which any row that moves from a busy rank to an idle one pays."""
-ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "least_rows": 1}
-"""Of a balance that makes copies in a tiny job."""
+FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
+"""Prices at which any token that moves from a busy rank to an idle one pays."""
+ASKING: dict[str, Any] = {"policy": "quota", "prices": FREE, "min_replica_tokens": 1}
+"""Balance table that makes replicas in a tiny job."""
 IN_PARTS: dict[str, Any] = {
-    **ASKING, "early": True, "copies": 3,
-    "prices": {"rows_per_s": 700.0, "bytes_per_s": 1e6, "latency_s": 0.0, "hides": True},
+    **ASKING, "prefetch": True, "max_replicas": 3,
+    "prices": {
+        "expert_tokens_per_s": 700.0, "bytes_per_s": 1e6, "latency_s": 0.0, "overlaps": True,
+    },
 }  # fmt: skip
-"""Of one whose copies pay, and are more than travel between two layers of a tiny job, so that
-others leave under experts of the layer before."""
+"""Balance table with more replicas than one transfer between two layers of a tiny job can carry:
+some are prefetched during the experts of the layer before."""
 SIGMOID: dict[str, Any] = {
     "model": {
         "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
-        "shared": 1, "groups": 4, "top_groups": 2, "scale": 2.5, "renormalise": True,
-        "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+        "shared_experts": 1, "expert_groups": 4, "top_expert_groups": 2,
+        "routed_scaling_factor": 2.5, "renormalise": True,
+        "latent": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6},
     },
-    "routing": {"bias_step": 0.02},
+    "routing": {"bias_update_rate": 0.02},
 }  # fmt: skip
-"""Tables of a job whose layers differ, with biased routers."""
+"""Tables of a job with dense and sparse layers and biased routers."""
 
 
 @dataclass
 class Outcome:
-    """What a run did."""
+    """Outcome of a run."""
 
     steps: list[dict[str, Any]]
     gradients: dict[str, Array]
@@ -81,42 +84,46 @@ def run_layout(
     steps: int,
     record: str | None = None,
     replay: str | None = None,
-    homes: list[list[int]] | None = None,
+    placement: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
     shaken: int | None = None,
 ) -> Run:
-    """Train on one rank; pieces are returned as (key, shape, offset, values).
+    """Train on one rank; return shards as (key, shape, offset, values).
 
-    `shaken` seeds copies of experts at random, in the place of what a policy decides.
+    `shaken` seeds random replicas, which replace the decisions of a policy.
     """
-    plan = lay_out(job.layout, job.model, world.size)
-    if homes is not None:
-        plan = plan.model_copy(update={"homes_by_rank": homes})
+    plan = plan_from_layout(job.layout, job.model, world.size)
+    if placement is not None:
+        plan = plan.model_copy(update={"expert_placement": placement})
     if stages is not None:
         plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     if shaken is not None:
         for layer, moe in run.model.expert_layers():
-            homes = moe.dispatcher.homes
-            moe.balancer = Shaken(homes.places // homes.each, [shaken, layer])
+            owned = moe.dispatcher.placement
+            owners = owned.slot_of_expert // owned.slots_per_rank
+            moe.balancer = Shaken(owners, [shaken, layer])
     ahead = [Ahead(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.replay = RouteReplay(Path(replay), job, "samples") if replay else None
+    run.replay = RoutingReplay(Path(replay), job, "samples") if replay else None
     gradients = first_gradients(run, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
-            run.recorder = stack.enter_context(recording(Path(record), world, "samples", 0))
+            run.recorder = stack.enter_context(open_recorder(Path(record), world, "samples", 0))
         for _ in range(steps):
             step = run.step(samples)
             facts.append(
                 {
                     "loss": step.loss, "balance": step.balance_loss, "z": step.z_loss,
-                    "norm": step.grad_norm, "tokens": step.tokens, "flips": step.flips,
+                    "norm": step.grad_norm, "tokens": step.tokens,
+                    "num_replay_mismatches": step.num_replay_mismatches,
                     "dropped": sum(step.dropped.values()),
                     "counts": [c.tolist() for c in step.counts.values()],
-                    "moved": [(one.layer, one.to.moves, one.num_bytes) for one in step.moved],
-                    "copies": sum(one.copies for one in step.spread.values())
+                    "moved": [
+                        (one.layer, one.decision.moves, one.num_bytes) for one in step.migrations
+                    ],
+                    "copies": sum(one.replicas for one in step.balance_stats.values())
                     + sum(getattr(m.balancer, "made", 0) for _, m in run.model.expert_layers()),
                     "ahead": sum(one.number for one in ahead),
                     "late": sum(one.late for one in ahead),
@@ -124,111 +131,112 @@ def run_layout(
             )  # fmt: skip
         if run.recorder:
             run.recorder.flush()
-    state = [plain(piece) for piece in run.state().pieces]
+    state = [plain(shard) for shard in run.state().shards]
     run.close()
     return facts, gradients, state
 
 
 class Ahead:
-    """Counts copies that have left under experts of the layer before, and those left behind."""
+    """Count prefetched replicas, and those that were too late for it."""
 
     def __init__(self, moe: MoE) -> None:
-        self._moe, self._begin, self.number, self.late = moe, moe.begin_ahead, 0, 0
-        moe.begin_ahead = self  # type: ignore[assignment]
+        self._moe, self._begin, self.number, self.late = moe, moe.start_early_replicas, 0, 0
+        moe.start_early_replicas = self  # type: ignore[assignment]
 
     def __call__(self, context: Context, dtype: torch.dtype) -> None:
-        """As the layer does."""
+        """Start the replicas, and count them."""
         self._begin(context, dtype)
-        guests = context.guests.get(self._moe.router.layer)
-        if guests is not None and guests.flights:
-            self.number += int((~guests._late).sum())
-            self.late += int(guests._late.sum())
+        replicas = context.replicas.get(self._moe.router.layer)
+        if replicas is not None and replicas.all_to_alls:
+            self.number += int((~replicas._is_late).sum())
+            self.late += int(replicas._is_late.sum())
 
 
 class Shaken:
-    """Copies at random, each of whom gets rows at random; every few times nobody does."""
+    """Place random replicas with random tokens; sometimes with none."""
 
-    def __init__(self, homes: Ints, seed: list[int]) -> None:
-        """Of two of three layers they are decided on early."""
-        self._homes, self._draw, self.early = homes, np.random.default_rng(seed), sum(seed) % 3 > 0
-        self._ahead: Balance | None = None
+    def __init__(self, owners: IntArray, seed: list[int]) -> None:
+        """In two of three layers, replicas are decided early."""
+        self._owners, self._draw = owners, np.random.default_rng(seed)
+        self.early = sum(seed) % 3 > 0
+        self._ahead: BalanceDecision | None = None
         self.made = 0
 
-    def rehome(self, homes: Ints) -> None:
-        """These are the ranks of all experts from now on."""
-        self._homes = homes
+    def set_owners(self, owners: IntArray) -> None:
+        """Set the owner rank of each expert."""
+        self._owners = owners
 
-    def ahead(self) -> Balance:
-        """Copies, some of which leave under the layer before."""
-        copies = self._copies(self._homes.max() + 1)
-        leaving = self._draw.random(len(copies)) < self._draw.choice([0.0, 0.5, 1.0])
-        self._ahead = unchanged()._replace(copies=copies, ahead=leaving)
+    def early_replicas(self) -> BalanceDecision:
+        """Return replicas, some of them prefetched."""
+        replicas = self._draw_replicas(self._owners.max() + 1)
+        leaving = self._draw.random(len(replicas)) < self._draw.choice([0.0, 0.5, 1.0])
+        self._ahead = no_replicas()._replace(replicas=replicas, prefetched=leaving)
         return self._ahead
 
-    def think(self) -> None:
-        """Nothing to think about."""
+    def plan_next(self) -> None:
+        """Plan nothing."""
 
-    def _copies(self, ranks: int) -> Ints:
+    def _draw_replicas(self, ranks: int) -> IntArray:
         share = self._draw.choice([0.0, 0.1, 0.4, 1.0])
-        chosen = self._draw.random((len(self._homes), ranks)) < share
-        chosen[np.arange(len(self._homes)), self._homes] = False
+        chosen = self._draw.random((len(self._owners), ranks)) < share
+        chosen[np.arange(len(self._owners)), self._owners] = False
         return np.argwhere(chosen)
 
-    def __call__(self, counts: Ints) -> Balance:
-        """And rows."""
+    def __call__(self, counts: IntArray) -> BalanceDecision:
+        """Return replicas and the tokens that each receives."""
         assert (self._ahead is not None) == self.early
         early, self._ahead = self._ahead, None
-        copies = self._copies(len(counts)) if early is None else early.copies
-        self.made += len(copies)
+        replicas = self._draw_replicas(len(counts)) if early is None else early.replicas
+        self.made += len(replicas)
         diverted = []
-        for expert in range(len(self._homes)):
-            targets = copies[copies[:, 0] == expert, 1].tolist()
+        for expert in range(len(self._owners)):
+            targets = replicas[replicas[:, 0] == expert, 1].tolist()
             for source, number in enumerate(counts[:, expert].tolist()):
                 odds = self._draw.dirichlet([0.3] * (len(targets) + 1))
-                rows = self._draw.multinomial(number, odds).tolist()
-                for target, part in zip(targets, rows, strict=False):
-                    diverted += [(expert, source, target, part)] * bool(part)
-        leaving = None if early is None else early.ahead
-        return Balance(copies, np.array(diverted, np.int64).reshape(-1, 4), leaving)
+                tokens = self._draw.multinomial(number, odds).tolist()
+                for target, num in zip(targets, tokens, strict=False):
+                    diverted += [(expert, source, target, num)] * bool(num)
+        leaving = None if early is None else early.prefetched
+        return BalanceDecision(replicas, np.array(diverted, np.int64).reshape(-1, 4), leaving)
 
 
-def plain(piece: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
-    return piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy()
+def plain(shard: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
+    return shard.key, shard.shape, shard.offset, shard.tensor.clone().numpy()
 
 
 def first_gradients(run: Any, rank: int) -> list[Any]:
-    """To be filled with those of the run's next step, as this rank has them."""
+    """Return a list that the next step fills with this rank's gradients."""
     found: list[Any] = []
 
     def enter(phase: str) -> None:
         if phase == "clip" and not found:  # They are reduced, and nothing is updated.
-            for item in run.holdings:
-                found.extend(map(plain, item.pieces("gradient", item.grad, rank)))
+            for item in run.trainable:
+                found.extend(map(plain, item.tensor_shards("gradient", item.grad, rank)))
 
-    run.hook = enter
+    run.phase_hook = enter
     return found
 
 
-def outcome(ranks: Ranks, size: int, job: Job, steps: int, **more: Any) -> Outcome:
-    """The run on `size` ranks, put together; copies of one box must agree bit for bit."""
-    wishes = (more.get(name) for name in ("record", "replay", "homes", "stages", "shaken"))
-    return together(ranks.run(size, run_layout, job, steps, *wishes))
+def outcome(ranks: RankPool, size: int, job: Job, steps: int, **more: Any) -> Outcome:
+    """Run on `size` ranks and join the results; replicated shards must agree bit for bit."""
+    options = (more.get(name) for name in ("record", "replay", "placement", "stages", "shaken"))
+    return together(ranks.run(size, run_layout, job, steps, *options))
 
 
 def together(results: list[Run]) -> Outcome:
-    """What all ranks did, put together likewise."""
-    own = {"copies": 0, "ahead": 0, "late": 0}  # A group's.
-    said = [[{**step, **own} for step in facts] for facts, _, _ in results]
-    for facts in said[1:]:
-        # What is no number is as good as itself.
-        assert repr(facts) == repr(said[0]), "ranks disagree about what happened"
+    """Join the results of all ranks."""
+    own = {"copies": 0, "ahead": 0, "late": 0}  # Differ by EP group.
+    facts_by_rank = [[{**step, **own} for step in facts] for facts, _, _ in results]
+    for facts in facts_by_rank[1:]:
+        # NaN equals itself in repr.
+        assert repr(facts) == repr(facts_by_rank[0]), "ranks report different steps"
     return Outcome(
         results[0][0], put_together([r[1] for r in results]), put_together([r[2] for r in results])
     )
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
-    """In fp64: element by element at 1e-9, and the same routing."""
+    """Compare fp64 runs: each element within 1e-9, and the same routing."""
     for a, b in zip(one.steps, other.steps, strict=True):
         assert a["counts"] == b["counts"]
         assert (a["tokens"], a["dropped"]) == (b["tokens"], b["dropped"])
@@ -241,13 +249,15 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 def put_together(by_rank: list[list[Any]]) -> dict[str, Array]:
     whole: dict[str, Array] = {}
     seen: dict[str, Array] = {}
-    for pieces in by_rank:
-        for key, shape, offset, values in pieces:
+    for shards in by_rank:
+        for key, shape, offset, values in shards:
             if key not in whole:
                 whole[key], seen[key] = np.zeros(shape, values.dtype), np.zeros(shape, bool)
             box = tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))
             known = seen[key][box]
-            assert np.array_equal(whole[key][box][known], values[known]), f"copies of {key} differ"
+            assert np.array_equal(whole[key][box][known], values[known]), (
+                f"replicated shards of {key} differ"
+            )
             whole[key][box] = values
             seen[key][box] = True
     for key, mask in seen.items():
@@ -256,12 +266,12 @@ def put_together(by_rank: list[list[Any]]) -> dict[str, Array]:
 
 
 def weights(result: Outcome) -> dict[str, Array]:
-    """The parameters among the state."""
+    """Return the parameters of the state."""
     return {k: v for k, v in result.state.items() if k.startswith(PARAMETER + "/")}
 
 
 def worst_element(a: dict[str, Array], b: dict[str, Array]) -> float:
-    """Largest |a - b| / max(|b|, root mean square of b's tensor) over all elements."""
+    """Return the largest |a - b| / max(|b|, root mean square of b's tensor) over all elements."""
     assert a.keys() == b.keys()
     worst = 0.0
     for key, expected in b.items():
@@ -275,6 +285,6 @@ def worst_element(a: dict[str, Array], b: dict[str, Array]) -> float:
 
 
 def worst_tensor(a: dict[str, Array], b: dict[str, Array]) -> float:
-    """Largest norm(a - b) / norm(b) over all tensors."""
+    """Return the largest norm(a - b) / norm(b) over all tensors."""
     assert a.keys() == b.keys()
     return max(float(np.linalg.norm(a[k] - b[k]) / max(np.linalg.norm(b[k]), 1e-30)) for k in a)

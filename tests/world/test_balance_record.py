@@ -12,29 +12,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.base.compiled import cached_njit
 from moesaic.base.events import read_events
 from moesaic.base.records import read_records
-from moesaic.dist.exchange import Carrier, Work
+from moesaic.dist.all_to_all import Transport, Work
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
-from moesaic.policy.balance import gifts
-from moesaic.policy.balance.compiled import compiled
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
+from moesaic.policy.balance import quota_search
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 from moesaic.train.record import RunRecord
 
 STEPS = 3
-FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "hides": True}
+FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
 """Prices at which any row that moves from a busy rank to an idle one pays."""
 
 
 class Weighed:
     """A carrier that counts the bytes of rows as wide as experts."""
 
-    def __init__(self, inner: Carrier, width: int) -> None:
+    def __init__(self, inner: Transport, width: int) -> None:
         self.name, self.group, self.close = inner.name, inner.group, inner.close
         self._inner, self._width, self.sent = inner, width, 0
 
@@ -48,19 +48,19 @@ class Weighed:
 
 def record(world: World, job: Job, out: Path) -> list[list[Any]]:
     """Of each step: its seconds, bytes of experts that this rank sent, and what it told."""
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     weighed = {}
     for layer, moe in run.model.expert_layers():
-        ranks, width = moe.dispatcher.ranks, moe.bank.arena.shape[1]
-        if ranks.straight is not None:  # It is where there is a policy.
-            weighed[layer] = Weighed(ranks.straight, width)
-            moe.dispatcher.ranks = replace(ranks, straight=weighed[layer])
+        ranks, width = moe.dispatcher.groups, moe.bank.arena.shape[1]
+        if ranks.replica_transport is not None:  # It is where there is a policy.
+            weighed[layer] = Weighed(ranks.replica_transport, width)
+            moe.dispatcher.groups = replace(ranks, replica_transport=weighed[layer])
     samples, said = RandomSamples(job.model.vocab, job.data.sequence), []
     written = RunRecord(out, job, world)
     for _ in range(STEPS):
         facts = run.step(samples)
-        figures = written.step(facts, sum(facts.phases.values()))
+        figures = written.write_step(facts, sum(facts.phases.values()))
         bytes_by_layer = {layer: carrier.sent for layer, carrier in weighed.items()}
         for carrier in weighed.values():
             carrier.sent = 0
@@ -83,11 +83,11 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_layers_over_time(
-    ranks: Ranks, tmp_path: Path, policy: str, early: bool, train: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, policy: str, early: bool, train: dict[str, Any]
 ) -> None:
     job = tiny_job(
         layout={"ep": 2}, train=train, log={"loads_every": 1, "tensorboard": False},
-        balance={"policy": policy, "prices": FREE, "least_rows": 1, "early": early},
+        balance={"policy": policy, "prices": FREE, "min_replica_tokens": 1, "prefetch": early},
     )  # fmt: skip
     results = ranks.run(2, record, job, tmp_path)
     loads, told = rows_of(tmp_path / "loads"), rows_of(tmp_path / "balance")
@@ -98,45 +98,47 @@ def test_layers_over_time(
     for row, load in zip(told, loads, strict=True):
         assert (row["step"], row["layer"]) == (load["step"], load["layer"])
         at_home = np.bincount(homes, weights=load["counts"], minlength=2)
-        assert row["rows_before"] == at_home.tolist()
-        assert sum(row["rows_after"]) == sum(load["counts"])
-        assert row["modelled_experts_s"] == passes * row["rows_after"][0]
-        assert row["busiest_before"] >= max(at_home) / np.mean(at_home) - 1e-12
+        assert row["tokens_before"] == at_home.tolist()
+        assert sum(row["tokens_after"]) == sum(load["counts"])
+        assert row["predicted_experts_s"] == passes * row["tokens_after"][0]
+        assert row["imbalance_before"] >= max(at_home) / np.mean(at_home) - 1e-12
         sent = sum(steps[row["step"] - 1][1][row["layer"]] for steps in results)
-        assert row["bytes_moved"] == sent
-        assert (row["copies"] > 0) == (sent > 0)
-    assert sum(row["copies"] for row in told) > 0
+        assert row["replica_bytes"] == sent
+        assert (row["replicas"] > 0) == (sent > 0)
+    assert sum(row["replicas"] for row in told) > 0
     events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]
     for event in events:
         mine = [row for row in told if row["step"] == event["step"]]
-        for name in ("copies", "bytes_moved", "planning_s"):
+        for name in ("replicas", "replica_bytes", "planning_s"):
             assert event[name] == pytest.approx(sum(row[name] for row in mine)), name
-        waited = sum(row["landing_s"] + row["return_s"] for row in mine)
+        waited = sum(row["replica_wait_s"] + row["gradient_wait_s"] for row in mine)
         computed = sum(row["forward_s"] + row["backward_s"] for row in mine)
-        assert event["exposed_s"] == pytest.approx(waited)
+        assert event["replica_exposed_s"] == pytest.approx(waited)
         assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in mine)
-        assert all((row["landing_s"] > 0) == (row["copies"] > 0) for row in mine)
-        assert all((row["return_s"] > 0) == (row["copies"] > 0) for row in mine)
+        assert all((row["replica_wait_s"] > 0) == (row["replicas"] > 0) for row in mine)
+        assert all((row["gradient_wait_s"] > 0) == (row["replicas"] > 0) for row in mine)
         assert 0 < computed + waited < event["step_s"]
 
 
-def test_nothing_is_recorded_where_nobody_is_asked(ranks: Ranks, tmp_path: Path) -> None:
+def test_nothing_is_recorded_where_nobody_is_asked(ranks: RankPool, tmp_path: Path) -> None:
     job = tiny_job(layout={"ep": 2}, log={"loads_every": 1, "tensorboard": False})
     [first, _] = ranks.run(2, record, job, tmp_path)
     assert (tmp_path / "loads").is_dir()
     assert not (tmp_path / "balance").exists()
-    assert not {"copies", "bytes_moved", "exposed_s"} & set(first[0][0])
+    assert not {"replicas", "replica_bytes", "replica_exposed_s"} & set(first[0][0])
 
 
-def test_a_run_is_the_same_with_a_clock_and_without(ranks: Ranks) -> None:
-    job = tiny_job(layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "least_rows": 1})
+def test_a_run_is_the_same_with_a_clock_and_without(ranks: RankPool) -> None:
+    job = tiny_job(
+        layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "min_replica_tokens": 1}
+    )
     with_it, without = (ranks.run(2, parameters, job, told) for told in (True, False))
     for one, other in zip(with_it, without, strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     for _, moe in run.model.expert_layers():
         assert moe.clock is not None
@@ -152,19 +154,21 @@ def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
 def begun(world: World, job: Job, place: Path) -> list[str]:
     """What is said while a run is assembled, of a policy that nobody has compiled yet."""
     numba.config.CACHE_DIR = str(place / str(world.rank))
-    before, said = gifts._taken, list[str]()
+    before, said = quota_search._split_by_source, list[str]()
     try:
-        gifts._taken = compiled(before.py_func)
-        plan = lay_out(job.layout, job.model, world.size)
+        quota_search._split_by_source = cached_njit(before.py_func)
+        plan = plan_from_layout(job.layout, job.model, world.size)
         source = InitialSource(job.seed, job.model.init_std)
-        assemble(job, plan, world, source, say=said.append).close()
+        assemble(job, plan, world, source, log=said.append).close()
     finally:
-        gifts._taken, numba.config.CACHE_DIR = before, ""
+        quota_search._split_by_source, numba.config.CACHE_DIR = before, ""
     return said
 
 
-def test_whoever_waits_for_a_compiler_is_told(ranks: Ranks, tmp_path: Path) -> None:
-    job = tiny_job(layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "least_rows": 1})
+def test_whoever_waits_for_a_compiler_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    job = tiny_job(
+        layout={"ep": 2}, balance={"policy": "quota", "prices": FREE, "min_replica_tokens": 1}
+    )
     words = "compiling the balance policy, once for this installation (about 10 s)"
     assert ranks.run(2, begun, job, tmp_path) == [[words]] * 2
     assert ranks.run(2, begun, job, tmp_path) == [[]] * 2

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from layouts import SIGMOID, put_together, worst_element
 from torch import Tensor, nn
 
-from moesaic.dist.buckets import Buckets, Summed
-from moesaic.dist.collectives import sum_buckets_
+from moesaic.dist.buckets import GradientBuckets, ReducedParameter
+from moesaic.dist.collectives import all_reduce_buckets_
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
-from moesaic.facts.workload.messages import ALIGNMENT, together
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.workload.collectives import ALIGNMENT_BYTES, split_into_buckets
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 
 SHAPES: list[tuple[int, ...]] = [
@@ -41,7 +41,10 @@ WIDE, NARROW = torch.float64, torch.float32
 
 def test_tensors_share_messages_that_are_full() -> None:
     def laid(sizes: list[int], most: int) -> list[tuple[list[int], tuple[int, ...], int]]:
-        return [(list(one.members), one.starts, one.num_bytes) for one in together(sizes, most)]
+        return [
+            (list(one.members), one.offsets, one.num_bytes)
+            for one in split_into_buckets(sizes, most)
+        ]
 
     assert laid([256, 256], 512) == [([0, 1], (0, 256), 512)]  # To the byte.
     assert laid([256, 257], 512) == [([0], (0,), 256), ([1], (0,), 257)]
@@ -95,11 +98,11 @@ def summed(
 
 def summed_once(world: World, case: Case) -> tuple[list[Tensor], list[Tensor], int, list[int]]:
     found, plain = parameters(case.dtypes, case.odd), parameters(case.dtypes, case.odd)
-    sums = [Summed(one, world.everyone) for one in reversed(found)]
-    buckets = Buckets(sums, early=True, most=case.most)
+    sums = [ReducedParameter(one, world.group) for one in reversed(found)]
+    buckets = GradientBuckets(sums, overlaps_backward=True, max_bytes=case.most)
     for number, loss in enumerate(losses(world, found, case.silent, case.times)):
         if number == case.times - 1:
-            buckets.expect()
+            buckets.expect_last_backward()
         loss.backward()
     left = sum(bucket._work is not None for bucket in buckets.buckets)
     buckets.finish()
@@ -118,7 +121,7 @@ def summed_once(world: World, case: Case) -> tuple[list[Tensor], list[Tensor], i
 @pytest.mark.parametrize("dtypes", [[WIDE], [NARROW, WIDE]], ids=["alike", "mixed"])
 @pytest.mark.parametrize("odd", [False, True])
 def test_sums_are_those_of_single_messages(
-    ranks: Ranks, dtypes: list[torch.dtype], odd: bool
+    ranks: RankPool, dtypes: list[torch.dtype], odd: bool
 ) -> None:
     """Bit for bit: two ranks have but one order."""
     silences: list[list[int]] = [[], [2], [0, 2, 1]]
@@ -130,7 +133,7 @@ def test_sums_are_those_of_single_messages(
         for case, (found, expected, left, places) in zip(cases, results, strict=True):
             assert len(found) == len(expected) == (len(SHAPES) if odd else 4)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), case
-            assert not any(place % ALIGNMENT for place in places)
+            assert not any(place % ALIGNMENT_BYTES for place in places)
             assert any(places) or case.most < 768
             assert not any(places) or case.most > 1
             assert left or case.silent
@@ -138,10 +141,10 @@ def test_sums_are_those_of_single_messages(
 
 def test_who_is_alone_has_no_buckets() -> None:
     alone = nn.Parameter(torch.ones(3))
-    buckets = Buckets([Summed(alone, None)], early=True)
+    buckets = GradientBuckets([ReducedParameter(alone, None)], overlaps_backward=True)
     assert not buckets.buckets
     assert not alone._post_accumulate_grad_hooks
-    buckets.expect()
+    buckets.expect_last_backward()
     (2 * alone).sum().backward()
     grad = alone.grad
     buckets.finish()
@@ -151,14 +154,14 @@ def test_who_is_alone_has_no_buckets() -> None:
 class OneByOne:
     """A sum a parameter, when all is over; in place of a run's buckets."""
 
-    def __init__(self, of: Buckets) -> None:
+    def __init__(self, of: GradientBuckets) -> None:
         self._sums = [(one, b.group) for b in of.buckets for one in b.parameters]
         of.close()
 
-    def expect(self) -> None:
+    def expect_last_backward(self) -> None:
         pass
 
-    close = expect
+    close = expect_last_backward
 
     def finish(self) -> None:
         for parameter, group in self._sums:
@@ -169,10 +172,10 @@ class OneByOne:
 
 def gradients(world: World, job: Job, plain: bool) -> list[Any]:
     """Pieces of the gradient of a second step, after an update by that of the first."""
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    patched: Any = sum_buckets_
+    patched: Any = all_reduce_buckets_
     if plain:
         run.buckets = OneByOne(run.buckets)  # type: ignore[assignment]
 
@@ -180,13 +183,13 @@ def gradients(world: World, job: Job, plain: bool) -> list[Any]:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=group)
 
-    with mock.patch("moesaic.train.run.sum_buckets_", patched):
+    with mock.patch("moesaic.train.run.all_reduce_buckets_", patched):
         run.step(samples)
-        run.gradients(samples)
+        run.compute_gradients(samples)
     found = [
         (piece.key, piece.shape, piece.offset, piece.tensor.clone().numpy())
-        for item in run.holdings
-        for piece in item.pieces("gradient", item.grad, world.rank)
+        for item in run.trainable
+        for piece in item.tensor_shards("gradient", item.grad, world.rank)
     ]
     run.close()
     return found
@@ -205,11 +208,11 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"train": {"batch": 2, "micro_batches": 2}, "layout": {"ep": 2}}),
     (2, {"finetune": LORA}),
     (2, {"finetune": {**LORA, "targets": ["experts"], "router": "train"}, **AGAIN}),
-    (2, {**SIGMOID, "layout": {"ep": 2, "dispatch": "visits", "chunks": 2}}),
+    (2, {**SIGMOID, "layout": {"ep": 2, "dispatch": "dedup", "chunks": 2}}),
     (2, {"layout": {"tp": 2}, "model": {"vocab": 60, "kv_heads": 4}, **AGAIN}),
     (2, {"layout": {"pp": 2, "schedule": "zero-bubble"}, "train": {"micro_batches": 4}}),
     (2, {"layout": {"pp": 2}, "model": TIED, "train": {"micro_batches": 4}}),
-    (4, {"layout": {"tp": 2, "shard": 2}, "model": {"vocab": 60, "kv_heads": 4}, **AGAIN}),
+    (4, {"layout": {"tp": 2, "dp_shard": 2}, "model": {"vocab": 60, "kv_heads": 4}, **AGAIN}),
     (4, {"layout": {"ep": 2}, "train": {"batch": 6, "micro_batches": 2}}),
     (4, {"layout": {"pp": 2, "tp": 2}, "model": {"vocab": 60, "kv_heads": 4},
          "train": {"micro_batches": 4}}),
@@ -218,7 +221,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_has_the_gradients_of_single_messages(
-    ranks: Ranks, case: tuple[int, dict[str, Any]]
+    ranks: RankPool, case: tuple[int, dict[str, Any]]
 ) -> None:
     size, tables = case
     job = tiny_job(**{"routing": {"router": "balanced"}, **tables})

@@ -10,11 +10,11 @@ import pytest
 
 from moesaic.base.errors import DataError
 from moesaic.dist.world import World
+from moesaic.testing.chat_templates import CHATML, write_tokenizer
 from moesaic.testing.jobs import tiny_job
-from moesaic.testing.ranks import Ranks
-from moesaic.testing.talks import CHATML, write_tokenizer
-from moesaic.testing.watch import Silent
-from moesaic.train.jobfile import LoadedJob
+from moesaic.testing.progress import RecordingProgress
+from moesaic.testing.ranks import RankPool
+from moesaic.train.job_file import LoadedJob
 from moesaic.train.trainer import train
 
 
@@ -31,7 +31,7 @@ def run_job(
         train={"steps": steps, "batch": 4, "micro_batches": 2, "precision": "fp64"},
         schedule={"kind": "constant"}, log={"tensorboard": False}, layout=layout,
     )  # fmt: skip
-    watch = Silent()
+    watch = RecordingProgress()
     try:
         train(LoadedJob(job, "", []), Path(place) / out, resume, world, watch)
     except DataError as error:
@@ -39,7 +39,9 @@ def run_job(
     return [(figures["loss"], figures["step"]) for figures in watch.figures]
 
 
-def test_a_run_is_the_same_on_any_ranks_and_when_it_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_is_the_same_on_any_ranks_and_when_it_goes_on(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     lines = [
         json.dumps({"prompt": f"What is {i}?", "completion": f"It is {i}" * (i % 4 + 1)})

@@ -14,11 +14,18 @@ import torch
 import torch.distributed as dist
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, committed
+from moesaic.dist.checkpoint import Checkpoint, Saver, list_committed
 from moesaic.dist.state import FIRST_MOMENT, PARAMETER, State
 from moesaic.dist.world import World
-from moesaic.testing.ranks import Ranks
-from moesaic.testing.states import Division, blank, cut, rows, same_bits, whole
+from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import (
+    Division,
+    blank_shards,
+    make_shards,
+    row_boxes,
+    same_bits,
+    whole_box,
+)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -33,17 +40,19 @@ def divide(size: int) -> Division:
     everyone = tuple(range(size))
     pairs = size // 2 or 1
     return {
-        "uneven": [(box, (rank,)) for rank, box in enumerate(rows((5, 6), size))],
-        "few": [(box, (rank,)) for rank, box in enumerate(rows((2, 3), size))],
-        "long": [(box, everyone[part::pairs]) for part, box in enumerate(rows((1000, 8), pairs))],
-        "norm": [(whole((33,)), everyone)],
+        "uneven": [(box, (rank,)) for rank, box in enumerate(row_boxes((5, 6), size))],
+        "few": [(box, (rank,)) for rank, box in enumerate(row_boxes((2, 3), size))],
+        "long": [
+            (box, everyone[part::pairs]) for part, box in enumerate(row_boxes((1000, 8), pairs))
+        ],
+        "norm": [(whole_box((33,)), everyone)],
     }
 
 
 def state_of(world: World) -> State:
     moments = {name: -tensor for name, tensor in tensors().items()}
-    pieces = cut(tensors(), divide(world.size), world.rank, PARAMETER)
-    pieces += cut(moments, divide(world.size), world.rank, FIRST_MOMENT)
+    pieces = make_shards(tensors(), divide(world.size), world.rank, PARAMETER)
+    pieces += make_shards(moments, divide(world.size), world.rank, FIRST_MOMENT)
     return State(pieces, {"step": world.size})
 
 
@@ -56,8 +65,8 @@ def save(world: World, directory: Path, num_saves: int) -> str:
             saver.save(state, step, {"ranks": world.size})
             for number in range(20):
                 total = torch.tensor(float(world.rank + number))
-                if world.everyone is not None:
-                    dist.all_reduce(total, group=world.everyone)
+                if world.group is not None:
+                    dist.all_reduce(total, group=world.group)
                 expected = sum(rank + number for rank in range(world.size))
                 assert total.item() == expected
     assert saver.newest is not None
@@ -67,17 +76,17 @@ def save(world: World, directory: Path, num_saves: int) -> str:
 def load(world: World, path: Path) -> None:
     checkpoint = Checkpoint.open(path)
     checkpoint.verify_shared(world)
-    wanted = state_of(world).pieces
-    found = blank(wanted)
+    wanted = state_of(world).shards
+    found = blank_shards(wanted)
     checkpoint.fill(found)
     assert same_bits(found, wanted)
     assert checkpoint.facts == {"ranks": checkpoint.counters["step"]}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_some_ranks_save_any_others_load(ranks: Ranks, tmp_path: Path, size: int) -> None:
+def test_what_some_ranks_save_any_others_load(ranks: RankPool, tmp_path: Path, size: int) -> None:
     assert ranks.run(size, save, tmp_path, 3) == ["step-00000003"] * size
-    assert [path.name for path in committed(tmp_path)] == ["step-00000003", "step-00000002"]
+    assert [path.name for path in list_committed(tmp_path)] == ["step-00000003", "step-00000002"]
     for other in (1, 2, 4):
         ranks.run(other, load, tmp_path / "step-00000003")
 
@@ -90,7 +99,7 @@ def verify(world: World, path: Path) -> str:
     return ""
 
 
-def test_all_ranks_raise_the_same_error(ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_raise_the_same_error(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(4, save, tmp_path, 2)
     path = tmp_path / "step-00000002"
     assert ranks.run(4, verify, path) == [""] * 4
@@ -137,7 +146,7 @@ def fail_then_save(world: World, directory: Path, late: bool) -> tuple[str, str]
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_failure_on_one_rank_is_everybodys_and_passes(
-    late: bool, ranks: Ranks, tmp_path: Path
+    late: bool, ranks: RankPool, tmp_path: Path
 ) -> None:
     for message, newest in ranks.run(4, fail_then_save, tmp_path, late):
         assert "step 1" in message
@@ -147,7 +156,7 @@ def test_a_failure_on_one_rank_is_everybodys_and_passes(
 
 
 def save_without_the_last(world: World, directory: Path) -> str:
-    hasty = replace(world, deadline=timedelta(seconds=1))
+    hasty = replace(world, timeout=timedelta(seconds=1))
     saver = Saver(directory, hasty, keep=2)
     if world.rank == world.size - 1:
         return ""
@@ -160,7 +169,7 @@ def save_without_the_last(world: World, directory: Path) -> str:
 
 
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_deadline(
-    ranks: Ranks, tmp_path: Path
+    ranks: RankPool, tmp_path: Path
 ) -> None:
     errors = ranks.run(3, save_without_the_last, tmp_path)
     assert "rank 2 did not finish its share within 1 s" in errors[0]

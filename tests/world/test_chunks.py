@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 from layouts import Outcome, assert_same, outcome
-from test_visits import DROPS, HOMES, SLICED
+from test_visits import DROPS, PLACEMENT, TP_SIZES
 
-from moesaic.dist.exchange import Carrier, Work
+from moesaic.dist.all_to_all import Transport, Work
 from moesaic.dist.world import World
-from moesaic.facts.plan import lay_out
-from moesaic.nn.bank import Bank
-from moesaic.nn.dispatch import Dispatcher
-from moesaic.nn.travel import There
+from moesaic.facts.plan import plan_from_layout
+from moesaic.nn.dispatch.all_to_all import ExpertInputs
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
 from moesaic.testing.jobs import tiny_job
-from moesaic.testing.ranks import Ranks
-from moesaic.train.assemble import ranks_of
+from moesaic.testing.ranks import RankPool
+from moesaic.train.assemble import make_dispatch_ranks
 
 STEPS = 2
-ROWS, VISITS = {"dispatch": "rows"}, {"dispatch": "visits"}
-FIRST = {"local": "first"}
+ROWS, VISITS = {"dispatch": "all_to_all"}, {"dispatch": "dedup"}
+FIRST = {"overlap_local": True}
 MICRO = {"train": {"micro_batches": 2}}
 LORA = {"finetune": {"method": "lora", "rank": 4}}
 HALVES = {"pp": 2, "schedule": "zero-bubble"}
@@ -36,41 +36,42 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"ep": 2, "chunks": 3, **VISITS}, MICRO),
     (2, {"ep": 2, "chunks": 64, **ROWS}, {"data": {"sequence": 7}}),
     (2, {"ep": 2, "chunks": 64, **VISITS}, {"data": {"sequence": 7}}),
-    (4, {"ep": 4, "chunks": 5, "hosts": 2, **ROWS}, DROPS),
-    (4, {"ep": 4, "chunks": 5, "hosts": 2, **VISITS}, {**DROPS, **MICRO}),
-    (4, {"ep": 4, "chunks": 64, "hosts": 2, **VISITS}, {"data": {"sequence": 7}}),
+    (4, {"ep": 4, "chunks": 5, "dispatch_hosts": 2, **ROWS}, DROPS),
+    (4, {"ep": 4, "chunks": 5, "dispatch_hosts": 2, **VISITS}, {**DROPS, **MICRO}),
+    (4, {"ep": 4, "chunks": 64, "dispatch_hosts": 2, **VISITS}, {"data": {"sequence": 7}}),
     (4, {"ep": 4, "chunks": 2, **ROWS}, {"model": {"top_k": 8}}),
-    (4, {"ep": 4, "chunks": 2, "hosts": 2, **VISITS}, {"train": {"recompute": True}}),
+    (4, {"ep": 4, "chunks": 2, "dispatch_hosts": 2, **VISITS}, {"train": {"recompute": True}}),
     (
         4, {"ep": 4, "chunks": 4, **VISITS},
         {"routing": {"router": "balanced"}, "model": {"top_k": 1}},
     ),
     (2, {"ep": 2, "chunks": 3, **ROWS}, LORA),
-    (4, {"ep": 4, "chunks": 3, "hosts": 2, **VISITS}, {**LORA, **MICRO}),
+    (4, {"ep": 4, "chunks": 3, "dispatch_hosts": 2, **VISITS}, {**LORA, **MICRO}),
     (4, {"ep": 2, "chunks": 3, **HALVES, **ROWS}, {"train": {"micro_batches": 4}}),
     (4, {"ep": 2, "chunks": 3, **HALVES, **VISITS}, {"train": {"micro_batches": 4}, **LORA}),
-    (4, {"ep": 2, "tp": 2, "etp": 2, "chunks": 3, **VISITS}, SLICED),
-    (4, {"ep": 2, "tp": 2, "shard": 2, "chunks": 2, **ROWS}, SLICED),
+    (4, {"ep": 2, "tp": 2, "etp": 2, "chunks": 3, **VISITS}, TP_SIZES),
+    (4, {"ep": 2, "tp": 2, "dp_shard": 2, "chunks": 2, **ROWS}, TP_SIZES),
     (2, {"ep": 2, **FIRST, **ROWS}, {}),
     (2, {"ep": 2, **FIRST, **VISITS}, DROPS),
     (2, {"ep": 2, "chunks": 3, **FIRST, **ROWS}, {**DROPS, **MICRO}),
     (2, {"ep": 2, "chunks": 64, **FIRST, **VISITS}, {"data": {"sequence": 7}}),
-    (4, {"ep": 4, "hosts": 2, **FIRST, **ROWS}, DROPS),
-    (4, {"ep": 4, "hosts": 2, **FIRST, **VISITS}, {**DROPS, **MICRO}),
-    (4, {"ep": 4, "chunks": 2, "hosts": 2, **FIRST, **VISITS}, {"train": {"recompute": True}}),
+    (4, {"ep": 4, "dispatch_hosts": 2, **FIRST, **ROWS}, DROPS),
+    (4, {"ep": 4, "dispatch_hosts": 2, **FIRST, **VISITS}, {**DROPS, **MICRO}),
+    (4, {"ep": 4, "chunks": 2, "dispatch_hosts": 2, **FIRST, **VISITS},
+     {"train": {"recompute": True}}),
     (4, {"ep": 4, **FIRST, **VISITS}, {"routing": {"router": "balanced"}, "model": {"top_k": 1}}),
     (4, {"ep": 4, **FIRST, **ROWS}, {"model": {"top_k": 8}}),
     (2, {"ep": 2, **FIRST, **ROWS}, LORA),
-    (4, {"ep": 4, "hosts": 2, "chunks": 2, **FIRST, **VISITS}, {**LORA, **MICRO}),
+    (4, {"ep": 4, "dispatch_hosts": 2, "chunks": 2, **FIRST, **VISITS}, {**LORA, **MICRO}),
     (4, {"ep": 2, **FIRST, **HALVES, **VISITS}, {"train": {"micro_batches": 4}}),
-    (4, {"ep": 2, "tp": 2, "etp": 2, **FIRST, **VISITS}, SLICED),
-    (4, {"ep": 2, "tp": 2, "shard": 2, **FIRST, **ROWS}, SLICED),
+    (4, {"ep": 2, "tp": 2, "etp": 2, **FIRST, **VISITS}, TP_SIZES),
+    (4, {"ep": 2, "tp": 2, "dp_shard": 2, **FIRST, **ROWS}, TP_SIZES),
 ]  # fmt: skip
 _references: dict[str, Outcome] = {}
 
 
 @pytest.mark.parametrize(("size", "layout", "tables"), CASES, ids=str)
-def test_fp64(ranks: Ranks, size: int, layout: dict[str, Any], tables: dict[str, Any]) -> None:
+def test_fp64(ranks: RankPool, size: int, layout: dict[str, Any], tables: dict[str, Any]) -> None:
     key = str(tables)
     if key not in _references:
         _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
@@ -79,14 +80,14 @@ def test_fp64(ranks: Ranks, size: int, layout: dict[str, Any], tables: dict[str,
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_fp64_wherever_experts_live(ranks: Ranks, hosts: int) -> None:
+def test_fp64_wherever_experts_live(ranks: RankPool, hosts: int) -> None:
     one = outcome(ranks, 1, tiny_job(**DROPS), STEPS)
-    job = tiny_job(**DROPS, layout={"ep": 4, "chunks": 3, "hosts": hosts, **VISITS})
-    assert_same(outcome(ranks, 4, job, STEPS, homes=HOMES), one)
+    job = tiny_job(**DROPS, layout={"ep": 4, "chunks": 3, "dispatch_hosts": hosts, **VISITS})
+    assert_same(outcome(ranks, 4, job, STEPS, placement=PLACEMENT), one)
 
 
 @pytest.mark.parametrize("way", [ROWS, VISITS], ids=["rows", "visits"])
-def test_what_tokens_become_does_not_depend_on_chunks(ranks: Ranks, way: dict[str, Any]) -> None:
+def test_what_tokens_become_does_not_depend_on_chunks(ranks: RankPool, way: dict[str, Any]) -> None:
     """Forward each token has the same bits; gradients of weights are summed chunk by chunk."""
     train = {"precision": "fp32"}
     whole, cut = (
@@ -98,7 +99,9 @@ def test_what_tokens_become_does_not_depend_on_chunks(ranks: Ranks, way: dict[st
 
 
 @pytest.mark.parametrize("way", [ROWS, VISITS], ids=["rows", "visits"])
-def test_what_is_local_is_computed_while_tokens_travel(ranks: Ranks, way: dict[str, Any]) -> None:
+def test_what_is_local_is_computed_while_tokens_travel(
+    ranks: RankPool, way: dict[str, Any]
+) -> None:
     """Half of it on their way to experts, half on the way of results; so in backward. Which rows
     stand where is found on the way, too."""
     passes = ranks.run(2, order_of_things, {"ep": 2, **FIRST, **way})
@@ -106,7 +109,7 @@ def test_what_is_local_is_computed_while_tokens_travel(ranks: Ranks, way: dict[s
     assert passes == [[["leave", "sort", *expected[1:]], expected]] * 2
 
 
-def test_what_is_local_is_computed_before_between_and_after_chunks(ranks: Ranks) -> None:
+def test_what_is_local_is_computed_before_between_and_after_chunks(ranks: RankPool) -> None:
     passes = ranks.run(2, order_of_things, {"ep": 2, "chunks": 2, **FIRST, **ROWS})
     first = ["leave", "compute", "come", "leave", "compute", "leave", "compute"]
     ahead = [*first, "come", "compute", "come", "leave", "compute", "come"]
@@ -118,20 +121,20 @@ def test_what_is_local_is_computed_before_between_and_after_chunks(ranks: Ranks)
 def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
     """What a layer does forward, and then backward."""
     job = tiny_job(layout=layout)
-    plan, told = lay_out(job.layout, job.model, world.size), list[str]()
-    own = ranks_of(plan, world)
-    own = replace(own, carriers=tuple(Telling(carrier, told) for carrier in own.carriers))
+    plan, told = plan_from_layout(job.layout, job.model, world.size), list[str]()
+    own = make_dispatch_ranks(plan, world)
+    own = replace(own, transports=tuple(Telling(carrier, told) for carrier in own.transports))
     dispatcher = Watched(
-        8, own, visits=plan.dispatch == "visits", chunks=plan.chunks, local_first=True
+        8, own, dedup=plan.dispatch == "dedup", num_chunks=plan.chunks, overlap_local=True
     )
     dispatcher.told = told
-    bank = Bank(range(4), hidden=8, ffn=4)
+    bank = ExpertBank(range(4), hidden=8, ffn=4)
     torch.nn.init.normal_(bank.arena)
     tokens = torch.randn(12, 8, requires_grad=True)
     chosen = torch.rand(12, 8).topk(3, dim=1)
     weights = chosen.values.requires_grad_()
 
-    with bank.at_work(dispatcher.computations) as compute:
+    with bank.expert_function(dispatcher.num_computations) as compute:
 
         def telling(*there: Any) -> torch.Tensor:
             told.append("compute")
@@ -140,7 +143,9 @@ def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
             return results
 
         counted = dispatcher.count(chosen.indices, training=True)
-        out = dispatcher.start(tokens, weights, dispatcher.place(counted)).through(telling)
+        out = dispatcher.start_dispatch(
+            tokens, weights, dispatcher.assign_slots(counted)
+        ).run_experts(telling)
     ahead = told.copy()
     told.clear()
     out.sum().backward()
@@ -152,16 +157,16 @@ class Watched(Dispatcher):
 
     told: list[str]
 
-    def _stay(self, *there: Any) -> Iterator[There]:
+    def _local_inputs(self, *there: Any) -> Iterator[ExpertInputs]:
         self.told.append("sort")
-        yield from super()._stay(*there)
+        yield from super()._local_inputs(*there)
 
 
 @dataclass
 class Telling:
     """A carrier that says what it does."""
 
-    carrier: Carrier
+    carrier: Transport
     told: list[str]
 
     @property
@@ -197,7 +202,9 @@ class Waiting:
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("way", [ROWS, VISITS], ids=["rows", "visits"])
-def test_local_tokens_wherever_experts_live(ranks: Ranks, hosts: int, way: dict[str, Any]) -> None:
+def test_local_tokens_wherever_experts_live(
+    ranks: RankPool, hosts: int, way: dict[str, Any]
+) -> None:
     one = outcome(ranks, 1, tiny_job(**DROPS), STEPS)
-    job = tiny_job(**DROPS, layout={"ep": 4, "hosts": hosts, **FIRST, **way})
-    assert_same(outcome(ranks, 4, job, STEPS, homes=HOMES), one)
+    job = tiny_job(**DROPS, layout={"ep": 4, "dispatch_hosts": hosts, **FIRST, **way})
+    assert_same(outcome(ranks, 4, job, STEPS, placement=PLACEMENT), one)

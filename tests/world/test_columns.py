@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.dist.collectives import JoinColumns
-from moesaic.dist.exchange import ByGroup, ByPairs, Carrier
+from moesaic.dist.all_to_all import GroupAllToAll, PairwiseAllToAll, Transport
+from moesaic.dist.collectives import GatherColumns
 from moesaic.dist.world import World
-from moesaic.nn.columns import Columns
-from moesaic.testing.ranks import Ranks
+from moesaic.nn.sharded_embedding import ShardedEmbedding
+from moesaic.testing.ranks import RankPool
 
 VOCAB, WIDTH = 23, 6
 """Words, and columns of a rank."""
@@ -33,10 +33,10 @@ WORDS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
     "one word": lambda shape, draw: torch.full(shape, 4),
     "two words": lambda shape, draw: torch.randint(2, shape, generator=draw) * (VOCAB - 1),
 }
-CARRIERS: dict[str, Callable[[World], Carrier | None]] = {
-    "as the world has it": lambda world: world.carrier([list(range(world.size))]),
-    "pairs": lambda world: ByPairs(world.everyone),  # type: ignore[arg-type]
-    "group": lambda world: ByGroup(world.everyone),  # type: ignore[arg-type]
+CARRIERS: dict[str, Callable[[World], Transport | None]] = {
+    "as the world has it": lambda world: world.transport([list(range(world.size))]),
+    "pairs": lambda world: PairwiseAllToAll(world.group),  # type: ignore[arg-type]
+    "group": lambda world: GroupAllToAll(world.group),  # type: ignore[arg-type]
 }
 
 
@@ -59,7 +59,7 @@ def look_up(world: World, tokens: str, words: str, by: str) -> tuple[Tensor, Ten
     table, ids, seeds = drawn(tokens, words, world.size)
     here = slice(world.rank * WIDTH, (world.rank + 1) * WIDTH)
     own = table[:, here].clone().requires_grad_()
-    columns = Columns(world.size, CARRIERS[by](world))
+    columns = ShardedEmbedding(world.size, CARRIERS[by](world))
     found = columns.look_up(ids[world.rank], own)
     found.backward(seeds[world.rank])
     with torch.no_grad():
@@ -72,7 +72,7 @@ def look_up(world: World, tokens: str, words: str, by: str) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_bits_are_those_of_one_process(
-    ranks: Ranks, size: int, tokens: str, words: str, by: str
+    ranks: RankPool, size: int, tokens: str, words: str, by: str
 ) -> None:
     table, ids, seeds = drawn(tokens, words, size)
     one = nn.Embedding.from_pretrained(table, freeze=False)
@@ -102,9 +102,9 @@ def test_another_order_of_tokens_would_be_other_bits() -> None:
 
 def checked(world: World, frozen: bool) -> int:
     """Derivatives against differences; `frozen`, exchanges of a lookup that nobody learns."""
-    carrier = world.carrier([list(range(world.size))])
+    carrier = world.transport([list(range(world.size))])
     assert carrier is not None
-    columns = Columns(world.size, carrier)
+    columns = ShardedEmbedding(world.size, carrier)
     draw = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(4, (world.rank % 2 * 2, 3), generator=draw)
     weight = torch.randn(4, 2, generator=draw, dtype=torch.float64, requires_grad=not frozen)
@@ -137,12 +137,12 @@ def checked(world: World, frozen: bool) -> int:
     return 1
 
 
-def test_derivatives_are_those_of_differences(ranks: Ranks) -> None:
+def test_derivatives_are_those_of_differences(ranks: RankPool) -> None:
     """In fp64, over the loss of all ranks: torch's own check knows of one."""
     assert ranks.run(4, checked, False) == [1] * 4
 
 
-def test_a_frozen_table_has_no_way_back(ranks: Ranks) -> None:
+def test_a_frozen_table_has_no_way_back(ranks: RankPool) -> None:
     assert ranks.run(2, checked, True) == [0] * 2
 
 
@@ -151,7 +151,7 @@ def join(world: World, bucket_bytes: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(5)
     table = torch.randn(VOCAB, world.size * WIDTH, generator=draw, dtype=torch.float64)
     own = table[:, world.rank * WIDTH : (world.rank + 1) * WIDTH].clone().requires_grad_()
-    joined = JoinColumns.apply(own, world.everyone, bucket_bytes)
+    joined = GatherColumns.apply(own, world.group, bucket_bytes)
     seed = torch.randn(joined.shape, dtype=torch.float64, generator=draw) * (1 + world.rank)
     joined.backward(seed)
     assert own.grad is not None
@@ -161,7 +161,9 @@ def join(world: World, bucket_bytes: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 5, VOCAB, 100])
 @pytest.mark.parametrize("size", [2, 3])
-def test_columns_come_together_and_gradients_go_apart(ranks: Ranks, size: int, rows: int) -> None:
+def test_columns_come_together_and_gradients_go_apart(
+    ranks: RankPool, size: int, rows: int
+) -> None:
     """However many rows travel at a time; too small a message has one."""
     found = ranks.run(size, join, rows * size * WIDTH * 8 if rows > 1 else 1)
     total: Any = sum(seed for seed, _ in found)
@@ -172,11 +174,11 @@ def test_columns_come_together_and_gradients_go_apart(ranks: Ranks, size: int, r
 def lost(world: World) -> Tensor:
     """Gradients of `join` may be asked for again: nothing that is handed on is written to."""
     own = torch.ones(3, 2, requires_grad=True)
-    whole = JoinColumns.apply(own, world.everyone)
+    whole = GatherColumns.apply(own, world.group)
     ask = partial(torch.autograd.grad, whole, own, torch.ones_like(whole), retain_graph=True)
     assert torch.equal(*ask(), *ask())
     return whole.detach()
 
 
-def test_a_backward_may_come_twice(ranks: Ranks) -> None:
+def test_a_backward_may_come_twice(ranks: RankPool) -> None:
     assert all(torch.equal(one, torch.ones(3, 4)) for one in ranks.run(2, lost))

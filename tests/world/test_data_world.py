@@ -14,9 +14,9 @@ import pytest
 from moesaic.base.errors import DataError, MoesaicError, UserError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.data import TextData
-from moesaic.train.data.agreement import work_in_turn
+from moesaic.train.data.rank_zero_first import run_rank_zero_first
 
 
 def configure(path: Path, cache: Path) -> DataConfig:
@@ -44,7 +44,7 @@ def open_text(world: World, configs: list[DataConfig]) -> Any:
     return data.digest, len(data.train), len(data.validation), batch.inputs.tolist()
 
 
-def test_ranks_see_the_same_text_tokenised_once(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_see_the_same_text_tokenised_once(ranks: RankPool, tmp_path: Path) -> None:
     config = configure(write(tmp_path / "a.jsonl"), tmp_path / "cache")
     results = ranks.run(3, open_text, [config] * 3)
     assert results == [results[0]] * 3
@@ -53,7 +53,7 @@ def test_ranks_see_the_same_text_tokenised_once(ranks: Ranks, tmp_path: Path) ->
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 
 
-def test_ranks_without_a_shared_disk_make_their_own(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_without_a_shared_disk_make_their_own(ranks: RankPool, tmp_path: Path) -> None:
     configs = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -63,7 +63,7 @@ def test_ranks_without_a_shared_disk_make_their_own(ranks: Ranks, tmp_path: Path
     assert len(list(tmp_path.glob("*/cache/*/tokens.bin"))) == 2
 
 
-def test_other_text_on_another_machine_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+def test_other_text_on_another_machine_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
     configs = [
         configure(write(tmp_path / f"{num}.jsonl", num), tmp_path / "cache") for num in (60, 61)
     ]
@@ -75,7 +75,9 @@ def test_other_text_on_another_machine_is_noticed(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_error_of_one_rank_is_the_error_of_all(ranks: Ranks, tmp_path: Path, bad: int) -> None:
+def test_an_error_of_one_rank_is_the_error_of_all(
+    ranks: RankPool, tmp_path: Path, bad: int
+) -> None:
     good = configure(write(tmp_path / "a.jsonl"), tmp_path / "cache")
     broken = tmp_path / "b.jsonl"
     broken.write_text('{"text": "a"}\n{"body": 1}\n')
@@ -90,7 +92,7 @@ def open_twice(world: World, bad: DataConfig, good: DataConfig) -> list[Any]:
     return [open_text(world, [config] * world.size) for config in (bad, good)]
 
 
-def test_a_failure_does_not_reach_the_next_attempt(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_failure_does_not_reach_the_next_attempt(ranks: RankPool, tmp_path: Path) -> None:
     good = configure(write(tmp_path / "a.jsonl"), tmp_path / "cache")
     bad = configure(tmp_path / "none", tmp_path / "cache")
     for first, second in ranks.run(2, open_twice, bad, good):
@@ -103,13 +105,13 @@ def fail_oddly(world: World) -> list[str]:
         raise ZeroDivisionError("odd")
 
     try:
-        work_in_turn(world, "work", work, str)
+        run_rank_zero_first(world, "work", work, str)
     except (MoesaicError, ZeroDivisionError) as error:
         return [type(error).__name__, str(error)]
     raise AssertionError("no error")
 
 
-def test_an_error_that_is_ours_is_told_too(ranks: Ranks) -> None:
+def test_an_error_that_is_ours_is_told_too(ranks: RankPool) -> None:
     first, second = ranks.run(2, fail_oddly)
     assert first == ["ZeroDivisionError", "odd"]
     assert second == ["MoesaicError", "work failed with ZeroDivisionError: odd"]
@@ -117,7 +119,7 @@ def test_an_error_that_is_ours_is_told_too(ranks: Ranks) -> None:
 
 def work_long(world: World, beats: bool) -> Any:
     """Rank 0 works for longer than a deadline, with or without a sign of life."""
-    world.deadline = timedelta(seconds=0.6)
+    world.timeout = timedelta(seconds=0.6)
 
     def work(beat: Any) -> int:
         for _ in range(30 if world.rank == 0 else 0):
@@ -127,19 +129,19 @@ def work_long(world: World, beats: bool) -> Any:
         return 7
 
     try:
-        return work_in_turn(world, "work", work, str)
+        return run_rank_zero_first(world, "work", work, str)
     except MoesaicError as error:
         return str(error)
 
 
-def test_patience_counts_from_the_last_sign_of_life(ranks: Ranks) -> None:
+def test_patience_counts_from_the_last_sign_of_life(ranks: RankPool) -> None:
     assert ranks.run(2, work_long, True) == [7, 7]
     second = ranks.run(2, work_long, False)[1]
     assert second == "work: no sign of life from rank 0 for 0:00:00.600000"
 
 
 def die_while_others_wait(world: World) -> str:
-    world.deadline = timedelta(seconds=0.5)
+    world.timeout = timedelta(seconds=0.5)
 
     def work(beat: Any) -> int:
         if world.rank == 0:
@@ -147,12 +149,12 @@ def die_while_others_wait(world: World) -> str:
         return 7
 
     try:
-        work_in_turn(world, "work", work, str)
+        run_rank_zero_first(world, "work", work, str)
     except MoesaicError as error:
         raise DataError(f"survived: {error}") from None
     return "no error"
 
 
-def test_a_dead_rank_0_does_not_hang_the_others(ranks: Ranks) -> None:
+def test_a_dead_rank_0_does_not_hang_the_others(ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match="survived: work: no sign of life from rank 0"):
         ranks.run(2, die_while_others_wait)

@@ -12,18 +12,18 @@ from layouts import SIGMOID, Outcome, outcome, sparing, worst_element
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, Piece
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, SECOND_MOMENT, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import Parameter, memory, parameters
-from moesaic.facts.workload.finetune import adapters, learnt
-from moesaic.models.initial import InitialSource
+from moesaic.facts.workload.adapters import adapters, trainable_parameters
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import RankFailed, Ranks
-from moesaic.testing.watch import Silent
+from moesaic.testing.progress import RecordingProgress
+from moesaic.testing.ranks import RankFailed, RankPool
 from moesaic.train.assemble import assemble
-from moesaic.train.jobfile import LoadedJob
+from moesaic.train.job_file import LoadedJob
 from moesaic.train.trainer import train
 
 LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
@@ -55,7 +55,7 @@ def everything(job: Job) -> list[Parameter]:
 def initial(job: Job) -> dict[str, np.ndarray]:
     """Initial values by logical name."""
     pieces = [
-        Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
+        TensorShard(PARAMETER, p.name, p.shape, (0,) * len(p.shape),
               torch.empty(p.shape, dtype=torch.float64), (0,))
         for p in everything(job)
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def check_same(other: Outcome, one: Outcome) -> None:
 
 def check_what_changed(job: Job, result: Outcome) -> None:
     """What learns has changed and has moments; not a bit of anything else has, nor has it any."""
-    names = {p.name for p in learnt(job)}
+    names = {p.name for p in trainable_parameters(job)}
     before = initial(job)
     moments = {
         f"{kind}/{name}" for kind in (FIRST_MOMENT, SECOND_MOMENT) for name in names
@@ -96,17 +96,19 @@ def check_what_changed(job: Job, result: Outcome) -> None:
 
 HALVES, COLUMNS = {"pp": 2, "schedule": "zero-bubble"}, {"embedding": "columns"}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"ep": 2}), (2, {"shard": 2}), (4, {"ep": 2, "shard": 2}), (2, HALVES),
+    (2, {"ep": 2}), (2, {"dp_shard": 2}), (4, {"ep": 2, "dp_shard": 2}), (2, HALVES),
     (2, {"ep": 2, **COLUMNS}), (4, {**HALVES, **COLUMNS}),
 ]  # fmt: skip
 SLICES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "shard": 2}),
+    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "dp_shard": 2}),
     (4, {"tp": 2, "pp": 2, "schedule": "gpipe", "ep": 2}),
 ]  # fmt: skip
 _alone: dict[str, Outcome] = {}
 
 
-def check_layout(ranks: Ranks, tables: dict[str, Any], size: int, layout: dict[str, Any]) -> None:
+def check_layout(
+    ranks: RankPool, tables: dict[str, Any], size: int, layout: dict[str, Any]
+) -> None:
     """Hold steps in a layout against those of one rank."""
     job = tiny_job(**tables)
     if str(tables) not in _alone:
@@ -125,7 +127,7 @@ def check_layout(ranks: Ranks, tables: dict[str, Any], size: int, layout: dict[s
     sparing([[name, *layout] for layout in LAYOUTS for name in JOBS], 2),
 )
 def test_every_layout_gives_the_same_numbers(
-    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
 ) -> None:
     check_layout(ranks, JOBS[name], size, layout)
 
@@ -135,7 +137,7 @@ def test_every_layout_gives_the_same_numbers(
     sparing([[name, *layout] for name in JOBS if "alone" not in name for layout in SLICES], 2),
 )
 def test_slices_give_the_same_numbers(
-    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
 ) -> None:
     """Of a matrix cut by rows B is cut and A whole, of one cut by columns A is cut and B whole."""
     tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
@@ -146,11 +148,13 @@ def test_slices_give_the_same_numbers(
     ("size", "layout"),
     [
         (2, {"tp": 2}),
-        (4, {"pp": 2, "shard": 2, "schedule": "zero-bubble"}),
-        (8, {"pp": 2, "tp": 2, "shard": 2, "ep": 2, "schedule": "gpipe"}),
+        (4, {"pp": 2, "dp_shard": 2, "schedule": "zero-bubble"}),
+        (8, {"pp": 2, "tp": 2, "dp_shard": 2, "ep": 2, "schedule": "gpipe"}),
     ],
 )
-def test_where_some_have_nothing_to_learn(ranks: Ranks, size: int, layout: dict[str, Any]) -> None:
+def test_where_some_have_nothing_to_learn(
+    ranks: RankPool, size: int, layout: dict[str, Any]
+) -> None:
     """Slices, and stages that are sharded, of a model whose experts alone are adapted."""
     name = "lora of experts alone, none in the first layer"
     tables = {**JOBS[name], "model": {**JOBS[name].get("model", {}), "vocab": 60}}
@@ -158,7 +162,7 @@ def test_where_some_have_nothing_to_learn(ranks: Ranks, size: int, layout: dict[
     check_same(outcome(ranks, size, tiny_job(**tables, layout=layout), STEPS), one)
 
 
-def test_bf16_stays_close_to_fp32(ranks: Ranks) -> None:
+def test_bf16_stays_close_to_fp32(ranks: RankPool) -> None:
     losses = {}
     for precision in ("fp32", "bf16"):
         tables = {"finetune": {**LORA, "targets": EVERY[:2]}, "train": {"precision": precision}}
@@ -171,19 +175,19 @@ def test_bf16_stays_close_to_fp32(ranks: Ranks) -> None:
 
 def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of parameters, gradients and moments: those of one rank, and as predicted."""
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    run.gradients(RandomSamples(job.model.vocab, job.data.sequence))
+    run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
     alone = {id(one) for b in run.buckets.buckets if len(b.parameters) == 1 for one in b.parameters}
     shared = {id(one) for b in run.buckets.buckets for one in b.parameters} - alone
     flat = {  # With what lies between gradients.
         item.grad.untyped_storage().data_ptr(): item.grad.untyped_storage().nbytes()
-        for item in run.holdings
+        for item in run.trainable
         if id(item.parameter) in shared
     }
     held = (
-        sum(item.local.nbytes for item in (*run.holdings, *run.frozen)),
-        sum(item.grad.nbytes for item in run.holdings if id(item.parameter) not in shared)
+        sum(item.local.nbytes for item in (*run.trainable, *run.frozen)),
+        sum(item.grad.nbytes for item in run.trainable if id(item.parameter) not in shared)
         + sum(flat.values()),
         sum(one.nbytes for pair in run.optimizer.moments.values() for one in pair),
     )
@@ -194,8 +198,8 @@ def held_and_predicted(world: World, job: Job) -> tuple[tuple[int, ...], tuple[i
 
 
 @pytest.mark.parametrize("finetune", [LORA, {"router": "frozen"}])
-def test_memory_follows_what_learns(ranks: Ranks, finetune: dict[str, Any]) -> None:
-    for size, layout in ((1, {}), (2, {"ep": 2}), (2, {"ep": 2, "shard": 2})):
+def test_memory_follows_what_learns(ranks: RankPool, finetune: dict[str, Any]) -> None:
+    for size, layout in ((1, {}), (2, {"ep": 2}), (2, {"ep": 2, "dp_shard": 2})):
         tables = {"model": {"vocab": 64}, "finetune": {**finetune, "rank": 4}, "layout": layout}
         job = tiny_job(**tables)
         for held, predicted in ranks.run(size, held_and_predicted, job):
@@ -215,7 +219,7 @@ def run_job(
             "checkpoint": {"every": 2}, "log": {"tensorboard": False}, **changes,
         }
     )  # fmt: skip
-    watch = Silent()
+    watch = RecordingProgress()
     train(LoadedJob(job, "", []), Path(out), resume, world, watch)
     return [figures["loss"] for figures in watch.figures], watch.messages
 
@@ -228,20 +232,20 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
         tensor = torch.empty(record.shape, dtype=torch.float64)
         kind, _, name = key.partition("/")
         offset = (0,) * len(record.shape)
-        checkpoint.fill([Piece(kind, name, tuple(record.shape), offset, tensor, (0,))])
+        checkpoint.fill([TensorShard(kind, name, tuple(record.shape), offset, tensor, (0,))])
         state[key] = tensor.numpy()
     return state
 
 
-def test_any_layout_resumes_in_any_other(ranks: Ranks, tmp_path: Path) -> None:
+def test_any_layout_resumes_in_any_other(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
-    layouts = {"one": (1, {}), "two": (2, {"ep": 2}), "both": (4, {"ep": 2, "shard": 2})}
-    layouts["sliced"] = (4, {"tp": 2, "ep": 2, "shard": 2})
+    layouts = {"one": (1, {}), "two": (2, {"ep": 2}), "both": (4, {"ep": 2, "dp_shard": 2})}
+    layouts["sliced"] = (4, {"tp": 2, "ep": 2, "dp_shard": 2})
     whole: dict[str, list[float]] = {}
     for name, (size, layout) in layouts.items():
         results = ranks.run(size, run_job, str(tmp_path / name), layout, None, {})
         whole[name], said = results[0]
-        assert any(line.startswith("learns 9,408 of ") for line in said), said
+        assert any(line.startswith("trains 9,408 of ") for line in said), said
         assert "  layers.*.moe.experts.*.gate.lora_*: 2,688" in said
     expected = read_state(tmp_path / "one/checkpoints/step-00000004")
     for before, after in (

@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 from layouts import ASKING, SIGMOID, Outcome, assert_same, outcome, worst_tensor
 
-from moesaic.dist.shared import ByMemory
+from moesaic.dist.shm_all_to_all import SharedMemoryAllToAll
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints, unchanged
+from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import BalanceConfig, Job
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 
 STEPS = 2
 DROPS = {
     "model": {"top_k": 2},
-    "routing": {"router": "gshard", "capacity": 1.5, "balance_loss": 1.0},
+    "routing": {"router": "gshard", "capacity_factor": 1.5, "balance_loss": 1.0},
 }
 SWITCH = {"model": {"top_k": 1}, "routing": {"router": "switch", "noise": 0.1}}
 WAYS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"ep": 2}, {}),
     (4, {"ep": 2}, {"model": {"top_k": 8}}),
-    (4, {"ep": 4, "dispatch": "visits"}, {}),
-    (4, {"ep": 4, "dispatch": "visits", "chunks": 3}, DROPS),
-    (4, {"ep": 2, "dispatch": "visits", "local": "first"}, DROPS),
-    (4, {"ep": 4, "dispatch": "rows", "hosts": 2}, SWITCH),
-    (4, {"ep": 4, "dispatch": "visits", "hosts": 2, "chunks": 2}, DROPS),
-    (2, {"ep": 2, "local": "first", "chunks": 2}, SWITCH),
-    (4, {"ep": 2, "shard": 4}, {"train": {"recompute": True}}),
+    (4, {"ep": 4, "dispatch": "dedup"}, {}),
+    (4, {"ep": 4, "dispatch": "dedup", "chunks": 3}, DROPS),
+    (4, {"ep": 2, "dispatch": "dedup", "overlap_local": True}, DROPS),
+    (4, {"ep": 4, "dispatch": "all_to_all", "dispatch_hosts": 2}, SWITCH),
+    (4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 2}, DROPS),
+    (2, {"ep": 2, "overlap_local": True, "chunks": 2}, SWITCH),
+    (4, {"ep": 2, "dp_shard": 4}, {"train": {"recompute": True}}),
     (4, {"ep": 2, "tp": 2, "etp": 2}, {"model": {"vocab": 64}}),
     (4, {"ep": 2, "pp": 2, "schedule": "zero-bubble"}, {"train": {"micro_batches": 4}}),
     (4, {"ep": 2, "pp": 2, "schedule": "1f1b"}, {**SIGMOID, "train": {"micro_batches": 4}}),
@@ -51,7 +51,7 @@ def balanced(tables: dict[str, Any], policy: str = "quota") -> dict[str, Any]:
     return {**tables, "balance": {**ASKING, "policy": policy}}
 
 
-def alone(ranks: Ranks, tables: dict[str, Any]) -> Outcome:
+def alone(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
     key = str(tables)
     if key not in _references:
         _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
@@ -60,20 +60,20 @@ def alone(ranks: Ranks, tables: dict[str, Any]) -> Outcome:
 
 @pytest.mark.parametrize(("size", "layout", "tables"), WAYS)
 def test_copies_at_random(
-    ranks: Ranks, size: int, layout: dict[str, Any], tables: dict[str, Any]
+    ranks: RankPool, size: int, layout: dict[str, Any], tables: dict[str, Any]
 ) -> None:
     job = tiny_job(**balanced({**tables, "layout": layout}))
-    several = outcome(ranks, size, job, STEPS, shaken=3, homes=HOMES.get(layout["ep"]))
+    several = outcome(ranks, size, job, STEPS, shaken=3, placement=HOMES.get(layout["ep"]))
     assert_same(several, alone(ranks, tables))
     if "pp" not in layout:  # Rank 0, which is asked, has few of a pipeline's layers.
         assert several.steps[-1]["copies"] > 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
+def test_copies_that_leave_early(ranks: RankPool, recompute: bool) -> None:
     tables = {**SWITCH, "train": {"micro_batches": 2, "recompute": recompute}}
     raw = balanced({**tables, "layout": {"ep": 4}}, "quota")
-    raw["balance"]["early"] = True
+    raw["balance"]["prefetch"] = True
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))
     assert sum(step["copies"] for step in several.steps) > 0
@@ -81,9 +81,9 @@ def test_copies_that_leave_early(ranks: Ranks, recompute: bool) -> None:
 
 def wired(world: World, job: Job) -> list[list[int]]:
     """The layers whose experts may leave while those of each one compute."""
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    found = [[one.router.layer for one in moe.next] for _, moe in run.model.expert_layers()]
+    found = [[one.router.layer for one in moe.next_layers] for _, moe in run.model.expert_layers()]
     run.close()
     return found
 
@@ -94,14 +94,14 @@ def wired(world: World, job: Job) -> list[list[int]]:
      ({"ep": 1, "pp": 2}, False, [[], []])],
 )  # fmt: skip
 def test_experts_leave_under_the_layer_before(
-    ranks: Ranks, layout: dict[str, Any], recompute: bool, expected: list[list[int]]
+    ranks: RankPool, layout: dict[str, Any], recompute: bool, expected: list[list[int]]
 ) -> None:
     raw = balanced({"model": {"layers": 4}, "layout": layout}, "eplb")
     raw["train"] = {"recompute": recompute, "micro_batches": 2}
     assert ranks.run(2, wired, tiny_job(**raw)) == [expected] * 2
 
 
-def test_copies_that_are_kept(ranks: Ranks) -> None:
+def test_copies_that_are_kept(ranks: RankPool) -> None:
     """For three of the four micro-batches that there are of two steps."""
     tables = {**SWITCH, "train": {"micro_batches": 2}}
     raw = balanced({**tables, "layout": {"ep": 4}}, "eplb")
@@ -111,7 +111,7 @@ def test_copies_that_are_kept(ranks: Ranks) -> None:
     assert sum(step["copies"] for step in several.steps) > 0
 
 
-def test_where_nobody_says_anything_two_runs_decide_alike(ranks: Ranks) -> None:
+def test_where_nobody_says_anything_two_runs_decide_alike(ranks: RankPool) -> None:
     """By prices that are usual, and not measured."""
     tables = {
         "model": {"hidden": 256, "ffn": 512, "top_k": 1}, "layout": {"ep": 2},
@@ -124,7 +124,7 @@ def test_where_nobody_says_anything_two_runs_decide_alike(ranks: Ranks) -> None:
     assert sum(step["copies"] for step in one.steps) > 0
 
 
-def test_narrow_products_send_narrow_experts(ranks: Ranks) -> None:
+def test_narrow_products_send_narrow_experts(ranks: RankPool) -> None:
     """Gradients of bf16 are those of another layout to what its rounding leaves, routing replayed
     by what it is: a router that the rounding does not move."""
     tables = {"train": {"precision": "bf16"}, "routing": {"router": "balanced"}}
@@ -139,47 +139,47 @@ class Unneeded:
 
     early = True
 
-    def __init__(self, homes: Ints, ranks: int) -> None:
+    def __init__(self, homes: IntArray, ranks: int) -> None:
         self._ranks = ranks
-        self.rehome(homes)
+        self.set_owners(homes)
 
-    def rehome(self, homes: Ints) -> None:
+    def set_owners(self, owners: IntArray) -> None:
         ranks = self._ranks
-        away = np.ones((len(homes), ranks), bool)
-        away[np.arange(len(homes)), homes] = False
+        away = np.ones((len(owners), ranks), bool)
+        away[np.arange(len(owners)), owners] = False
         self._copies = np.argwhere(away)
 
-    def ahead(self) -> Balance:
-        return unchanged()._replace(copies=self._copies)
+    def early_replicas(self) -> BalanceDecision:
+        return no_replicas()._replace(replicas=self._copies)
 
-    def think(self) -> None:
+    def plan_next(self) -> None:
         pass
 
-    def __call__(self, counts: Ints) -> Balance:
-        return self.ahead()
+    def __call__(self, counts: IntArray) -> BalanceDecision:
+        return self.early_replicas()
 
 
 def leave_unneeded(world: World, job: Job) -> list[Any]:
     """What is left in the memory that ranks share, after two steps of such copies."""
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     for _, moe in run.model.expert_layers():
-        homes = moe.dispatcher.homes
-        moe.balancer = Unneeded(homes.places // homes.each, homes.ranks)
-        carrier = moe.dispatcher.ranks.straight
+        homes = moe.dispatcher.placement
+        moe.balancer = Unneeded(homes.slot_of_expert // homes.slots_per_rank, homes.num_ranks)
+        carrier = moe.dispatcher.groups.replica_transport
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     losses = [run.step(samples).loss for _ in range(2)]
     world.barrier()
-    assert isinstance(carrier, ByMemory)
-    carrier._hear_all()
-    unread = sum(box.readers for box in carrier._boxes.values())
-    waiting = sum(len(one._arrived) for one in carrier._neighbours.values())
+    assert isinstance(carrier, SharedMemoryAllToAll)
+    carrier._receive_pending()
+    unread = sum(box.readers for box in carrier._buffers.values())
+    waiting = sum(len(one._received) for one in carrier._peers.values())
     run.close()
     return [losses, unread, waiting]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_guests_without_rows_are_received(ranks: Ranks, recompute: bool) -> None:
+def test_guests_without_rows_are_received(ranks: RankPool, recompute: bool) -> None:
     """Where a layer is computed again, nothing behind its last product is: what nobody receives
     would stay in memory, or stand in the way of what comes after it."""
     tables = {"train": {"recompute": recompute}}

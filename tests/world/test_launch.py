@@ -43,7 +43,7 @@ tensorboard = false
 
 ENDLESS = ["--set", "train.steps=1000000", "--set", "checkpoint.every=2", "--out", "my run"]
 GO_ON = (
-    "; to go on: moesaic train job.toml --nproc 2 --set train.steps=1000000 "
+    "; to continue: moesaic train job.toml --nproc 2 --set train.steps=1000000 "
     "--set checkpoint.every=2 --out 'my run' --resume\n"
 )
 
@@ -69,7 +69,7 @@ def start(
 def ranks_of(parent: int) -> list[int]:
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed}
-    return [pid for pid, command in commands.items() if b"moesaic.cli.rank" in command]
+    return [pid for pid, command in commands.items() if b"moesaic.cli.train_worker" in command]
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 60) -> None:
@@ -95,12 +95,12 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
     facts = json.loads(out)
     assert (facts["ranks"], facts["step"], facts["status"]) == (2, 3, "finished")
     first, engines, balance, *others = err.splitlines()
-    shared = "experts over 2, tokens once to each expert, dense parameters on every rank"
+    shared = "experts over 2, tokens once per expert, dense parameters on every rank"
     assert first == f"plan: 2 ranks, {shared}"
-    by = r"(oneDNN \(torch\.mm where [a-z0-9 ]+\)|torch\.mm), one by one"
-    assert re.fullmatch(rf"experts: {by}; tokens carried by memory", engines)
-    few = r"a rank has \d+ rows of a layer at a time, and copies may pay from 256"
-    assert re.fullmatch(f"balance: no copies, {few}", balance)
+    by = r"(oneDNN \(torch\.mm for [a-z ]+\)|torch\.mm) per expert(, small experts .*)?"
+    assert re.fullmatch(rf"experts: {by}; tokens sent by memory", engines)
+    few = r"a rank has \d+ routed tokens per layer; replicas pay off from 256"
+    assert re.fullmatch(f"balance: no replicas, {few}", balance)
     assert all(line.startswith("step ") for line in others)
     assert (place / "run" / "report.html").is_file()
     for rank in (0, 1):
@@ -111,15 +111,14 @@ def test_ranks_train_and_the_parent_tells(place: Path) -> None:
 
 
 def test_copies_are_told_of_at_the_start_and_at_the_end(place: Path) -> None:
-    prices = "{rows_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, hides = true}"
+    prices = "{expert_tokens_per_s = 1.0, bytes_per_s = 1e30, latency_s = 0, overlaps = true}"
     told = ['policy="eplb"', "as_published=true", f"prices={prices}"]
     sets = [word for one in told for word in ("--set", f"balance.{one}")]
     process = start(place, "--nproc", "2", "--out", "run", *sets)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    assert "balance: eplb, as published; experts take 1 rows/s" in out
-    # Nobody knows by such prices.
-    off = r"^  whether copies paid is not known: prices are off \(.* a step.* by them"
+    assert "balance: eplb, as published; experts 1 tokens/s" in out
+    off = r"^  replicas have no verdict: balance prices do not match this machine \(.* a step"
     assert re.search(off, out, re.M)
 
 
@@ -157,7 +156,7 @@ def all_go(ranks: list[int]) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (signal.SIGKILL, "rank 1 was ended by SIGKILL, often for want of memory"),
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL, often for lack of memory"),
         pytest.param(signal.SIGTERM, "rank 1 was ended by SIGTERM", marks=pytest.mark.soak),
     ],
 )

@@ -1,4 +1,4 @@
-"""What one rank decides for all: its word, or its refusal, reaches every rank."""
+"""Results and errors of rank 0 reach every rank."""
 
 from __future__ import annotations
 
@@ -9,55 +9,53 @@ import pytest
 
 from moesaic.base.errors import StoreError, UserError
 from moesaic.dist.world import World
-from moesaic.testing.ranks import Ranks
-from moesaic.train.directory import alone
+from moesaic.testing.ranks import RankPool
+from moesaic.train.run_directory import lock_run_directory
 
 
-def hear(world: World, refusal: str) -> list[Any]:
+def run_on_rank_zero(world: World, error_text: str) -> list[Any]:
     def work() -> str:
-        assert world.leads, "only rank 0 works"
-        if refusal:
-            raise StoreError(refusal)
-        return "here"
+        assert world.is_rank_zero, "only rank 0 runs it"
+        if error_text:
+            raise StoreError(error_text)
+        return "done"
 
     try:
-        return [world.led(work)]
+        return [world.run_on_rank_zero(work)]
     except UserError as error:
         return [type(error).__name__, str(error)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_everyone_hears_rank_0(ranks: Ranks, size: int) -> None:
-    assert ranks.run(size, hear, "") == [["here"]] * size
-    assert ranks.run(size, hear, "no room") == [["StoreError", "no room"]] * size
+def test_every_rank_gets_the_result_of_rank_0(ranks: RankPool, size: int) -> None:
+    assert ranks.run(size, run_on_rank_zero, "") == [["done"]] * size
+    assert ranks.run(size, run_on_rank_zero, "no room") == [["StoreError", "no room"]] * size
 
 
-def hold(world: World, out: Path) -> list[str]:
-    """What this rank hears when it asks for a directory that is held, then for one that is free."""
-    heard = []
-    with alone(out, world, fresh=True):
+def lock_errors(world: World, out: Path) -> list[str]:
+    """Return the errors for a locked run directory, then for one that holds a run."""
+    errors = []
+    with lock_run_directory(out, world, fresh=True):
         try:
-            with alone(out, world, fresh=True):
+            with lock_run_directory(out, world, fresh=True):
                 pass
         except UserError as error:
-            heard.append(str(error).partition(" by ")[0])
+            errors.append(str(error).partition(" by ")[0])
         (out / "job.json").write_text("{}")
         world.barrier()
     try:
-        with alone(out, world, fresh=True):
+        with lock_run_directory(out, world, fresh=True):
             pass
     except UserError as error:
-        heard.append(str(error).partition(":")[0])
-    with alone(out.with_name("new") / "below", world, fresh=True):
+        errors.append(str(error).partition(":")[0])
+    with lock_run_directory(out.with_name("new") / "below", world, fresh=True):
         world.barrier()
-    return heard
+    return errors
 
 
-def test_a_directory_that_is_not_free_is_refused_on_every_rank(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_every_rank_rejects_a_run_directory_in_use(ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = [f"--out '{out}' is in use", f"--out '{out}' already holds a run"]
-    assert ranks.run(2, hold, out) == [words] * 2
-    assert not (tmp_path / "new").exists(), "what was made for nothing goes again"
+    assert ranks.run(2, lock_errors, out) == [words] * 2
+    assert not (tmp_path / "new").exists(), "a rejected start removes the directories that it made"
     assert [path.name for path in out.iterdir()] == ["job.json"]

@@ -1,4 +1,4 @@
-"""From a plan to a run that obeys it, and to a report that holds it against what was measured."""
+"""A plan, a run with it, and the report that compares prediction and measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from moesaic.base.events import read_events
 from moesaic.cli.main import main
-from moesaic.dist import device
+from moesaic.kernels import device
 
 JOB = """
 [model]
@@ -64,13 +64,13 @@ matmul = [{{ dtype = "fp32", flops = 5e10 }}]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    furnish(tmp_path, monkeypatch)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_inputs(tmp_path, monkeypatch)
     return tmp_path
 
 
-def furnish(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def write_inputs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
     Path("text.txt").write_text("words and more words " * 40)
     Path("job.toml").write_text(JOB)
     model = json.dumps(device.model(torch.device("cpu")))
@@ -79,13 +79,13 @@ def furnish(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run as it was planned, for tests to have a copy of."""
-    place = tmp_path_factory.mktemp("original")
+    """Directory with a run of a plan; tests copy it."""
+    directory = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
-        furnish(place, patch)
-        plan("--layout", "ep=2,shard=2")
+        write_inputs(directory, patch)
+        plan("--layout", "ep=2,dp_shard=2")
         Path("facts.json").write_text(json.dumps(train()))
-    return place
+    return directory
 
 
 @pytest.fixture
@@ -100,10 +100,10 @@ def plan(*flags: str) -> dict[str, Any]:
     assert (
         main(["plan", "job.toml", "--cluster", "cluster.toml", "--out", "plan.json", *flags]) == 0
     )
-    return written("plan.json")
+    return read_json("plan.json")
 
 
-def written(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(path).read_text())
     return found
 
@@ -118,31 +118,32 @@ def train(*flags: str) -> dict[str, Any]:
     return facts
 
 
-def test_a_run_obeys_its_plan_and_tells_how_it_went(
+def test_a_run_follows_its_plan_and_records_measurements(
     trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    planned, facts = written("plan.json"), written("facts.json")
+    planned, facts = read_json("plan.json"), read_json("facts.json")
     assert (facts["ranks"], facts["step"]) == (2, 6)
-    assert written("run/plan.json") == planned
-    layout = written("run/job.json")["layout"]
+    assert read_json("run/plan.json") == planned
+    layout = read_json("run/job.json")["layout"]
     assert layout == {
-        "ep": 2, "shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b", "dispatch": "rows",
-        "hosts": None, "local": "auto", "chunks": "auto", "embedding": "auto",
+        "ep": 2, "dp_shard": 2, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
+        "dispatch": "all_to_all", "dispatch_hosts": None, "overlap_local": "auto",
+        "chunks": "auto", "embedding": "auto",
     }  # fmt: skip
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --plan plan.json\n"
     events = [e for e in read_events(Path("run/events/rank-0.jsonl")) if e["event"] == "prediction"]
-    (told,) = events
-    assert told["predicted"] == planned["predictions"]
-    assert told["measured"]["steps"] == 3
-    assert told["measured"]["memory"] == "resident"
-    assert told["measured"]["phases_s"].keys() >= planned["predictions"]["phases_s"].keys()
-    assert facts["prediction"]["measured"] == told["measured"]
-    assert facts["peak_memory_bytes"] == told["measured"]["peak_bytes"]
+    (prediction,) = events
+    assert prediction["predicted"] == planned["predictions"]
+    assert prediction["measured"]["steps"] == 3
+    assert prediction["measured"]["memory"] == "resident"
+    assert prediction["measured"]["phases_s"].keys() >= planned["predictions"]["phases_s"].keys()
+    assert facts["prediction"]["measured"] == prediction["measured"]
+    assert facts["peak_memory_bytes"] == prediction["measured"]["peak_bytes"]
     assert "Predicted and measured" in Path("run/report.html").read_text()
 
-    # What it recorded of loads goes into the next plan; even ones were taken for the first.
+    # The first plan assumed even loads; the next one uses the recorded loads.
     assert planned["predictions"]["loads"] is None
-    loaded = plan("--layout", "ep=2,shard=2", "--loads", "run")["predictions"]
+    loaded = plan("--layout", "ep=2,dp_shard=2", "--loads", "run")["predictions"]
     assert loaded["loads"] == "run"
     assert loaded["step_s"] > planned["predictions"]["step_s"]
     for flags, words in (
@@ -155,31 +156,29 @@ def test_a_run_obeys_its_plan_and_tells_how_it_went(
         assert main(line) == 2
         assert words in capfd.readouterr().err
 
-    # By hand: experts change places, layers are recomputed, and what was predicted holds no more.
-    homes = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]
-    edited = {**planned, "homes": homes, "recompute": True}
+    # A plan edited by hand: other placement and recompute void its predictions.
+    placement = [[15, 1, 13, 3, 11, 5, 9, 7], [8, 6, 10, 4, 12, 2, 14, 0]]
+    edited = {**planned, "expert_placement": placement, "recompute": True}
     Path("plan.json").write_text(json.dumps(edited))
     facts = train("--resume", "--set", "train.steps=8")
     assert (facts["ranks"], facts["step"], facts["prediction"]) == (2, 8, None)
-    assert written("run/plan.json") == {**edited, "predictions": None}
+    assert read_json("run/plan.json") == {**edited, "predictions": None}
     assert "Predicted and measured" not in Path("run/report.html").read_text()
 
 
-def test_a_pipeline_is_measured_by_the_phases_that_were_predicted(place: Path) -> None:
+def test_measured_phases_of_a_pipeline_include_the_predicted_ones(directory: Path) -> None:
     sets = ("--set", "model.layers=2", "--set", "train.micro_batches=4")
     predicted = plan("--layout", "pp=2", *sets)["predictions"]
-    told = train(*sets)["prediction"]
-    assert told["predicted"]["phases_s"] == predicted["phases_s"]
+    prediction = train(*sets)["prediction"]
+    assert prediction["predicted"]["phases_s"] == predicted["phases_s"]
     assert predicted["phases_s"].keys() == {"pipeline", "clip", "optimizer", "log"}
-    assert predicted["phases_s"].keys() <= told["measured"]["phases_s"].keys()
+    assert predicted["phases_s"].keys() <= prediction["measured"]["phases_s"].keys()
     (fullest, *_) = sorted(predicted["timeline"], key=lambda one: -len(one["spans"]))
     assert any(span.get("waiting_s") for span in fullest["spans"] if span["phase"] == "pipeline")
-    assert "Predicted and measured" in (place / "run/report.html").read_text()
+    assert "Predicted and measured" in (directory / "run/report.html").read_text()
 
 
-def test_loads_are_those_of_layers_that_have_experts(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_loads_cover_sparse_layers_only(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = """preset = "tiny-deepseek"
 layers = 3
 hidden = 32
@@ -195,13 +194,13 @@ ffn = 16
     more = ["--loads", "run", "--set", "model.layers=4"]
     capfd.readouterr()
     assert main(["plan", "job.toml", "--cluster", "cluster.toml", *more]) == 2
-    said = capfd.readouterr().err
-    assert "the loads of 16 experts in each of 2 layers, but model.experts = 16 and " in said
-    assert "model.layers = 4, model.dense_layers = 1: give a run of this model" in said
+    output = capfd.readouterr().err
+    assert "the loads of 16 experts in each of 2 layers, but model.experts = 16 and " in output
+    assert "model.layers = 4, model.dense_layers = 1: give a run of this model" in output
 
 
-def measured(step_s: float, run: str = "run") -> None:
-    """Let the run have measured steps of `step_s`."""
+def set_measured_step(step_s: float, run: str = "run") -> None:
+    """Set the measured step time of the run to `step_s`."""
     path = Path(run) / "events/rank-0.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event in events:
@@ -210,37 +209,37 @@ def measured(step_s: float, run: str = "run") -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_a_cluster_learns_from_its_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What was learnt once is not learnt again; and a run that cannot teach says why."""
-    loads = ("--loads", "run", "--layout", "ep=2,shard=2")
+def test_calibrate_from_runs(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A second calibration changes nothing; an unsuitable run is rejected with the reason."""
+    loads = ("--loads", "run", "--layout", "ep=2,dp_shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
     original = Path("cluster.toml").read_text()
     line = ["calibrate", "run", "--cluster", "cluster.toml"]
-    measured(1.5 * first_s)
+    set_measured_step(1.5 * first_s)
     assert main([*line, "--dry-run"]) == 0
     assert Path("cluster.toml").read_text() == original
     capfd.readouterr()
     assert main(line) == 0
-    said = capfd.readouterr().out
-    assert "with those learnt from it, which is no test" in said
-    assert said.endswith("wrote cluster.toml\n")
-    learnt = Path("cluster.toml").read_text()
-    assert learnt.startswith(original.rstrip())
+    output = capfd.readouterr().out
+    assert "with them, of the same run, which tests nothing; give several runs" in output
+    assert output.endswith("wrote cluster.toml\n")
+    calibrated = Path("cluster.toml").read_text()
+    assert calibrated.startswith(original.rstrip())
     capfd.readouterr()
     again = plan(*loads)
-    assert "computed, calibrated by 1 run, not measured" in capfd.readouterr().out
+    assert "predicted, calibrated by 1 run, not measured" in capfd.readouterr().out
     assert again["predictions"]["calibration"]["runs"] == 1
     assert again["predictions"]["step_s"] == pytest.approx(1.5 * first_s, rel=0.05)
 
-    # The run could have been of the calibrated plan: as long a step teaches the same.
+    # A run of the calibrated plan with the same step time gives the same factors.
     Path("run/plan.json").write_text(json.dumps(again))
     assert main(line) == 0
-    assert Path("cluster.toml").read_text() == learnt
+    assert Path("cluster.toml").read_text() == calibrated
     assert main([*line, "--out", "copy.toml", "--json"]) == 0
-    assert Path("copy.toml").read_text() == learnt
+    assert Path("copy.toml").read_text() == calibrated
     Path("marked.toml").write_text(original, encoding="utf-8-sig")
     assert main([*line[:-1], "marked.toml"]) == 0
-    assert Path("marked.toml").read_bytes() == b"\xef\xbb\xbf" + learnt.encode()
+    assert Path("marked.toml").read_bytes() == b"\xef\xbb\xbf" + calibrated.encode()
 
     Path("other.toml").write_text(original.replace('"here"', '"there"'))
     Path("new.toml").write_text(original.replace("model = ", 'model = "A better CPU" # '))
@@ -249,62 +248,62 @@ def test_a_cluster_learns_from_its_runs(trained: Path, capfd: pytest.CaptureFixt
     shutil.copytree("run", "copy")
     for flags, words in (
         (["--cluster", "few.toml"], "RUN 'run' had 2 ranks, for which 'few.toml' has no places ("),
-        (["--cluster", "other.toml"], "planned for cluster 'here', and 'other.toml' describes 'th"),
+        (["--cluster", "other.toml"], "planned for cluster 'here', but 'other.toml' describes 'th"),
         (["--cluster", "new.toml"], ", but it has 'A better CPU'; give the cluster as it was"),
-        (["--out", "copy.toml"], "--out 'copy.toml' is there already"),
-        (["run"], "RUN 'run' is given twice: once is enough"),
-        (["copy"], "RUN 'copy' is given twice, as 'run' too: once is enough"),
+        (["--out", "copy.toml"], "--out 'copy.toml' already exists"),
+        (["run"], "RUN 'run' is given twice: give it once"),
+        (["copy"], "RUN 'copy' is given twice, also as 'run': give it once"),
     ):
         capfd.readouterr()
         assert main([*line, *flags]) == 2
         assert words in capfd.readouterr().err
-    measured(4.1 * first_s)
+    set_measured_step(4.1 * first_s)
     assert main(line) == 2
     assert "RUN 'run' took " in capfd.readouterr().err
-    assert Path("cluster.toml").read_text() == learnt
+    assert Path("cluster.toml").read_text() == calibrated
 
 
-def test_what_calibrating_shows_is_what_a_plan_says(
+def test_calibrate_shows_the_step_times_of_later_plans(
     trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Although ranks wait for who comes late, which is in no proportion to what they compute."""
-    loads = ("--loads", "run", "--layout", "ep=2,shard=2")
+    """Waiting for stragglers does not scale with the factors."""
+    loads = ("--loads", "run", "--layout", "ep=2,dp_shard=2")
     first_s = plan(*loads)["predictions"]["step_s"]
     original = Path("cluster.toml").read_text()
-    measured(1.5 * first_s)
+    set_measured_step(1.5 * first_s)
     shutil.copytree("run", "quick")
-    measured(0.7 * first_s, "quick")
+    set_measured_step(0.7 * first_s, "quick")
     shutil.copytree("run", "slower")
-    measured(1.6 * first_s, "slower")
+    set_measured_step(1.6 * first_s, "slower")
     for runs in (["run"], ["quick"], ["run", "slower"]):
         Path("cluster.toml").write_text(original)
         capfd.readouterr()
         assert main(["calibrate", *runs, "--cluster", "cluster.toml", "--json"]) == 0
-        told = json.loads(capfd.readouterr().out)
-        assert told["late"] > 0.05
-        for one in told["runs"]:
+        facts = json.loads(capfd.readouterr().out)
+        assert facts["straggler_share"] > 0.05
+        for one in facts["runs"]:
             assert one["predicted_s"] == pytest.approx(first_s, rel=1e-4)
-            assert one["calibrated_s"] == pytest.approx(one["measured_s"] * (1 + one["after"]))
+            assert one["calibrated_s"] == pytest.approx(one["measured_s"] * (1 + one["calibrated"]))
             expected_s = plan(*loads)["predictions"]["step_s"]
             assert one["calibrated_s"] == pytest.approx(expected_s, rel=1e-4)
-    # One says that all is slower, the other that all is quicker: no factors hold for both.
+    # One run is slower than predicted, the other faster: no factors fit both.
     Path("cluster.toml").write_text(original)
     assert main(["calibrate", "run", "quick", "--cluster", "cluster.toml"]) == 2
-    said = capfd.readouterr()
-    assert "ranks that come late" in said.out
-    assert "with factors, each run with those of all others (median)" in said.out
-    assert ", so that nothing is written: give more runs, or leave out those" in said.err
+    output = capfd.readouterr()
+    assert "waiting for stragglers" in output.out
+    assert "with them, of held-out runs (median)" in output.out
+    assert ", so nothing is written: give more runs, or leave out runs" in output.err
     assert Path("cluster.toml").read_text() == original
 
 
-def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unsuitable_plans_are_rejected(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     planned = plan("--nproc", "1")
     line = ["train", "job.toml", "--plan", "plan.json", "--out", "run"]
-    elsewhere = {**planned["places"][0], "device": "Another CPU"}
-    two = [{**elsewhere, "host": host} for host in ("a", "b")]
+    other_device = {**planned["places"][0], "device": "Another CPU"}
+    two = [{**other_device, "host": host} for host in ("a", "b")]
     again = {"recompute": True}
     for change, flags, words in (
-        ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, and --nproc 2: start 1, or"),
+        ({}, ["--nproc", "2"], "--plan 'plan.json' is for 1 rank, but --nproc is 2: start 1, or"),
         ({}, ["--set", "train.micro_batches=2"], "micro_batches = 1, but train.micro_batches = 2"),
         (
             again,
@@ -313,28 +312,28 @@ def test_a_plan_that_cannot_be_obeyed(place: Path, capfd: pytest.CaptureFixture[
         ),
         (
             {},
-            ["--set", "layout={shard=2}"],
-            "--set layout={shard=2} beside --plan 'plan.json', which has shard = 1: leave one",
+            ["--set", "layout={dp_shard=2}"],
+            "layout={dp_shard=2} beside --plan 'plan.json', which has dp_shard = 1: leave one",
         ),
         (
             {},
-            ["--set", "layout.shard=2"],
-            "layout.shard=2 beside --plan 'plan.json', which has shard = 1: leave",
+            ["--set", "layout.dp_shard=2"],
+            "layout.dp_shard=2 beside --plan 'plan.json', which has dp_shard = 1: leave",
         ),
         (
             {},
-            ["--set", "layout.dispatch=visits"],
-            "layout.dispatch=visits beside --plan 'plan.json', which has dispatch = ",
+            ["--set", "layout.dispatch=dedup"],
+            "layout.dispatch=dedup beside --plan 'plan.json', which has dispatch = ",
         ),
-        ({"places": [elsewhere]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
+        ({"places": [other_device]}, [], "rank 0 is planned for a 'Another CPU', but it has '"),
         ({"places": two, "ranks": 2}, [], "--plan 'plan.json' has its ranks on 2 hosts: start"),
     ):
         Path("plan.json").write_text(json.dumps({**planned, **change}))
         capfd.readouterr()
         assert main([*line, *flags]) == 2, words
-        said = capfd.readouterr()
-        assert words in said.err
-        assert said.err.count("\n") == 1
+        output = capfd.readouterr()
+        assert words in output.err
+        assert output.err.count("\n") == 1
         assert not Path("run").exists()
     for change, words in ((again, "recompute = true"), ({"places": two, "ranks": 2}, "2 ranks")):
         Path("plan.json").write_text(json.dumps({**planned, **change}))

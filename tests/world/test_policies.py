@@ -1,4 +1,4 @@
-"""Twenty steps under every policy equal those without copies, and those of one process."""
+"""Twenty steps under every policy equal those without replicas, and those of one process."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import pytest
 from layouts import ASKING, IN_PARTS, Outcome, assert_same, outcome
 
 from moesaic.testing.jobs import tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 
 STEPS = 20
 POLICIES = ("quota", "pro-prophet", "eplb", "faster-moe")
-TOPS = (1, 2, 8)
+TOP_K = (1, 2, 8)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ep 2 x 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, sharded": {"ep": 2, "shard": 4},
+    "ep 2 x 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, sharded": {"ep": 2, "dp_shard": 4},
 }  # fmt: skip
 CAPACITY = 1.25
 
 
 CASES = [
-    (policy, top, list(LAYOUTS)[(at + turn) % 3], (CAPACITY, None)[(at + turn) % 2])
+    (policy, top_k, list(LAYOUTS)[(at + turn) % 3], (CAPACITY, None)[(at + turn) % 2])
     for at, policy in enumerate(POLICIES)
-    for turn, top in enumerate(TOPS)
+    for turn, top_k in enumerate(TOP_K)
 ]
-"""Any two of policy, choices, layout and capacity together."""
+"""Every pair of policy, top-k, layout and capacity."""
 
 
 _plain: dict[str, Outcome] = {}
 
 
-def tables_of(top: int, capacity: float | None) -> dict[str, Any]:
+def tables_of(top_k: int, capacity: float | None) -> dict[str, Any]:
     return {
-        "model": {"hidden": 16, "ffn": 8, "experts": 16, "init_std": 0.5, "top_k": top},
+        "model": {"hidden": 16, "ffn": 8, "experts": 16, "init_std": 0.5, "top_k": top_k},
         "data": {"sequence": 6},
-        "routing": {"capacity": capacity},
+        "routing": {"capacity_factor": capacity},
         "train": {"steps": STEPS},
     }
 
 
-def plain(ranks: Ranks, size: int, steps: int = STEPS, **tables: Any) -> Outcome:
-    """Without copies."""
+def plain(ranks: RankPool, size: int, steps: int = STEPS, **tables: Any) -> Outcome:
+    """Return the outcome without replicas."""
     key = f"{size} {steps} {tables}"
     if key not in _plain:
         _plain[key] = outcome(ranks, size, tiny_job(**tables), steps)
@@ -49,11 +49,11 @@ def plain(ranks: Ranks, size: int, steps: int = STEPS, **tables: Any) -> Outcome
     return _plain[key]
 
 
-@pytest.mark.parametrize(("policy", "top", "layout", "capacity"), CASES)
+@pytest.mark.parametrize(("policy", "top_k", "layout", "capacity"), CASES)
 def test_twenty_steps(
-    ranks: Ranks, policy: str, top: int, layout: str, capacity: float | None
+    ranks: RankPool, policy: str, top_k: int, layout: str, capacity: float | None
 ) -> None:
-    tables, place = tables_of(top, capacity), {"layout": LAYOUTS[layout]}
+    tables, place = tables_of(top_k, capacity), {"layout": LAYOUTS[layout]}
     found = outcome(
         ranks, 4, tiny_job(**tables, **place, balance={**ASKING, "policy": policy}), STEPS
     )
@@ -68,14 +68,14 @@ def test_twenty_steps(
     [("quota", "ep 4", False), ("eplb", "ep 2 x 2", False), ("eplb", "ep 2, sharded", False),
      ("pro-prophet", "ep 4", True)],
 )  # fmt: skip
-def test_copies_that_leave_in_two_parts(
-    ranks: Ranks, policy: str, layout: str, recompute: bool
+def test_replicas_prefetched_in_part(
+    ranks: RankPool, policy: str, layout: str, recompute: bool
 ) -> None:
-    """Where a layer is computed again in backward, all of them leave at once."""
+    """With recompute, no replica is prefetched."""
     tables, place = {"model": {"layers": 4}}, {"layout": LAYOUTS[layout]}
     train, balance = {"micro_batches": 2, "recompute": recompute}, {**IN_PARTS, "policy": policy}
     if policy == "pro-prophet":
-        del balance["copies"]
+        del balance["max_replicas"]
     found = outcome(ranks, 4, tiny_job(**tables, **place, train=train, balance=balance), 4)
     last = found.steps[-1]
     assert sum(step["copies"] for step in found.steps) > 0
@@ -86,7 +86,7 @@ def test_copies_that_leave_in_two_parts(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_fixed_prices_give_the_same_bits_twice(ranks: Ranks, policy: str) -> None:
+def test_fixed_prices_give_the_same_bits_twice(ranks: RankPool, policy: str) -> None:
     tables = {**tables_of(2, None), "train": {"steps": STEPS, "precision": "fp32"}}
     job = tiny_job(**tables, layout={"ep": 4}, balance={**ASKING, "policy": policy})
     one, other = (outcome(ranks, 4, job, 3) for _ in range(2))

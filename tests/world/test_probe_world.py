@@ -1,4 +1,4 @@
-"""The real probe, tiny: on one rank, on two, and on two hosts that are one."""
+"""A tiny probe on one rank, on two, and on two simulated hosts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 
 from moesaic.dist.probe import compute
 from moesaic.dist.probe.cluster import headlines
-from moesaic.dist.probe.probe import _sizes, num_parts, probe
+from moesaic.dist.probe.probe import _choose_sizes, num_phases, probe
 from moesaic.dist.probe.settings import ProbeConfig
 from moesaic.dist.world import World
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 
 TINY: dict[str, Any] = {
-    "seconds": 0.4, "largest": 64, "dtypes": ["fp32"], "copy_bytes": 1 << 20,
+    "seconds": 0.4, "largest_side": 64, "dtypes": ["fp32"], "copy_bytes": 1 << 20,
     "message_bytes": 1 << 16, "disk_bytes": 1 << 20, "device": "cpu",
 }  # fmt: skip
 
 
-def measure(world: World, directory: Path, ranks_of_a_host: int) -> Any:
-    """What was found, and the parts that this rank was told of."""
-    node, parts = platform.node, list[str]()
-    name = f"host-{world.rank // ranks_of_a_host}"
+def measure(world: World, directory: Path, ranks_per_host: int) -> Any:
+    """Return the result, and the phases that this rank reported."""
+    node, phases = platform.node, list[str]()
+    name = f"host-{world.rank // ranks_per_host}"
     platform.node = lambda: name
     try:
-        found = probe(world, ProbeConfig(**TINY, disks=[str(directory)]), parts.append)
+        found = probe(world, ProbeConfig(**TINY, disks=[str(directory)]), phases.append)
     finally:
         platform.node = node
-    return found, parts
+    return found, phases
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -44,50 +44,50 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-@pytest.mark.parametrize(("size", "ranks_of_a_host"), [(1, 1), (2, 2), (4, 2)])
-def test_everything_that_is_there_is_measured(
-    size: int, ranks_of_a_host: int, ranks: Ranks, tmp_path: Path
+@pytest.mark.parametrize(("size", "ranks_per_host"), [(1, 1), (2, 2), (4, 2)])
+def test_the_probe_measures_every_host_device_and_link(
+    size: int, ranks_per_host: int, ranks: RankPool, tmp_path: Path
 ) -> None:
-    results = ranks.run(size, measure, tmp_path, ranks_of_a_host)
+    results = ranks.run(size, measure, tmp_path, ranks_per_host)
     assert [found is None for found, _ in results] == [False] + [True] * (size - 1)
-    assert all(len(parts) == num_parts(ProbeConfig()) for _, parts in results)
+    assert all(len(phases) == num_phases(ProbeConfig()) for _, phases in results)
     found = results[0][0]
-    num_hosts = size // ranks_of_a_host
+    num_hosts = size // ranks_per_host
     assert [host.name for host in found.cluster.hosts] == [f"host-{i}" for i in range(num_hosts)]
     for host in found.cluster.hosts:
         counts = [device.count for device in host.devices]
-        assert counts == ([ranks_of_a_host, 1] if ranks_of_a_host > 1 else [1])
+        assert counts == ([ranks_per_host, 1] if ranks_per_host > 1 else [1])
         assert bool(found.notes) or len(host.disks) == 1
     ends = {tuple(link.ends) for link in found.cluster.links}
-    inside = {(f"host-{i}", f"host-{i}") for i in range(num_hosts) if ranks_of_a_host > 1}
+    inside = {(f"host-{i}", f"host-{i}") for i in range(num_hosts) if ranks_per_host > 1}
     assert ends == inside | ({("host-0", "host-1")} if num_hosts > 1 else set())
     assert all(one.collectives for one in found.cluster.links)
     for host in found.cluster.model_dump()["hosts"]:
         assert host.pop("price_per_hour") == 0.0
         for device in host["devices"]:
             assert device.pop("price_per_hour") == 0.0
-            assert device.pop("special_s") >= 0.0
+            assert device.pop("transcendental_s") >= 0.0
         assert all(number > 0 for number in numbers(host))
     for link in found.cluster.model_dump()["links"]:
         assert (link.pop("skew_s") > 0.0) == bool(link["collectives"])
         assert all(number > 0 for number in numbers(link))
     assert len(found.repeats) == 2
-    assert [one.what for one in headlines(found.repeats[1])] == [
-        one.what for one in headlines(found.cluster)
+    assert [one.metric for one in headlines(found.repeats[1])] == [
+        one.metric for one in headlines(found.cluster)
     ]
-    assert found.spreads == sorted(found.spreads)
-    assert found.spreads[0] >= 0
+    assert found.relative_ranges == sorted(found.relative_ranges)
+    assert found.relative_ranges[0] >= 0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("device", "slots"), [("cuda", 8), ("cpu", 16)])
-def test_cores_of_the_host_are_nothing_to_a_gpu(
+def test_group_counts_ignore_host_cores_on_a_gpu(
     device: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would multiply many times as much together as there is time for."""
+    """Otherwise a GPU would multiply more groups than the probe has time for."""
     config = ProbeConfig(**TINY)
-    monkeypatch.setattr("moesaic.dist.device.num_cores", lambda: 8)
+    monkeypatch.setattr("moesaic.kernels.device.num_cores", lambda: 8)
     monkeypatch.setattr(compute, "_largest_side", lambda *_: 64)
-    world = SimpleNamespace(device=torch.device(device), leads=True)
-    found = _sizes(world, config, 2)  # type: ignore[arg-type]
-    assert [one.slots for one in found] == [32, slots]
+    world = SimpleNamespace(device=torch.device(device), is_rank_zero=True)
+    found = _choose_sizes(world, config, 2)  # type: ignore[arg-type]
+    assert [one.min_groups for one in found] == [32, slots]

@@ -1,4 +1,4 @@
-"""Experts that change their ranks for good: the numbers of one process, moments and all."""
+"""Expert migration: the results of one process, moments included."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from layouts import (
     worst_element,
 )  # fmt: skip
 
-from moesaic.cli.replay import ReplayConfig, replayed
+from moesaic.cli.replay import ReplayConfig, replay_run
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import DTYPES
-from moesaic.dist.state import ROWS, Piece
+from moesaic.dist.state import EXPERT_ROWS, TensorShard
 from moesaic.dist.world import World
-from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import expert_bytes
-from moesaic.models.initial import InitialSource
-from moesaic.policy.balance import homes_of
+from moesaic.models.init import InitialSource
+from moesaic.policy.balance import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
-from moesaic.testing.watch import Silent
-from moesaic.train import rehoming
+from moesaic.testing.progress import RecordingProgress
+from moesaic.testing.ranks import RankPool
+from moesaic.train import expert_migration
 from moesaic.train.assemble import assemble
-from moesaic.train.jobfile import LoadedJob
+from moesaic.train.job_file import LoadedJob
 from moesaic.train.trainer import train
 
 STEPS = 5
-FREE = {"rows_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "hides": True}
-"""Prices at which any row fewer of a busy rank pays."""
+FREE = {"expert_tokens_per_s": 1.0, "bytes_per_s": 1e30, "latency_s": 0.0, "overlaps": True}
+"""Prices at which every token that leaves a busy rank pays."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
-HOMES = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}
+PLACEMENTS = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}
 DROPS = {
     "model": {"top_k": 2},
-    "routing": {"router": "gshard", "capacity": 1.5, "balance_loss": 1.0},
+    "routing": {"router": "gshard", "capacity_factor": 1.5, "balance_loss": 1.0},
 }
 LORA = {"finetune": {"method": "lora", "targets": ["attention", "experts"], "router": "train"}}
-WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two": (2, {"ep": 2}, {}),
-    "four, visits": (4, {"ep": 4, "dispatch": "visits"}, DROPS),
+    "four, dedup": (4, {"ep": 4, "dispatch": "dedup"}, DROPS),
     "replicas": (4, {"ep": 2}, {}),
-    "four by two, local first": (8, {"ep": 4, "dispatch": "visits", "local": "first"}, {}),
-    "hosts": (4, {"ep": 4, "dispatch": "visits", "hosts": 2, "chunks": 2}, {}),
-    "sharded": (4, {"ep": 2, "shard": 4}, {"train": {"recompute": True}}),
-    "slices": (4, {"ep": 2, "tp": 2, "etp": 2}, {"model": {"vocab": 64}}),
+    "overlap_local, 8 ranks": (8, {"ep": 4, "dispatch": "dedup", "overlap_local": True}, {}),
+    "hosts": (4, {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2, "chunks": 2}, {}),
+    "sharded": (4, {"ep": 2, "dp_shard": 4}, {"train": {"recompute": True}}),
+    "tp": (4, {"ep": 2, "tp": 2, "etp": 2}, {"model": {"vocab": 64}}),
     "pipeline": (
         4, {"ep": 2, "pp": 2, "schedule": "1f1b"}, {**SIGMOID, "train": {"micro_batches": 4}},
     ),
@@ -63,109 +63,109 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 _references: dict[str, Outcome] = {}
 
 
-def moving(tables: dict[str, Any], every: int = 2, policy: str = "none") -> dict[str, Any]:
-    balance = {"policy": policy, "rehome_every": every, "prices": FREE, "least_rows": 1}
+def with_migration(tables: dict[str, Any], every: int = 2, policy: str = "none") -> dict[str, Any]:
+    balance = {"policy": policy, "migrate_every": every, "prices": FREE, "min_replica_tokens": 1}
     return {**tables, "balance": balance}
 
 
-def alone(ranks: Ranks, tables: dict[str, Any]) -> Outcome:
+def on_one_rank(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
     key = str(tables)
     if key not in _references:
         _references[key] = outcome(ranks, 1, tiny_job(**tables), STEPS)
     return _references[key]
 
 
-def without_rows(found: Outcome) -> Outcome:
-    """What is decided by is of those alone who decide."""
-    state = {key: one for key, one in found.state.items() if not key.startswith(f"{ROWS}/")}
+def without_counts(found: Outcome) -> Outcome:
+    """Remove expert token counts from the state: only runs with migration have them."""
+    state = {key: one for key, one in found.state.items() if not key.startswith(f"{EXPERT_ROWS}/")}
     assert len(state) < len(found.state)
     return Outcome(found.steps, found.gradients, state)
 
 
-def assert_moved(found: Outcome) -> None:
-    """In the second step and in the fourth, and never else."""
+def assert_migrated(found: Outcome) -> None:
+    """Check that experts migrate in steps 2 and 4 only."""
     assert [bool(step["moved"]) for step in found.steps] == [False, True, False, True, False]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_numbers_of_one_process(ranks: Ranks, name: str) -> None:
-    size, layout, tables = WAYS[name]
-    job = tiny_job(**moving({**tables, "layout": layout}))
-    found = outcome(ranks, size, job, STEPS, homes=HOMES[layout["ep"]])
-    assert_moved(found)
-    assert_same(without_rows(found), alone(ranks, tables))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_migration_equals_one_process(ranks: RankPool, name: str) -> None:
+    size, layout, tables = LAYOUTS[name]
+    job = tiny_job(**with_migration({**tables, "layout": layout}))
+    found = outcome(ranks, size, job, STEPS, placement=PLACEMENTS[layout["ep"]])
+    assert_migrated(found)
+    assert_same(without_counts(found), on_one_rank(ranks, tables))
 
 
-@pytest.mark.parametrize("name", ["four, visits", "slices", "pipeline"])
-def test_with_copies_at_random(ranks: Ranks, name: str) -> None:
-    size, layout, tables = WAYS[name]
-    job = tiny_job(**moving({**tables, "layout": layout}))
+@pytest.mark.parametrize("name", ["four, dedup", "tp", "pipeline"])
+def test_migration_with_random_replicas(ranks: RankPool, name: str) -> None:
+    size, layout, tables = LAYOUTS[name]
+    job = tiny_job(**with_migration({**tables, "layout": layout}))
     found = outcome(ranks, size, job, STEPS, shaken=3)
-    assert_moved(found)
-    assert_same(without_rows(found), alone(ranks, tables))
+    assert_migrated(found)
+    assert_same(without_counts(found), on_one_rank(ranks, tables))
 
 
 @pytest.mark.parametrize("policy", ["quota", "pro-prophet", "eplb"])
-def test_with_a_policy_of_copies(ranks: Ranks, policy: str) -> None:
-    """Copies that are kept for longer are not, if experts move."""
-    tables = moving({"layout": {"ep": 4}}, policy=policy)
+def test_migration_with_a_balance_policy(ranks: RankPool, policy: str) -> None:
+    """Migration ends replicas that a policy would keep longer."""
+    tables = with_migration({"layout": {"ep": 4}}, policy=policy)
     kept = {"replan_every": 100} if policy == "eplb" else {}
     job = tiny_job(**{**tables, "balance": {**tables["balance"], **kept}})
     found = outcome(ranks, 4, job, STEPS)
-    assert_moved(found)
+    assert_migrated(found)
     assert sum(step["copies"] for step in found.steps) > 0
-    assert_same(without_rows(found), alone(ranks, {}))
+    assert_same(without_counts(found), on_one_rank(ranks, {}))
 
 
-def go(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any:
-    """Steps; the state as bits, the homes of every layer, and what was sent."""
+def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any:
+    """Train; return the state as bits, the experts of every layer, and the bytes sent."""
     job = tiny_job(**{**tables, "layout": layout})
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples, moved = RandomSamples(job.model.vocab, job.data.sequence), []
     sent = list[int]()
-    exchange = rehoming._exchange
+    exchange = expert_migration._exchange
 
-    def counted(carrier: Any, share: Any, leaving: Any, device: Any) -> Any:
-        arrived = exchange(carrier, share, leaving, device)
+    def counted(transport: Any, moves: Any, leaving: Any, device: Any) -> Any:
+        arrived = exchange(transport, moves, leaving, device)
         sent.append(arrived.nbytes)
         return arrived
 
-    rehoming._exchange = counted
+    expert_migration._exchange = counted
     try:
         for _ in range(STEPS):
-            moved += run.step(samples).moved
+            moved += run.step(samples).migrations
     finally:
-        rehoming._exchange = exchange
+        expert_migration._exchange = exchange
     state = [
-        (piece.key, piece.shape, piece.offset, piece.tensor.view(piece.tensor.dtype).numpy().copy())
-        for piece in run.state().pieces
-        if piece.kind != ROWS
+        (shard.key, shard.shape, shard.offset, shard.tensor.view(shard.tensor.dtype).numpy().copy())
+        for shard in run.state().shards
+        if shard.kind != EXPERT_ROWS
     ]
-    homes = {layer: list(moe.bank.experts) for layer, moe in run.model.expert_layers()}
-    for layer, moe in run.model.expert_layers() if len(run.plan.homes_by_rank) > 1 else ():
+    experts = {layer: list(moe.bank.experts) for layer, moe in run.model.expert_layers()}
+    for layer, moe in run.model.expert_layers() if len(run.plan.expert_placement) > 1 else ():
         policy = moe.balancer._policy
-        assert policy.setting.homes.tolist() == homes_of(run.plan, layer).tolist()
-    said = {layer: list(run.plan.homes(world.rank, layer)) for layer in homes}
+        assert policy.setting.owners.tolist() == expert_owners(run.plan, layer).tolist()
+    planned = {layer: list(run.plan.experts_of(world.rank, layer)) for layer in experts}
     run.close()
     return (
         state,
-        (homes, said),
+        (experts, planned),
         (sum(sent), [one.num_bytes for one in moved], expert_bytes(job, plan)),
     )
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 2, "shard": 4}, {"ep": 4}])
-def test_moments_of_eight_bits_are_the_same_bits(ranks: Ranks, layout: dict[str, Any]) -> None:
-    """Every row is rounded by itself, wherever it is: all codes are those of one process."""
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 2, "dp_shard": 4}, {"ep": 4}])
+def test_8bit_moments_are_bit_identical(ranks: RankPool, layout: dict[str, Any]) -> None:
+    """Each row is quantized alone, so all codes equal those of one process."""
     tables = {
         "model": {"hidden": 136, "ffn": 20, "heads": 4, "kv_heads": 2, "head_dim": 8},
         "optimizer": {"moments": "8bit", "lr": 0.01}, "train": {"micro_batches": 2},
     }  # fmt: skip
-    size = layout.get("shard", layout["ep"])
-    results = ranks.run(size, go, moving(tables, policy="quota"), layout)
+    size = layout.get("dp_shard", layout["ep"])
+    results = ranks.run(size, migrate, with_migration(tables, policy="quota"), layout)
     found = put_together([state for state, _, _ in results])
-    (single,) = ranks.run(1, go, tables, {})
+    (single,) = ranks.run(1, migrate, tables, {})
     expected = put_together([single[0]])
     assert found.keys() == expected.keys()
     codes = [key for key in found if found[key].dtype in (np.int8, np.uint8)]
@@ -175,8 +175,8 @@ def test_moments_of_eight_bits_are_the_same_bits(ranks: Ranks, layout: dict[str,
     assert all(np.allclose(found[key], expected[key], rtol=1e-6, atol=0) for key in scales)
     rest = found.keys() - {*codes, *scales}
     assert worst_element({k: found[k] for k in rest}, {k: expected[k] for k in rest}) < 1e-9
-    for _, (homes, said), _ in results:
-        assert homes == said
+    for _, (experts, planned), _ in results:
+        assert experts == planned
     each = results[0][2]
     assert sum(sent for _, _, (sent, _, _) in results) == sum(each[1]) > 0
     assert not sum(each[1]) % each[2]
@@ -186,17 +186,17 @@ def run_job(
     world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
     changes: dict[str, Any], plan: dict[str, Any] | None = None,
 ) -> tuple[list[float], list[str]]:  # fmt: skip
-    """One rank of a training run; losses of its steps, and what it says."""
+    """Train on one rank; return its losses and messages."""
     tables: dict[str, Any] = {
         "model": {"vocab": 260}, "layout": layout,
         "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache")},
         "train": {"steps": 6, "batch": 8, "micro_batches": 2, "precision": "fp32"},
         "checkpoint": {"every": 2, "keep": 9}, "log": {"tensorboard": False},
-        "balance": {"policy": "none", "rehome_every": 3, "prices": FREE},
+        "balance": {"policy": "none", "migrate_every": 3, "prices": FREE},
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
-    watch = Silent()
+    watch = RecordingProgress()
     given = None if plan is None else Plan.model_validate(plan)
     loaded = LoadedJob(tiny_job(**tables), "", [], given)
     train(loaded, Path(out), resume, world, watch)
@@ -208,15 +208,15 @@ def at(out: Path, step: int) -> Path:
 
 
 def everything(path: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, whole, and where its experts lived."""
+    """Return every tensor of a checkpoint, unsharded, and its expert placement by layer."""
     checkpoint = Checkpoint.open(path)
     found: dict[str, Any] = {}
     for key, record in checkpoint.tensors.items():
         tensor = torch.empty(record.shape, dtype=TYPES[record.dtype])
         kind, _, name = key.partition("/")
-        checkpoint.fill([Piece(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))])
+        checkpoint.fill([TensorShard(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))])
         found[key] = tensor.numpy()
-    return {**found, "homes": checkpoint.facts["plan"]["homes_of_layers"]}
+    return {**found, "placement": checkpoint.facts["plan"]["expert_placement_by_layer"]}
 
 
 def events(out: Path, name: str) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ def events(out: Path, name: str) -> list[dict[str, Any]]:
 def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert a.keys() == b.keys()
     for key, value in a.items():
-        assert np.array_equal(value, b[key]) if key != "homes" else value == b[key], key
+        assert np.array_equal(value, b[key]) if key != "placement" else value == b[key], key
 
 
 @pytest.mark.parametrize(
@@ -235,25 +235,24 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
     sparing(
         [
             [name, moments]
-            for name in ("replicas", "sharded", "four, visits", "pipeline")
+            for name in ("replicas", "sharded", "four, dedup", "pipeline")
             for moments in ("8bit", "full")
         ],
         2,
     ),
 )
-def test_going_on_is_as_never_having_stopped(
-    ranks: Ranks, text: Path, tmp_path: Path, name: str, moments: str
+def test_resume_is_bit_identical(
+    ranks: RankPool, text: Path, tmp_path: Path, name: str, moments: str
 ) -> None:
-    """From before the first time that experts move, with rows that had come till then, and from
-    between that and the second."""
-    size, layout, tables = WAYS[name]
+    """Resume before the first migration, with its token counts so far, and before the second."""
+    size, layout, tables = LAYOUTS[name]
     more = {"optimizer": {"moments": moments}, **{k: v for k, v in tables.items() if k != "train"}}
     straight = tmp_path / "straight"
     whole = ranks.run(size, run_job, str(text), str(straight), layout, None, more)
     expected = everything(at(straight, 6))
-    assert expected["homes"]
-    assert everything(at(straight, 2))["homes"] == {}
-    assert everything(at(straight, 4))["homes"] not in ({}, expected["homes"])
+    assert expected["placement"]
+    assert everything(at(straight, 2))["placement"] == {}
+    assert everything(at(straight, 4))["placement"] not in ({}, expected["placement"])
     for step in (2, 4):
         out = tmp_path / str(step)
         start = str(at(straight, step))
@@ -262,51 +261,52 @@ def test_going_on_is_as_never_having_stopped(
         assert_equal(everything(at(out, 6)), expected)
 
 
-def test_another_layout_goes_on_with_the_same_numbers(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_another_layout_resumes_with_the_same_results(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     exact = {"train": {"precision": "fp64"}}
     ((losses, _),) = ranks.run(1, run_job, str(text), str(tmp_path / "one"), {}, None, exact)
     first = tmp_path / "first"
     ranks.run(4, run_job, str(text), str(first), {"ep": 2}, None, exact)
     plain, expected = (everything(at(tmp_path / name, 6)) for name in ("one", "first"))
-    rows = {key for key in expected if key.startswith(f"{ROWS}/")}
-    assert rows
+    counts = {key for key in expected if key.startswith(f"{EXPERT_ROWS}/")}
+    assert counts
     for number, (size, layout) in enumerate([(4, {"ep": 4}), (2, {"ep": 2}), (1, {})]):
         out, start = tmp_path / str(number), str(at(first, 4))
         rest = ranks.run(size, run_job, str(text), str(out), layout, start, exact)
         assert rest[0][0] == pytest.approx(losses[4:], rel=1e-9)
         found = everything(at(out, 6))
-        same = found.keys() - rows - {"homes"}
-        assert same == plain.keys() - {"homes"}
+        same = found.keys() - counts - {"placement"}
+        assert same == plain.keys() - {"placement"}
         assert worst_element({k: found[k] for k in same}, {k: plain[k] for k in same}) < 1e-9
 
 
-def test_what_a_run_says_of_it(ranks: Ranks, text: Path, tmp_path: Path) -> None:
+def test_a_run_logs_its_migrations(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    (_, said), *_ = ranks.run(4, run_job, str(text), str(out), {"ep": 2, "pp": 2}, None, {})
-    told = events(out, "rehomed")
-    assert {one["step"] for one in told} == {3, 6}
-    assert {one["layer"] for one in told} == {0, 1}
-    for one in told:
+    (_, messages), *_ = ranks.run(4, run_job, str(text), str(out), {"ep": 2, "pp": 2}, None, {})
+    migrations = events(out, "experts_migrated")
+    assert {one["step"] for one in migrations} == {3, 6}
+    assert {one["layer"] for one in migrations} == {0, 1}
+    for one in migrations:
         assert all(source != target for _, source, target in one["moves"])
         assert one["gain_s"] > 0
-        assert one["busiest_after"] < one["busiest_before"]
+        assert one["imbalance_after"] < one["imbalance_before"]
         assert (one["seconds"] is None) == (one["layer"] == 1), "rank 0 has the first layer"
         assert one["bytes"] > 0
-    lines = [line for line in said if "have moved for good" in line]
+    lines = [line for line in messages if "migrated" in line]
     assert [line.partition(":")[0] for line in lines] == ["step 3", "step 6"]
-    assert any(line.startswith("balance: no copies; experts may move every 3") for line in said)
+    begins = "balance: no replicas; experts may migrate every 3"
+    assert any(line.startswith(begins) for line in messages)
 
 
-def test_whose_homes_a_run_begins_with(ranks: Ranks, text: Path, tmp_path: Path) -> None:
-    """Those of the checkpoint, but where a plan says others and experts do not move."""
+def test_the_placement_of_a_resumed_run(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    """It is that of the checkpoint, unless a plan sets another and migration is off."""
     out = tmp_path / "first"
     ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, {})
-    left = everything(at(out, 4))["homes"]
+    left = everything(at(out, 4))["placement"]
     kept = Checkpoint.open(at(out, 4)).facts["plan"]
-    given = {**kept, "homes": HOMES[2], "homes_of_layers": {}}
-    still = {"balance": {"rehome_every": 0}}
+    given = {**kept, "expert_placement": PLACEMENTS[2], "expert_placement_by_layer": {}}
+    still = {"balance": {"migrate_every": 0}}
     for number, (more, plan_, expected) in enumerate((
         ({}, None, left), (still, None, left), ({}, given, left), (still, given, {}),
     )):  # fmt: skip
@@ -314,34 +314,37 @@ def test_whose_homes_a_run_begins_with(ranks: Ranks, text: Path, tmp_path: Path)
         start = str(at(out, 4))
         ranks.run(2, run_job, str(text), str(here), {"ep": 2}, start, more, plan_)
         (began,) = events(here, "run_start")
-        assert began["plan"]["homes_of_layers"] == expected
+        assert began["plan"]["expert_placement_by_layer"] == expected
         if more is still:
-            assert everything(at(here, 6))["homes"] == expected
-            assert not events(here, "rehomed")
+            assert everything(at(here, 6))["placement"] == expected
+            assert not events(here, "experts_migrated")
 
 
-def test_a_checkpoint_without_rows_begins_anew(ranks: Ranks, text: Path, tmp_path: Path) -> None:
-    """Experts may move from then on, by rows from then on."""
-    out, later = tmp_path / "first", tmp_path / "later"
-    still = {"balance": {"rehome_every": 0}}
-    ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, still)
-    assert not any(key.startswith(ROWS) for key in everything(at(out, 4)))
-    ranks.run(2, run_job, str(text), str(later), {"ep": 2}, str(at(out, 4)), {})
-    assert {one["step"] for one in events(later, "rehomed")} == {6}
-
-
-def test_a_run_without_prices_is_replayed_with_those_that_it_would_have_had(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_a_checkpoint_without_counts_starts_at_zero(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
-    """What is usual of the devices that its record names."""
-    said = []
+    """Migration then goes by the tokens since the resume."""
+    out, later = tmp_path / "first", tmp_path / "later"
+    still = {"balance": {"migrate_every": 0}}
+    ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, still)
+    assert not any(key.startswith(EXPERT_ROWS) for key in everything(at(out, 4)))
+    ranks.run(2, run_job, str(text), str(later), {"ep": 2}, str(at(out, 4)), {})
+    assert {one["step"] for one in events(later, "experts_migrated")} == {6}
+
+
+def test_replay_of_a_run_without_prices_uses_typical_ones(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    """They are typical of the devices in its log."""
+    results = []
     for every in (6, 0):
-        out, balance = tmp_path / str(every), {"prices": None, "rehome_every": every}
+        out, balance = tmp_path / str(every), {"prices": None, "migrate_every": every}
         more = {"balance": balance, "log": {"loads_every": 1, "tensorboard": False}}
         ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, more)
-        said.append(replayed(out, ReplayConfig(policy="quota")))
-    assert said[0]["prices_from"] == "of the run"
+        results.append(replay_run(out, ReplayConfig(policy="quota")))
+    assert results[0]["prices_source"] == "of the run"
     assert re.fullmatch(
-        r"usual of such devices: cpu, \d+ threads? a rank, one host", said[1]["prices_from"]
+        r"typical of such devices: cpu, \d+ threads? per rank, one host",
+        results[1]["prices_source"],
     )
-    assert said[0]["prices"] == said[1]["prices"]
+    assert results[0]["prices"] == results[1]["prices"]

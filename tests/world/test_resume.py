@@ -1,4 +1,4 @@
-"""Resume: bit-identical in the same layout, the same numbers in any other one."""
+"""Resume: bit-identical in the same layout, the same results in any other one."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from table import FAMILIES, SMALL
 
 from moesaic.base.errors import UserError
 from moesaic.dist.checkpoint import Checkpoint
-from moesaic.dist.state import Piece
+from moesaic.dist.state import TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.origin import open_origin
 from moesaic.serve.loading import load_model
 from moesaic.testing.jobs import tiny_job
-from moesaic.testing.ranks import RankFailed, Ranks
-from moesaic.testing.watch import Silent
-from moesaic.train.jobfile import LoadedJob
+from moesaic.testing.progress import RecordingProgress
+from moesaic.testing.ranks import RankFailed, RankPool
+from moesaic.train.job_file import LoadedJob
 from moesaic.train.trainer import train
 
 LAYOUTS = {
     "one": (1, {}),
     "ep2": (2, {"ep": 2}),
     "ep4": (4, {"ep": 4}),
-    "ep2 x 2, sharded": (4, {"ep": 2, "shard": "all"}),
-    "sharded": (2, {"shard": 2}),
-    "sliced": (4, {"tp": 2, "ep": 2, "shard": 2}),
-    "experts sliced": (4, {"tp": 2, "ep": 2, "etp": 2}),
-    "two parts, sharded": (4, {"pp": 2, "shard": 2}),
-    "columns": (4, {"ep": 2, "shard": 2, "embedding": "columns"}),
+    "ep2 x 2, sharded": (4, {"ep": 2, "dp_shard": "all"}),
+    "sharded": (2, {"dp_shard": 2}),
+    "tp": (4, {"tp": 2, "ep": 2, "dp_shard": 2}),
+    "etp": (4, {"tp": 2, "ep": 2, "etp": 2}),
+    "pp, sharded": (4, {"pp": 2, "dp_shard": 2}),
+    "columns": (4, {"ep": 2, "dp_shard": 2, "embedding": "columns"}),
 }
 
 
@@ -44,7 +44,7 @@ def run_job(
     world: World, text: str, out: str, layout: dict[str, Any], resume: str | None,
     changes: dict[str, Any],
 ) -> list[float]:  # fmt: skip
-    """One rank of a training run; returns the losses of its steps."""
+    """Train on one rank; return its losses."""
     tables = {
         "model": {"vocab": 260},
         "data": {"path": text, "sequence": 16, "cache": str(Path(text).parent / "cache"),
@@ -54,7 +54,7 @@ def run_job(
     }  # fmt: skip
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
-    watch = Silent()
+    watch = RecordingProgress()
     train(LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch)
     return [figures["loss"] for figures in watch.figures]
 
@@ -62,7 +62,7 @@ def run_job(
 def read_state(
     path: Path, dtype: str = "float64", sizes: dict[str, Any] | None = None
 ) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole."""
+    """Return every tensor of a checkpoint, unsharded."""
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     state = {}
@@ -73,7 +73,9 @@ def read_state(
             stored = "float32" if parameter.kind == "bias" else dtype
             tensor = torch.empty(parameter.shape, dtype=getattr(torch, stored))
             offset = (0,) * len(parameter.shape)
-            checkpoint.fill([Piece(kind, parameter.name, parameter.shape, offset, tensor, (0,))])
+            checkpoint.fill(
+                [TensorShard(kind, parameter.name, parameter.shape, offset, tensor, (0,))]
+            )
             state[f"{kind}/{parameter.name}"] = tensor.numpy()
     return state
 
@@ -91,7 +93,7 @@ def end(out: Path) -> Path:
     [*((name, "fp32") for name in LAYOUTS), ("one", "bf16"), ("ep2 x 2, sharded", "bf16")],
 )
 def test_same_layout_is_bit_identical(
-    ranks: Ranks, text: Path, tmp_path: Path, name: str, precision: str
+    ranks: RankPool, text: Path, tmp_path: Path, name: str, precision: str
 ) -> None:
     size, layout = LAYOUTS[name]
     changes = {"train": {"precision": precision, "recompute": name == "ep2"}}
@@ -105,11 +107,12 @@ def test_same_layout_is_bit_identical(
     assert Checkpoint.open(end(straight)).counters == Checkpoint.open(end(resumed)).counters
 
 
-def test_copies_go_on_by_what_was_measured_at_the_start(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_a_resumed_run_keeps_its_measured_prices(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     changes = {
-        "train": {"precision": "fp32", "batch": 32}, "balance": {"policy": "quota", "least_rows": 4}
+        "train": {"precision": "fp32", "batch": 32},
+        "balance": {"policy": "quota", "min_replica_tokens": 4},
     }  # fmt: skip
     straight, resumed, other = (tmp_path / name for name in ("straight", "resumed", "other"))
     size, layout = LAYOUTS["ep2"]
@@ -134,8 +137,8 @@ def test_copies_go_on_by_what_was_measured_at_the_start(
         (("ep4", "none"), [("ep4", "quota")]),
     ],
 )
-def test_another_policy_goes_on_with_the_same_numbers(
-    ranks: Ranks,
+def test_another_policy_resumes_with_the_same_results(
+    ranks: RankPool,
     text: Path,
     tmp_path: Path,
     first: tuple[str, str],
@@ -149,8 +152,8 @@ def test_another_policy_goes_on_with_the_same_numbers(
         losses = ranks.run(size, run_job, str(text), str(out), layout, resume, changes)[0]
         if size > 1:
             events = (out / "events" / "rank-0.jsonl").read_text().splitlines()
-            copies = sum(json.loads(line).get("copies", 0) for line in events)
-            assert (copies > 0) == (policy != "none")
+            replicas = sum(json.loads(line).get("replicas", 0) for line in events)
+            assert (replicas > 0) == (policy != "none")
         return losses, out
 
     losses, plain = run("one", "none")
@@ -165,8 +168,8 @@ def test_another_policy_goes_on_with_the_same_numbers(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", ["one", "ep2 x 2, sharded"])
-def test_biases_of_routers_go_on_where_they_were(
-    ranks: Ranks, text: Path, tmp_path: Path, name: str, precision: str
+def test_router_biases_are_resumed(
+    ranks: RankPool, text: Path, tmp_path: Path, name: str, precision: str
 ) -> None:
     size, layout = LAYOUTS[name]
     changes = {**SIGMOID, "train": {"precision": precision}}
@@ -188,8 +191,8 @@ def test_biases_of_routers_go_on_where_they_were(
         assert origin.tensors.dtype(name) == torch.float32
 
 
-def check_pairs(ranks: Ranks, text: Path, place: Path, pairs: list[tuple[str, str]]) -> None:
-    """Each second layout goes on from the first one's checkpoint with the numbers of one rank."""
+def check_pairs(ranks: RankPool, text: Path, place: Path, pairs: list[tuple[str, str]]) -> None:
+    """Check that each second layout resumes from the first, with the results of one rank."""
     (losses,) = ranks.run(1, run_job, str(text), str(place / "one"), {}, None, {})
     expected = read_state(end(place / "one"))
     for before, after in pairs:
@@ -203,24 +206,24 @@ def check_pairs(ranks: Ranks, text: Path, place: Path, pairs: list[tuple[str, st
         assert worst_element(read_state(end(out)), expected) < 1e-9, f"{before} to {after}"
 
 
-def test_another_layout_goes_on_with_the_same_numbers(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_another_layout_resumes_with_the_same_results(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
-    """Every layout goes on from one and is gone on from by one: round in a ring."""
+    """Each layout resumes from the previous one, and the first from the last."""
     names = list(LAYOUTS)
     check_pairs(ranks, text, tmp_path, list(zip(names, names[1:] + names[:1], strict=True)))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_any_other_layout_goes_on_with_the_same_numbers(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_any_other_layout_resumes_with_the_same_results(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     check_pairs(ranks, text, tmp_path, list(permutations(LAYOUTS, 2)))
 
 
-def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_a_pipeline_resumes_with_and_without_pp(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
     sizes: dict[str, Any] = {"model": {"tied": True}}
     parts = {"pp": 2, "schedule": "zero-bubble"}
@@ -240,18 +243,18 @@ def test_a_pipeline_goes_on_as_itself_and_as_no_pipeline(
             assert all(np.array_equal(state[key], same[key]) for key in state)
 
 
-def test_a_tied_table_goes_on_whole_and_in_columns(
-    ranks: Ranks, text: Path, tmp_path: Path
+def test_a_tied_embedding_resumes_whole_and_in_columns(
+    ranks: RankPool, text: Path, tmp_path: Path
 ) -> None:
-    """From whole to columns and back, and between columns of other widths."""
+    """From whole to column-sharded and back, and between shards of other widths."""
     sizes: dict[str, Any] = {"model": {"tied": True}}
     columns = {"embedding": "columns"}
     (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "one"), {}, None, sizes)
     expected = read_state(end(tmp_path / "one"), sizes=sizes["model"])
     ranks.run(4, run_job, str(text), str(tmp_path / "four"), columns, None, sizes)
-    parts = {"pp": 2, "shard": 2, **columns}
+    parts = {"pp": 2, "dp_shard": 2, **columns}
     for number, (size, layout, start) in enumerate((
-        (2, columns, "one"), (2, columns, "four"), (2, {"shard": 2}, "four"), (4, parts, "four"),
+        (2, columns, "one"), (2, columns, "four"), (2, {"dp_shard": 2}, "four"), (4, parts, "four"),
         (1, {}, "four"),
     )):  # fmt: skip
         out = tmp_path / str(number)
@@ -262,26 +265,26 @@ def test_a_tied_table_goes_on_whole_and_in_columns(
 
 
 @pytest.mark.parametrize("family", sparing([*FAMILIES], 2))
-def test_every_family_goes_on_in_another_layout(
-    ranks: Ranks, text: Path, tmp_path: Path, family: str
+def test_every_family_resumes_in_another_layout(
+    ranks: RankPool, text: Path, tmp_path: Path, family: str
 ) -> None:
     given = FAMILIES[family]
     sizes = {**PRESETS[family], **SMALL, **given["model"], "vocab": 260}
     changes = {"model": sizes, "routing": given.get("routing", {})}
     ep = 2 if sizes["experts"] else 1
     (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "one"), {}, None, changes)
-    first, out = tmp_path / "sliced", tmp_path / "parts"
-    layout = {"tp": 2, "ep": ep, "shard": 2}
+    first, out = tmp_path / "tp", tmp_path / "pp"
+    layout = {"tp": 2, "ep": ep, "dp_shard": 2}
     ranks.run(4, run_job, str(text), str(first), layout, None, changes)
     layout = {"pp": 2, "ep": ep}
     rest = ranks.run(2 * ep, run_job, str(text), str(out), layout, middle(first), changes)
     assert rest[0] == pytest.approx(losses[2:], rel=1e-9)
-    expected, found = (read_state(end(tmp_path / name), sizes=sizes) for name in ("one", "parts"))
+    expected, found = (read_state(end(tmp_path / name), sizes=sizes) for name in ("one", "pp"))
     assert worst_element(found, expected) < 1e-9
 
 
-def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) -> None:
-    """Expert parallelism 1, then 2, then 4, each from the last one's checkpoint."""
+def test_growing_ranks_step_by_step(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    """Resume expert parallelism 1 with 2, then 4."""
     every = {"train": {"steps": 6}}
     (losses,) = ranks.run(1, run_job, str(text), str(tmp_path / "a"), {}, None, every)
     for size, here, before, step in ((2, "b", "a", 2), (4, "c", "b", 4)):
@@ -291,9 +294,7 @@ def test_growing_ranks_step_by_step(ranks: Ranks, text: Path, tmp_path: Path) ->
         assert rest[0] == pytest.approx(losses[step:], rel=1e-9)
 
 
-def test_auto_takes_the_newest_and_says_what_changed(
-    ranks: Ranks, text: Path, tmp_path: Path
-) -> None:
+def test_auto_resumes_the_newest_checkpoint(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ranks.run(1, run_job, str(text), str(out), {}, None, {})
     longer = {"train": {"steps": 7}}
@@ -302,9 +303,9 @@ def test_auto_takes_the_newest_and_says_what_changed(
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one rank, which nobody changes."""
-    out = tmp_path_factory.mktemp("alone") / "run"
+def single_run(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run of one rank, shared by tests that do not change it."""
+    out = tmp_path_factory.mktemp("single") / "run"
     ranks.run(1, run_job, str(text), str(out), {}, None, {})
     return out
 
@@ -320,14 +321,19 @@ def alone(ranks: Ranks, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
         ({"model": {"clip_qkv": 8.0}}, "model.clip_qkv = unset, the job has 8.0"),
         (
             {"model": {"rope_scaling": {"kind": "linear", "factor": 2.0}}},
-            "model.rope_scaling.factor = unset, the job has 2.0",
+            "model.rope_scaling.beta_fast = unset, the job has 32.0",
         ),
         ({"optimizer": {"moments": "8bit"}}, 'optimizer.moments = "full", the job has "8bit"'),
     ],
 )
-def test_what_cannot_go_on_says_why(
-    ranks: Ranks, text: Path, alone: Path, tmp_path: Path, changes: dict[str, Any], words: str
+def test_an_incompatible_job_is_rejected_with_the_reason(
+    ranks: RankPool,
+    text: Path,
+    single_run: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    words: str,
 ) -> None:
     with pytest.raises((UserError, RankFailed), match=words):
-        ranks.run(1, run_job, str(text), str(tmp_path / "x"), {}, middle(alone), changes)
+        ranks.run(1, run_job, str(text), str(tmp_path / "x"), {}, middle(single_run), changes)
     assert not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""fp16 over ranks: one rank's overflow is everyone's, and any layout gives the same numbers."""
+"""fp16: an overflow on one rank skips the step on all, and every layout gives the same results."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from layouts import plain, put_together, worst_tensor
 
 from moesaic.base.errors import DivergedError
 from moesaic.dist.world import World
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "copies": (2, {}), "ep2": (2, {"ep": 2}), "sharded": (2, {"ep": 2, "shard": 2}),
-    "slices": (2, {"tp": 2, "etp": 2}), "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),
-    "slices, sharded": (4, {"tp": 2, "shard": 2, "ep": 2}),
+    "dp": (2, {}), "ep2": (2, {"ep": 2}), "sharded": (2, {"ep": 2, "dp_shard": 2}),
+    "tp": (2, {"tp": 2, "etp": 2}), "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),
+    "tp, sharded": (4, {"tp": 2, "dp_shard": 2, "ep": 2}),
     "pipeline, columns": (4, {"pp": 2, "embedding": "columns"}),
 }  # fmt: skip
 
 
-class Struck(torch.autograd.Function):
-    """The same numbers; in backward one gradient is infinite."""
+class Overflow(torch.autograd.Function):
+    """Identity whose backward makes one gradient infinite."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,82 +39,84 @@ class Struck(torch.autograd.Function):
         return grad
 
 
-def struck(world: World, layout: dict[str, Any]) -> Any:
-    """Three steps; in the second one gradient of the last rank is infinite. Both ends are tied."""
+def overflow(world: World, layout: dict[str, Any]) -> Any:
+    """Train three steps with a tied head; in step 2 one gradient of the last rank is infinite."""
     model = {"family": "qwen3_moe", "tied": True, "vocab": 60}
     train = {"precision": "fp16", "micro_batches": 2}
     job = tiny_job(layout=layout, model=model, train=train)
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    told, states = [], []
+    facts_by_step, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
             *_, layer = run.model.decoder_layers()
-            handle = layer.register_forward_hook(lambda *a: Struck.apply(a[2]))
+            handle = layer.register_forward_hook(lambda *a: Overflow.apply(a[2]))
         facts = run.step(samples)
         if step == 1 and world.rank == world.size - 1:
             handle.remove()
-        told.append((facts.skipped, facts.scale, dict(run.counters)))
-        states.append([plain(piece) for piece in run.state().pieces])
+        facts_by_step.append((facts.is_skipped, facts.loss_scale, dict(run.counters)))
+        states.append([plain(shard) for shard in run.state().shards])
     run.close()
-    return told, states
+    return facts_by_step, states
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_overflow_of_one_rank_is_skipped_by_all(ranks: Ranks, name: str) -> None:
-    results = ranks.run(LAYOUTS[name][0], struck, LAYOUTS[name][1])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, name: str) -> None:
+    results = ranks.run(LAYOUTS[name][0], overflow, LAYOUTS[name][1])
     assert all(result[0] == results[0][0] for result in results)
-    told = results[0][0]
-    assert [(skipped, scale) for skipped, scale, _ in told] == [
+    records = results[0][0]
+    assert [(skipped, scale) for skipped, scale, _ in records] == [
         (False, 2.0**16), (True, 2.0**16), (False, 2.0**15),
     ]  # fmt: skip
-    assert told[2][2]["skipped"] == 1
+    assert records[2][2]["skipped"] == 1
     before, after, last = (put_together([r[1][step] for r in results]) for step in range(3))
     assert all(np.array_equal(before[key], after[key]) for key in before)
     assert not all(np.array_equal(after[key], last[key]) for key in after)
 
 
 def diverge(world: World, layout: dict[str, Any]) -> str:
-    """What the first step says of weights so large that the loss itself is no number."""
+    """Return the error of a first step with weights so large that the loss is not finite."""
     model = {"family": "qwen3_moe", "tied": True, "vocab": 60}
     job = tiny_job(layout=layout, model=model, train={"precision": "fp16", "micro_batches": 2})
-    run = assemble(job, lay_out(job.layout, job.model, world.size), world, InitialSource(1, 3e3))
+    run = assemble(
+        job, plan_from_layout(job.layout, job.model, world.size), world, InitialSource(1, 3e3)
+    )
     try:
         run.step(RandomSamples(job.model.vocab, job.data.sequence))
     except DivergedError as error:
         return str(error)
     finally:
         run.close()
-    return "nothing"
+    return "no error"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_loss_that_no_scale_helps_ends_all_ranks_at_once(ranks: Ranks, name: str) -> None:
+def test_a_loss_that_is_not_finite_stops_all_ranks(ranks: RankPool, name: str) -> None:
     size, layout = LAYOUTS[name]
-    said = ranks.run(size, diverge, layout)
-    assert "no loss scale helps" in said[0]
-    assert said == [said[0]] * size
+    errors = ranks.run(size, diverge, layout)
+    assert "no loss scale helps" in errors[0]
+    assert errors == [errors[0]] * size
 
 
-def steps(world: World, layout: dict[str, Any], tables: dict[str, Any]) -> Any:
+def unscaled_gradients(world: World, layout: dict[str, Any], tables: dict[str, Any]) -> Any:
     job = tiny_job(layout=layout, **tables)
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    run.gradients(RandomSamples(job.model.vocab, job.data.sequence))
-    factor = 2.0 ** run.counters["scale_exponent"]
+    run.compute_gradients(RandomSamples(job.model.vocab, job.data.sequence))
+    factor = 2.0 ** run.counters["loss_scale_exponent"]
     found = [
-        plain(piece) for item in run.holdings
-        for piece in item.pieces("gradient", item.grad / factor, world.rank)
+        plain(shard) for item in run.trainable
+        for shard in item.tensor_shards("gradient", item.grad / factor, world.rank)
     ]  # fmt: skip
     run.close()
     return found
 
 
-def test_two_ranks_equal_one(ranks: Ranks) -> None:
-    """Up to the rounding of fp16: gradients of one batch."""
+def test_two_ranks_equal_one(ranks: RankPool) -> None:
+    """Gradients agree up to the rounding of fp16."""
     tables = {"model": {"vocab": 60}, "train": {"precision": "fp16", "micro_batches": 2}}
-    alone = put_together(ranks.run(1, steps, {}, tables))
-    for layout in ({}, {"ep": 2}, {"ep": 2, "shard": 2}, {"tp": 2}, {"pp": 2}):
-        together = put_together(ranks.run(2, steps, layout, tables))
+    alone = put_together(ranks.run(1, unscaled_gradients, {}, tables))
+    for layout in ({}, {"ep": 2}, {"ep": 2, "dp_shard": 2}, {"tp": 2}, {"pp": 2}):
+        together = put_together(ranks.run(2, unscaled_gradients, layout, tables))
         assert worst_tensor(together, alone) < 5e-3

@@ -1,4 +1,4 @@
-"""Parameters updated side by side, as their gradients lie in buckets, against one tensor each."""
+"""Flat parameters, laid out like their gradient buckets, against one tensor per parameter."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import torch
 from layouts import SIGMOID, put_together
 from test_buckets import AGAIN, LORA, TIED
 
-from moesaic.dist.buckets import Buckets
-from moesaic.dist.state import is_shared_out
+from moesaic.dist.buckets import GradientBuckets
+from moesaic.dist.state import is_dtensor
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import workload
-from moesaic.facts.workload.messages import ALIGNMENT, together
+from moesaic.facts.workload.collectives import ALIGNMENT_BYTES, split_into_buckets
 from moesaic.facts.workload.sizes import BUCKET_BYTES
-from moesaic.models.initial import InitialSource
+from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import Held, held
+from moesaic.models.state import LocalParam, local_params
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
-from moesaic.train.optim import Stretch
+from moesaic.train.optim import FlatParams
 from moesaic.train.run import Run
 
 LANES = 16
-"""Numbers of fp32 that a processor takes at once, or fewer."""
-SLICED = {"vocab": 60, "kv_heads": 4}
+"""Most fp32 numbers in a CPU vector."""
+TP_SIZES = {"vocab": 60, "kv_heads": 4}
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"train": {"precision": "bf16", "clip": 0.01}}),
@@ -45,52 +45,51 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"model": TIED}),
     (2, {"optimizer": {"moments": "bf16"}}),
     (2, {"optimizer": {"moments": "8bit"}, "layout": {"ep": 2}}),
-    (2, {**SIGMOID, "layout": {"ep": 2, "dispatch": "visits", "chunks": 2}}),
+    (2, {**SIGMOID, "layout": {"ep": 2, "dispatch": "dedup", "chunks": 2}}),
     (2, {"layout": {"embedding": "columns"}, "model": {"vocab": 60}}),
     (2, {"finetune": LORA, **AGAIN}),
-    (4, {"layout": {"tp": 2, "ep": 2}, "model": SLICED}),
-    (4, {"layout": {"tp": 2, "shard": 2}, "model": SLICED}),
+    (4, {"layout": {"tp": 2, "ep": 2}, "model": TP_SIZES}),
+    (4, {"layout": {"tp": 2, "dp_shard": 2}, "model": TP_SIZES}),
     (4, {"layout": {"pp": 2, "ep": 2}, "model": {**TIED, "family": "olmoe", "experts": 4,
          "top_k": 2}, "train": {"micro_batches": 4}}),
 ]  # fmt: skip
 
 
 def started(world: World, job: Job) -> tuple[Run, RandomSamples]:
-    plan = lay_out(job.layout, job.model, world.size)
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     return run, RandomSamples(job.model.vocab, job.data.sequence)
 
 
-def apart() -> AbstractContextManager[Any]:
-    """Parameters stay where they have been made."""
-    return mock.patch.object(Buckets, "settle", return_value={})
+def without_flat_params() -> AbstractContextManager[Any]:
+    """Keep one tensor per parameter."""
+    return mock.patch.object(GradientBuckets, "flatten_parameters", return_value={})
 
 
-def trained(world: World, job: Job, side_by_side: bool) -> tuple[list[Any], int]:
-    """All state after three steps, and how many stretches have several parameters."""
-    with nullcontext() if side_by_side else apart():
+def trained(world: World, job: Job, is_flat: bool) -> tuple[list[Any], int]:
+    """Return the state after three steps, and the number of flat tensors of several parameters."""
+    with nullcontext() if is_flat else without_flat_params():
         run, samples = started(world, job)
-        several = sum(len(one.items) > 1 for one in run.updated)
+        several = sum(len(one.params) > 1 for one in run.flat_params)
         for _ in range(3):
             run.step(samples)
     found = [
-        (piece.key, piece.shape, piece.offset, piece.tensor.clone().double().numpy())
-        for piece in run.state().pieces
+        (shard.key, shard.shape, shard.offset, shard.tensor.clone().double().numpy())
+        for shard in run.state().shards
     ]
     run.close()
     return found, several
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_side_by_side_is_what_single_tensors_are(
-    ranks: Ranks, case: tuple[int, dict[str, Any]]
+def test_flat_updates_equal_single_tensor_updates(
+    ranks: RankPool, case: tuple[int, dict[str, Any]]
 ) -> None:
-    """Bit for bit, unless a tensor's last numbers are no whole vector of the processor's: by itself
-    it has them done one by one, in other instructions, and the next step has others for it."""
+    """Bit-identical if every tensor fills whole CPU vectors; a tail uses scalar instructions."""
     size, tables = case
     job = tiny_job(**{"routing": {"router": "balanced"}, "train": {"clip": 0.1}, **tables})
-    flat, single = (ranks.run(size, trained, job, kind) for kind in (True, False))
-    assert all(several for _, several in flat) == (job.layout.shard == 1)
+    flat, single = (ranks.run(size, trained, job, is_flat) for is_flat in (True, False))
+    assert all(several for _, several in flat) == (job.layout.dp_shard == 1)
     assert not any(several for _, several in single)
     found, expected = (put_together([state for state, _ in one]) for one in (flat, single))
     assert found.keys() == expected.keys()
@@ -100,69 +99,72 @@ def test_side_by_side_is_what_single_tensors_are(
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-9, atol=1e-15)
 
 
-def lies(world: World, job: Job) -> list[str]:
-    """What is wrong with how parameters, gradients and moments lie, in a step."""
+def layout_errors(world: World, job: Job) -> list[str]:
+    """Return errors in the memory layout of parameters, gradients and moments."""
     run, samples = started(world, job)
-    run.gradients(samples)
-    wrong = [words for one in run.updated if len(one.items) > 1 for words in faults(run, one)]
-    several = {item.name for one in run.updated if len(one.items) > 1 for item in one.items}
-    norms = {item.name for item in run.holdings if item.name.endswith("_norm.weight")}
-    if job.layout.shard == 1:  # Or torch has them, in memory of its own.
-        wrong += [f"{name} lies alone" for name in norms - several]
-    before = {piece.key: piece.tensor._version for piece in run.state().pieces}
-    run.optimizer.apply(run.updated, world.rank, 1, lr=0.1, clip=0.5)
+    run.compute_gradients(samples)
+    wrong = [
+        error
+        for one in run.flat_params
+        if len(one.params) > 1
+        for error in flat_params_errors(run, one)
+    ]
+    several = {item.name for one in run.flat_params if len(one.params) > 1 for item in one.params}
+    norms = {item.name for item in run.trainable if item.name.endswith("_norm.weight")}
+    if job.layout.dp_shard == 1:  # FSDP keeps sharded parameters in memory of its own.
+        wrong += [f"{name} is not in flat memory" for name in norms - several]
+    before = {shard.key: shard.tensor._version for shard in run.state().shards}
+    run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
     wrong += [
-        f"{piece.key} was not counted"
-        for piece in run.state().pieces
-        if piece.tensor._version <= before[piece.key]
+        f"{shard.key} was not counted"
+        for shard in run.state().shards
+        if shard.tensor._version <= before[shard.key]
     ]
     run.close()
     return wrong
 
 
-def faults(run: Run, one: Stretch) -> Iterator[str]:
-    """What is wrong with one stretch."""
+def flat_params_errors(run: Run, one: FlatParams) -> Iterator[str]:
+    """Yield errors of one flat tensor."""
     grads = one.grads()
-    name = one.items[0].name
-    memory = {item.grad.untyped_storage().data_ptr() for item in one.items}
+    name = one.params[0].name
+    memory = {item.grad.untyped_storage().data_ptr() for item in one.params}
     if memory != {grads.untyped_storage().data_ptr()}:
         yield f"gradients of {name} are copied"
-    for item, grad in one.parts(grads):
+    for item, grad in one.split(grads):
         if not torch.equal(grad, item.grad) or grad.data_ptr() != item.grad.data_ptr():
-            yield f"the gradient of {item.name} is elsewhere"
-    for item, values in one.parts(one.values):
+            yield f"the gradient of {item.name} is in other memory"
+    for item, values in one.split(one.values):
         if values.data_ptr() != item.local.data_ptr():
-            yield f"{item.name} is elsewhere"
-        if values.data_ptr() % ALIGNMENT != one.values.data_ptr() % ALIGNMENT:
+            yield f"{item.name} is in other memory"
+        if values.data_ptr() % ALIGNMENT_BYTES != one.values.data_ptr() % ALIGNMENT_BYTES:
             yield f"{item.name} is not aligned"
-    moments = [run.optimizer.moments[item.name] for item in one.items]
+    moments = [run.optimizer.moments[item.name] for item in one.params]
     for both in zip(*moments, strict=True):
         if len({tensor.untyped_storage().data_ptr() for tensor in both}) != 1:
-            yield f"moments of {name} lie apart"
-    if len({item.decays for item in one.items}) != 1:
-        yield f"{name} is with what is unlike it"
+            yield f"moments of {name} are not in one tensor"
+    if len({item.has_weight_decay for item in one.params}) != 1:
+        yield f"{name} shares memory with parameters of other weight decay"
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"tp": 2}, {"pp": 2}, {"shard": 2}, {"ep": 2, "shard": 4}], ids=str
+    "layout", [{}, {"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"ep": 2, "dp_shard": 4}], ids=str
 )
-def test_a_block_lies_in_a_few_stretches(ranks: Ranks, layout: dict[str, Any]) -> None:
-    """Values, gradients and moments, each in memory of their own; and an update that is written
-    to it counts for each parameter, as a save that copies meanwhile goes by that."""
-    job = tiny_job(layout=layout, model=SLICED, train={"batch": 8, "micro_batches": 4})
-    assert not any(ranks.run(4, lies, job))
+def test_memory_layout_of_flat_params(ranks: RankPool, layout: dict[str, Any]) -> None:
+    """An update also advances the version of each parameter, on which overlapped saves rely."""
+    job = tiny_job(layout=layout, model=TP_SIZES, train={"batch": 8, "micro_batches": 4})
+    assert not any(ranks.run(4, layout_errors, job))
 
 
-def elsewhere(world: World, job: Job) -> list[torch.Tensor]:
-    """Whether updates are alike, with gradients where buckets have them, copied away, in part
-    elsewhere, and in another order of the same memory."""
+def updates_by_gradient_memory(world: World, job: Job) -> list[torch.Tensor]:
+    """Return updates with gradients in their buckets, all copied, one copied, and two swapped."""
     found = []
     for kind in range(4):
         run, samples = started(world, job)
-        run.gradients(samples)
-        stretch = next(one for one in run.updated if len(one.items) > 2)
-        items = [item.parameter for item in stretch.items]
-        assert not any(map(is_shared_out, items))
+        run.compute_gradients(samples)
+        flat = next(one for one in run.flat_params if len(one.params) > 2)
+        items = [item.parameter for item in flat.params]
+        assert not any(map(is_dtensor, items))
         if kind == 1:
             for one in items:
                 assert one.grad is not None
@@ -180,105 +182,108 @@ def elsewhere(world: World, job: Job) -> list[torch.Tensor]:
             first.copy_(other)
             other.copy_(kept)
             like[0].grad, like[1].grad = other, first
-        run.optimizer.apply(run.updated, world.rank, 1, lr=0.1, clip=0.5)
-        found.append(torch.cat([item.local.flatten().clone() for item in run.holdings]))
+        run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
+        found.append(torch.cat([item.local.flatten().clone() for item in run.trainable]))
         run.close()
     return found
 
 
-def test_gradients_may_lie_elsewhere(ranks: Ranks) -> None:
-    for first, *others in ranks.run(2, elsewhere, tiny_job()):
+def test_gradients_may_be_in_other_memory(ranks: RankPool) -> None:
+    for first, *others in ranks.run(2, updates_by_gradient_memory, tiny_job()):
         assert all(torch.equal(first, other) for other in others)
 
 
-def moved_away(world: World, job: Job) -> str:
-    """What an update says of a parameter that somebody has given other memory."""
+def update_error(world: World, job: Job) -> str:
+    """Return the error of an update after a parameter was moved to other memory."""
     run, samples = started(world, job)
-    run.gradients(samples)
-    stretch = next(one for one in run.updated if len(one.items) > 2)
-    parameter = stretch.items[1].parameter
+    run.compute_gradients(samples)
+    flat = next(one for one in run.flat_params if len(one.params) > 2)
+    parameter = flat.params[1].parameter
     parameter.data = parameter.data.clone()
     with pytest.raises(AssertionError) as caught:
-        run.optimizer.apply(run.updated, world.rank, 1, lr=0.1, clip=0.5)
-    assert stretch.items[1].name in str(caught.value)
+        run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
+    assert flat.params[1].name in str(caught.value)
     run.close()
     return str(caught.value)
 
 
-def test_who_leaves_is_not_forgotten(ranks: Ranks) -> None:
-    for words in ranks.run(2, moved_away, tiny_job()):
-        assert "has left the memory that it shares" in words
+def test_a_moved_parameter_fails_the_update(ranks: RankPool) -> None:
+    for words in ranks.run(2, update_error, tiny_job()):
+        assert "no longer shares the memory of its block" in words
 
 
-def test_fewer_tensors_are_foretold_to_be_updated() -> None:
-    """On several ranks matrices of a block are one, and so are norms, beside its arena."""
+def test_predicted_number_of_updated_tensors() -> None:
+    """On several ranks a block has one tensor of matrices, one of norms, and its arena."""
     job = tiny_job()
     by_ranks = []
     for size in (1, 2):
-        blocks = workload(job, lay_out(job.layout, job.model, size))
+        blocks = workload(job, plan_from_layout(job.layout, job.model, size))
         calls = {
-            block.name: sum(op.calls for op in block.update.ops if op.name == "adamw")
+            block.name: sum(op.num_kernels for op in block.update.ops if op.name == "adamw")
             for block in blocks
         }
         by_ranks.append(calls)
-    alone, several = by_ranks
+    single, several = by_ranks
     for layer in ("layers.0", "layers.1"):
         assert several[f"{layer}.attention"] + several[f"{layer}.moe"] == 3
-    assert several["embed"] == alone["embed"] == 1
-    assert alone["layers.0.attention"] == 7
+    assert several["embed"] == single["embed"] == 1
+    assert single["layers.0.attention"] == 7
 
 
-def called(world: World, job: Job, most: int) -> tuple[int, int]:
-    """Tensors that AdamW is given in a step, and those that are foretold, with buckets of so many
-    bytes."""
-    with mock.patch.object(Buckets.__init__, "__kwdefaults__", {"early": True, "most": most}):
+def num_updated(world: World, job: Job, max_bytes: int) -> tuple[int, int]:
+    """Return the measured and predicted number of tensors that AdamW updates in a step."""
+    with mock.patch.object(GradientBuckets.__init__, "__kwdefaults__", {"max_bytes": max_bytes}):
         run, samples = started(world, job)
-    given = [0]
+    updated = [0]
     update = run.optimizer.update
 
     def counting(values: Any, *args: Any, **more: Any) -> None:
-        given[0] += len(values)
+        updated[0] += len(values)
         update(values, *args, **more)
 
     with mock.patch.object(run.optimizer, "update", counting):
         run.step(samples)
     run.close()
-    with mock.patch("moesaic.facts.workload.sums.together", partial(together, most=most)):
+    with mock.patch(
+        "moesaic.facts.workload.gradient_reduction.split_into_buckets",
+        partial(split_into_buckets, max_bytes=max_bytes),
+    ):
         blocks = workload(job, run.plan, world.rank)
     ops = [op for block in blocks for op in block.update.ops]
-    return given[0], sum(op.calls for op in ops if op.name == "adamw")
+    return updated[0], sum(op.num_kernels for op in ops if op.name == "adamw")
 
 
-@pytest.mark.parametrize("most", [BUCKET_BYTES, 1 << 14, 256])
+@pytest.mark.parametrize("max_bytes", [BUCKET_BYTES, 1 << 14, 256])
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(1, {}), (2, {}), (2, {"embedding": "columns"}), (2, {"shard": 2}), (4, {"tp": 2})],
+    [(1, {}), (2, {}), (2, {"embedding": "columns"}), (2, {"dp_shard": 2}), (4, {"tp": 2})],
     ids=str,
 )
-def test_as_many_tensors_are_updated_as_foretold(
-    ranks: Ranks, size: int, layout: dict[str, Any], most: int
+def test_number_of_updated_tensors_matches_the_prediction(
+    ranks: RankPool, size: int, layout: dict[str, Any], max_bytes: int
 ) -> None:
-    """However blocks lie in buckets; in those of a number, all by themselves."""
-    job = tiny_job(layout=layout, model=SLICED)
-    for given, foretold in ranks.run(size, called, job, most):
-        assert given == foretold
+    """With buckets of every size, down to one number each."""
+    job = tiny_job(layout=layout, model=TP_SIZES)
+    for updated, predicted in ranks.run(size, num_updated, job, max_bytes):
+        assert updated == predicted
 
 
-def left_alive(world: World, job: Job) -> int:
-    """Parameters that are still there when there was no room for moments."""
+def num_leaked(world: World, job: Job) -> int:
+    """Return the number of parameters that survive a start that runs out of memory for moments."""
     made = list[Any]()
 
-    def refuses(values: torch.Tensor) -> None:
+    def raise_memory_error(values: torch.Tensor) -> None:
         raise MemoryError
 
-    def noting(model: LanguageModel, *args: Any) -> list[Held]:
-        found = held(model, *args)
+    def record_params(model: LanguageModel, *args: Any) -> list[LocalParam]:
+        found = local_params(model, *args)
         made.extend(weakref.ref(item.parameter) for item in found)
         return found
 
     where = "moesaic.train"
     with (
-        mock.patch(f"{where}.optim.zeros", refuses), mock.patch(f"{where}.assemble.held", noting),
+        mock.patch(f"{where}.optim.zero_moments", raise_memory_error),
+        mock.patch(f"{where}.assemble.local_params", record_params),
         pytest.raises(MemoryError),
     ):  # fmt: skip
         started(world, job)
@@ -287,18 +292,18 @@ def left_alive(world: World, job: Job) -> int:
     return sum(one() is not None for one in made)
 
 
-def test_a_start_that_fails_leaves_nothing(ranks: Ranks) -> None:
-    assert ranks.run(2, left_alive, tiny_job()) == [0, 0]
+def test_a_failed_start_leaks_no_parameters(ranks: RankPool) -> None:
+    assert ranks.run(2, num_leaked, tiny_job()) == [0, 0]
 
 
-def test_stretches_follow_each_other_by_block(ranks: Ranks) -> None:
-    """So that a block can be updated when its gradients are there."""
+def test_flat_params_are_ordered_by_block(ranks: RankPool) -> None:
+    """A block can then be updated as soon as its gradients are complete."""
     blocks = ranks.run(2, blocks_of, tiny_job())[0]
     assert len({*blocks}) == 1 + sum(one != other for one, other in pairwise(blocks))
 
 
 def blocks_of(world: World, job: Job) -> list[str]:
     run, _ = started(world, job)
-    found = [one.block for one in run.updated]
+    found = [one.block for one in run.flat_params]
     run.close()
     return found

@@ -1,4 +1,4 @@
-"""The table of equal numbers: every family under every axis, and any two of them together."""
+"""Equality of results in every family under every axis, and under any two axes together."""
 
 from __future__ import annotations
 
@@ -8,59 +8,62 @@ from pathlib import Path
 import numpy as np
 import pytest
 from layouts import Outcome, assert_same, outcome
-from table import AXES, FAMILIES, Row, covering, job, meetings, rows
+from table import AXES, FAMILIES, Row, covering, job, pairs_of, rows
 
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 
 ROWS = rows()
-FEW = covering([row for row in ROWS if max(row.ep, row.shard, row.tp) <= 4])
-"""Those of the default suite."""
+FEW = covering([row for row in ROWS if max(row.ep, row.dp_shard, row.tp) <= 4])
+"""Rows of the default suite."""
 _references: dict[tuple[str, int, int], Outcome] = {}
 
 
-def hold(ranks: Ranks, row: Row, steps: int) -> None:
-    """Hold a row against one rank that does everything by itself."""
-    asked = row.family, row.micro_batches, steps
-    if asked not in _references:
-        _references[asked] = outcome(ranks, 1, job(row.family, row.micro_batches), steps)
-    one = _references[asked]
+def check_row(ranks: RankPool, row: Row, steps: int) -> None:
+    """Compare a row with one rank."""
+    key = row.family, row.micro_batches, steps
+    if key not in _references:
+        _references[key] = outcome(ranks, 1, job(row.family, row.micro_batches), steps)
+    one = _references[key]
     several = outcome(ranks, row.ranks, row.job, steps)
     assert_same(several, one)
-    for key, bias in one.state.items():
-        if key.endswith("router.bias"):
+    for name, bias in one.state.items():
+        if name.endswith("router.bias"):
             assert bias.any()
-            assert np.array_equal(several.state[key], bias)
-    if row.job.routing.capacity:
+            assert np.array_equal(several.state[name], bias)
+    if row.job.routing.capacity_factor:
         assert sum(step["dropped"] for step in one.steps) > 0
 
 
 @pytest.mark.parametrize("row", FEW, ids=str)
-def test_any_two_values_together(ranks: Ranks, row: Row) -> None:
-    hold(ranks, row, steps=1)
+def test_any_two_values_together(ranks: RankPool, row: Row) -> None:
+    check_row(ranks, row, steps=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_axes_of_a_family_all_meet(family: str) -> None:
-    """In the rows that the default suite has."""
-    met = set().union(*(meetings(row) for row in FEW))
+def test_rows_cover_every_pair_of_axes_for_each_family(family: str) -> None:
+    """The rows of the default suite suffice."""
+    met = set().union(*(pairs_of(row) for row in FEW))
     missing = {"ep", "etp"} if family == "tiny-dense" else set()
     axes = [axis for axis in (*AXES, "recompute") if axis not in missing]
     assert {(family, *pair) for pair in combinations(axes, 2)} <= met
-    assert (family, "pp, tp, ep and shard") in met
+    assert (family, "pp, tp, ep and dp_shard") in met
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("family", "size", "way"), dict.fromkeys((row.family, row.ranks, row.way) for row in ROWS)
+    ("family", "size", "method"), dict.fromkeys((row.family, row.ranks, row.method) for row in ROWS)
 )
-def test_all_of_it(ranks: Ranks, family: str, size: int, way: str | None) -> None:
+def test_every_row(ranks: RankPool, family: str, size: int, method: str | None) -> None:
     for row in ROWS:
-        if (row.family, row.ranks, row.way) == (family, size, way):
-            hold(ranks, row, steps=2)
+        if (row.family, row.ranks, row.method) == (family, size, method):
+            check_row(ranks, row, steps=2)
 
 
-def test_pages_say_how_many_rows_there_are() -> None:
+def test_docs_state_the_number_of_rows() -> None:
     number = len(FEW)
-    for page, words in (("README.md", "layouts and families"), ("docs/exactness.md", "rows of 1")):
+    for page, words in (
+        ("README.md", "layouts and model families"),
+        ("docs/exactness.md", "rows of 1"),
+    ):
         assert f" {number} {words}" in (Path(__file__).parents[2] / page).read_text()

@@ -1,4 +1,4 @@
-"""The messages of the workload against those that ranks really send."""
+"""Predicted collectives against those that ranks call."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import torch.distributed as dist
 from layouts import SIGMOID, sparing
 from torch import Tensor
 
-from moesaic.dist.exchange import ByPairs
-from moesaic.dist.shared import ByMemory
+from moesaic.dist.all_to_all import PairwiseAllToAll
+from moesaic.dist.shm_all_to_all import SharedMemoryAllToAll
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, lay_out
-from moesaic.facts.workload import Message, parameters, workload
-from moesaic.facts.workload.messages import BUCKET_BYTES
-from moesaic.facts.workload.sums import GRADIENTS
-from moesaic.models.initial import InitialSource
-from moesaic.testing.blocks import load_of
+from moesaic.facts.plan import Plan, plan_from_layout
+from moesaic.facts.workload import CollectiveCall, parameters, workload
+from moesaic.facts.workload.collectives import BUCKET_BYTES
+from moesaic.facts.workload.gradient_reduction import OVERLAPPED_REDUCTIONS
+from moesaic.models.init import InitialSource
+from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 
 Sent = tuple[str, tuple[int, ...], int, tuple[int, ...], tuple[int, ...]]
-"""Operation, ranks, bytes, bytes to each, bytes from each."""
+"""Operation, ranks, bytes, bytes to each rank, bytes from each rank."""
 
 LAYOUTS = [
-    # ranks, ep, shard
+    # ranks, ep, dp_shard
     (2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 1, 4),
     (4, 2, 2), (4, 4, 2), (4, 1, 2), (4, 4, 4),
 ]  # fmt: skip
-VISITS = {"dispatch": "visits"}
+DEDUP = {"dispatch": "dedup"}
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
     "odd": {"model": {"hidden": 30, "vocab": 53, "heads": 3, "kv_heads": 3, "tied": True}},
@@ -48,19 +48,19 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": {"family": "llama", "experts": 0, "top_k": 0, "tied": True},
         "train": {"recompute": True, "micro_batches": 2},
     },
-    "layers that differ": SIGMOID,
-    "layers that differ, recomputed": {
+    "dense and sparse layers": SIGMOID,
+    "dense and sparse layers, recomputed": {
         **SIGMOID,
         "train": {"recompute": True, "micro_batches": 2},
     },
     "large": {"model": {"hidden": 256, "ffn": 512, "vocab": 2000, "experts": 16}},
-    "visits": {"layout": VISITS},
-    "visits in bf16, recomputed": {
-        "layout": VISITS, "train": {"precision": "bf16", "recompute": True},
+    "dedup": {"layout": DEDUP},
+    "dedup in bf16, recomputed": {
+        "layout": DEDUP, "train": {"precision": "bf16", "recompute": True},
     },
-    "hosts": {"layout": {**VISITS, "hosts": 2}, "routing": {"capacity": 1.0}},
+    "hosts": {"layout": {**DEDUP, "dispatch_hosts": 2}, "routing": {"capacity_factor": 1.0}},
     "hosts, shared experts, recomputed": {
-        **SIGMOID, "layout": {**VISITS, "hosts": 2}, "train": {"recompute": True},
+        **SIGMOID, "layout": {**DEDUP, "dispatch_hosts": 2}, "train": {"recompute": True},
     },
     "adapters": {"finetune": {"method": "lora", "rank": 4}},
     "adapters of experts, routers, recomputed": {
@@ -70,45 +70,45 @@ JOBS: dict[str, dict[str, Any]] = {
     "adapters of the shared experts": {
         **SIGMOID, "finetune": {"method": "lora", "rank": 2, "targets": ["shared"]},
     },
-    "visits, adapters of experts, routers": {
-        "layout": VISITS,
+    "dedup, adapters of experts, routers": {
+        "layout": DEDUP,
         "finetune": {"method": "lora", "rank": 2, "targets": ["experts"], "router": "train"},
     },
     "hosts, adapters of the shared experts, routers": {
-        **SIGMOID, "layout": {**VISITS, "hosts": 2},
+        **SIGMOID, "layout": {**DEDUP, "dispatch_hosts": 2},
         "finetune": {"method": "lora", "rank": 2, "targets": ["shared"], "router": "train"},
     },
-    "routers that do not learn": {"finetune": {"method": "full"}},
+    "frozen routers": {"finetune": {"method": "full"}},
 }  # fmt: skip
-CUT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+SHARDED_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
     (2, {"tp": 2, "ep": 2}),
     (4, {"tp": 2, "ep": 2}),
     (4, {"tp": 2, "ep": 4}),
-    (4, {"tp": 2, "shard": 2}),
-    (4, {"tp": 2, "shard": 2, "ep": 2}),
+    (4, {"tp": 2, "dp_shard": 2}),
+    (4, {"tp": 2, "dp_shard": 2, "ep": 2}),
     (4, {"tp": 4}),
     (2, {"tp": 2, "etp": 2}),
     (4, {"tp": 2, "ep": 2, "etp": 2}),
     (4, {"tp": 4, "etp": 2}),
-    (4, {"tp": 2, "etp": 2, "shard": 2}),
+    (4, {"tp": 2, "etp": 2, "dp_shard": 2}),
     (2, {"pp": 2, "schedule": "gpipe"}),
     (2, {"pp": 2, "schedule": "zero-bubble"}),
     (4, {"pp": 2, "schedule": "interleaved", "ep": 2}),
-    (4, {"pp": 2, "shard": 2}),
+    (4, {"pp": 2, "dp_shard": 2}),
     (4, {"pp": 2, "tp": 2}),
     (4, {"pp": 2, "tp": 2, "schedule": "zero-bubble"}),
     (4, {"pp": 2, "ep": 2, "schedule": "zero-bubble"}),
     (4, {"pp": 4, "schedule": "1f1b"}),
-    (8, {"pp": 2, "tp": 2, "shard": 2, "ep": 2, "schedule": "interleaved"}),
-    (4, {"tp": 2, "ep": 2, **VISITS}),
-    (4, {"tp": 2, "ep": 2, "etp": 2, **VISITS}),
-    (4, {"tp": 2, "ep": 4, "hosts": 2, **VISITS}),
-    (8, {"pp": 2, "ep": 4, "hosts": 2, "schedule": "zero-bubble", **VISITS}),
+    (8, {"pp": 2, "tp": 2, "dp_shard": 2, "ep": 2, "schedule": "interleaved"}),
+    (4, {"tp": 2, "ep": 2, **DEDUP}),
+    (4, {"tp": 2, "ep": 2, "etp": 2, **DEDUP}),
+    (4, {"tp": 2, "ep": 4, "dispatch_hosts": 2, **DEDUP}),
+    (8, {"pp": 2, "ep": 4, "dispatch_hosts": 2, "schedule": "zero-bubble", **DEDUP}),
 ]  # fmt: skip
-CUT = {"model": {"vocab": 60, "kv_heads": 4, "layers": 4}, "train": {"micro_batches": 4}}
+SHARDED_TABLES = {"model": {"vocab": 60, "kv_heads": 4, "layers": 4}, "train": {"micro_batches": 4}}
 LATENT = SIGMOID["model"]["latent"]
-CUT_JOBS: dict[str, dict[str, Any]] = {
+SHARDED_JOBS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "bf16, recomputed": {"train": {"precision": "bf16", "recompute": True}},
     "qwen3_moe, tied": {"model": {"family": "qwen3_moe", "renormalise": True, "tied": True}},
@@ -121,8 +121,8 @@ CUT_JOBS: dict[str, dict[str, Any]] = {
     "deepseek_v3, bf16, recomputed": {
         **SIGMOID, "train": {"precision": "bf16", "recompute": True},
     },
-    "deepseek_v3, queries from the stream": {
-        "model": {**SIGMOID["model"], "latent": {**LATENT, "queries": None}}
+    "deepseek_v3, no query rank": {
+        "model": {**SIGMOID["model"], "latent": {**LATENT, "q_lora_rank": None}}
     },
     "replicas without a sample": {"train": {"batch": 4}},
     "several chunks of logits": {"data": {"sequence": 600}, "model": {"hidden": 16}},
@@ -135,20 +135,22 @@ CUT_JOBS: dict[str, dict[str, Any]] = {
 
 
 dist_all_gather = dist.all_gather
-"""Its second argument is one rank's part, where the others' is the whole."""
+"""Its second argument is one rank's shard, unlike that of other collectives."""
 
 
-class Wire:
-    """Wraps torch's collectives and keeps a line of each call."""
+class CollectiveRecorder:
+    """Wrapper of torch collectives that records every call."""
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
 
     @contextmanager
-    def on(self) -> Iterator[None]:
-        """While this holds, calls are kept. FSDP calls the forms of one tensor."""
-        by_pairs = mock.patch.object(ByPairs, "start", self._exchange(ByPairs))
-        by_memory = mock.patch.object(ByMemory, "start", self._exchange(ByMemory))
+    def recording(self) -> Iterator[None]:
+        """Record calls inside this context; FSDP uses the single-tensor variants."""
+        by_pairs = mock.patch.object(PairwiseAllToAll, "start", self._exchange(PairwiseAllToAll))
+        by_memory = mock.patch.object(
+            SharedMemoryAllToAll, "start", self._exchange(SharedMemoryAllToAll)
+        )
         collectives = mock.patch.multiple(
             dist,
             all_reduce=self._around("all_reduce", dist.all_reduce, "tensor", 0),
@@ -171,133 +173,137 @@ class Wire:
 
         return call
 
-    def _exchange(self, kind: type[ByPairs] | type[ByMemory]) -> Any:
+    def _exchange(self, kind: type[PairwiseAllToAll] | type[SharedMemoryAllToAll]) -> Any:
         real: Any = kind.start
 
         def call(
-            carrier: Any, rows: Tensor, send: list[int], receive: list[int], *into: Tensor | None
+            transport: Any, rows: Tensor, send: list[int], receive: list[int], *into: Tensor | None
         ) -> Any:
-            ranks = tuple(dist.get_process_group_ranks(carrier.group))
+            ranks = tuple(dist.get_process_group_ranks(transport.group))
             row = math.prod(rows.shape[1:]) * rows.itemsize
             to, back = ([n * row for n in counts] for counts in (send, receive))
             self.sent.append(("all_to_all", ranks, rows.nbytes, tuple(to), tuple(back)))
-            return real(carrier, rows, send, receive, *into)
+            return real(transport, rows, send, receive, *into)
 
         return call
 
 
 Loads = list[dict[int, list[list[int]]]]
-"""Of each micro-batch, by layer."""
+"""Expert loads of each micro-batch, by layer."""
 
 
-Homes = dict[str, list[list[int]]]
-"""Of layers that have their own."""
+Placements = dict[str, list[list[int]]]
+"""Expert placements by layer."""
 
 
-def plan_of(job: Job, size: int, homes: Homes | None) -> Plan:
-    plan = lay_out(job.layout, job.model, size)
-    return plan.model_copy(update={"homes_of_layers": homes or {}})
+def plan_of(job: Job, size: int, placements: Placements | None) -> Plan:
+    plan = plan_from_layout(job.layout, job.model, size)
+    return plan.model_copy(update={"expert_placement_by_layer": placements or {}})
 
 
-def one_step(world: World, job: Job, homes: Homes | None = None) -> tuple[list[Sent], Loads]:
-    """What a rank sent in one step, and the loads of its layers."""
-    plan = plan_of(job, world.size, homes)
+def one_step(
+    world: World, job: Job, placements: Placements | None = None
+) -> tuple[list[Sent], Loads]:
+    """Return the collectives of one step on this rank, and the loads of its layers."""
+    plan = plan_of(job, world.size, placements)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     loads: Loads = []
-    gradients = run._gradients
+    gradients = run._forward_backward
 
     def keep(*args: Any) -> Any:
         losses = gradients(*args)
         for one in losses:
-            loads.append({n: load_of(facts) for n, facts in one.context.layers.items()})
+            loads.append({n: expert_load(facts) for n, facts in one.context.layer_facts.items()})
         return losses
 
-    wire = Wire()
-    with mock.patch.object(run, "_gradients", keep), wire.on():
+    recorder = CollectiveRecorder()
+    with mock.patch.object(run, "_forward_backward", keep), recorder.recording():
         run.step(RandomSamples(job.model.vocab, job.data.sequence))
     run.close()
-    return wire.sent, loads
+    return recorder.sent, loads
 
 
 def predicted(
-    job: Job, size: int, rank: int, loads: Loads, homes: Homes | None = None
-) -> list[Message]:
-    plan = plan_of(job, size, homes)
-    elsewhere = [1] * job.model.experts
-    found: list[Message] = []
+    job: Job, size: int, rank: int, loads: Loads, placements: Placements | None = None
+) -> list[CollectiveCall]:
+    plan = plan_of(job, size, placements)
+    even = [1] * job.model.experts
+    found: list[CollectiveCall] = []
     for micro in loads:
-        all_loads = [micro.get(layer, elsewhere) for layer in job.model.expert_layers]
+        all_loads = [micro.get(layer, even) for layer in job.model.expert_layers]
         blocks = workload(job, plan, rank, all_loads)
         for block in blocks:
-            found += [*block.forward.messages, *block.backward.messages]
+            found += [*block.forward.collectives, *block.backward.collectives]
     for block in blocks:
-        found += block.update.messages
+        found += block.update.collectives
     return found
 
 
-def as_sent(message: Message) -> Sent:
+def as_sent(message: CollectiveCall) -> Sent:
     m = message
-    return (m.operation, m.ranks, m.num_bytes, m.send, m.receive)
+    return (m.operation, m.ranks, m.num_bytes, m.send_bytes, m.receive_bytes)
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "ep", "shard"),
+    ("name", "size", "ep", "dp_shard"),
     [
         (name, *layout)
         for at, name in enumerate(JOBS)
         for number, layout in enumerate(LAYOUTS)
-        # The first job in every layout, every job in a sixth of them, each in others.
+        # The first job in every layout, the others in a sixth of the layouts each.
         if (not at or (number + at) % 6 == 0) and "hosts" not in name
     ]
     + [
         (name, *layout) for name in JOBS for layout in LAYOUTS if "hosts" in name and layout[1] == 4
     ],
 )
-def test_messages_are_those_that_are_sent(
-    ranks: Ranks, name: str, size: int, ep: int, shard: int
+def test_collectives_match_the_prediction(
+    ranks: RankPool, name: str, size: int, ep: int, dp_shard: int
 ) -> None:
     tables = JOBS[name]
     ep = ep if tables.get("model", {}).get("experts", 8) else 1
-    layout = {**tables.get("layout", {}), "ep": ep, "shard": shard}
+    layout = {**tables.get("layout", {}), "ep": ep, "dp_shard": dp_shard}
     job = tiny_job(**{**tables, "layout": layout})
     results = ranks.run(size, one_step, job)
-    everything: list[Message] = []
+    everything: list[CollectiveCall] = []
     for rank, (sent, loads) in enumerate(results):
         messages = predicted(job, size, rank, loads)
         assert Counter(map(as_sent, messages)) == Counter(sent), rank
         everything += messages
     exchanges = [m for m in everything if m.operation == "all_to_all"]
     assert bool(exchanges) == (ep > 1)
-    assert sum(sum(m.send) for m in exchanges) == sum(sum(m.receive) for m in exchanges)
+    assert sum(sum(m.send_bytes) for m in exchanges) == sum(sum(m.receive_bytes) for m in exchanges)
 
 
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        (2, {"ep": 2}), (4, {"ep": 4, "hosts": 2, "dispatch": "rows"}),
-        (4, {"ep": 4, "dispatch": "visits"}),
-        (4, {"ep": 2, "tp": 2, "etp": 2, "local": "first"}),
+        (2, {"ep": 2}), (4, {"ep": 4, "dispatch_hosts": 2, "dispatch": "all_to_all"}),
+        (4, {"ep": 4, "dispatch": "dedup"}),
+        (4, {"ep": 2, "tp": 2, "etp": 2, "overlap_local": True}),
     ],
 )  # fmt: skip
-def test_messages_follow_the_homes_of_each_layer(
-    ranks: Ranks, size: int, layout: dict[str, Any]
+def test_collectives_follow_the_placement_of_each_layer(
+    ranks: RankPool, size: int, layout: dict[str, Any]
 ) -> None:
     job = tiny_job(model={"vocab": 64, "layers": 3, "ffn": 24}, layout=layout)
-    shares = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}[layout["ep"]]
-    homes = {"1": shares, "2": shares[::-1]}
-    for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job, homes)):
-        messages = predicted(job, size, rank, loads, homes)
+    placement = {2: [[5, 2, 7, 0], [1, 6, 4, 3]], 4: [[5, 2], [7, 0], [1, 6], [4, 3]]}[layout["ep"]]
+    placements = {"1": placement, "2": placement[::-1]}
+    for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job, placements)):
+        messages = predicted(job, size, rank, loads, placements)
         assert Counter(map(as_sent, messages)) == Counter(sent), rank
-        elsewhere = predicted(job, size, rank, loads, {"1": shares[::-1], "2": shares})
-        told = "dispatch" in layout and "hosts" not in layout  # Loads say who visits whom.
-        assert (Counter(map(as_sent, elsewhere)) == Counter(sent)) == told, rank
+        swapped = predicted(job, size, rank, loads, {"1": placement[::-1], "2": placement})
+        # With flat dedup, the recorded loads have the destinations already.
+        is_known = "dispatch" in layout and "dispatch_hosts" not in layout
+        assert (Counter(map(as_sent, swapped)) == Counter(sent)) == is_known, rank
 
 
-TRAVELS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"ep": 2}), (4, {"ep": 2, "shard": 2, **VISITS}), (4, {"ep": 4, "hosts": 2}),
-    (4, {"ep": 4, "hosts": 2, **VISITS}), (2, {"ep": 2, "local": "first", "chunks": 1}),
-    (4, {"ep": 4, "hosts": 2, "local": "first"}),
-    (4, {"ep": 4, "hosts": 2, "local": "first", **VISITS}),
+DISPATCH_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"ep": 2}), (4, {"ep": 2, "dp_shard": 2, **DEDUP}), (4, {"ep": 4, "dispatch_hosts": 2}),
+    (4, {"ep": 4, "dispatch_hosts": 2, **DEDUP}),
+    (2, {"ep": 2, "overlap_local": True, "chunks": 1}),
+    (4, {"ep": 4, "dispatch_hosts": 2, "overlap_local": True}),
+    (4, {"ep": 4, "dispatch_hosts": 2, "overlap_local": True, **DEDUP}),
 ]  # fmt: skip
 
 
@@ -305,21 +311,20 @@ TRAVELS: list[tuple[int, dict[str, Any]]] = [
     ("size", "layout", "recompute", "tables"),
     sparing(
         [
-            [*travel, again, tables]
+            [*layout, recompute, tables]
             for tables in ({}, SIGMOID)
-            for again in (False, True)
-            for travel in TRAVELS
+            for recompute in (False, True)
+            for layout in DISPATCH_LAYOUTS
         ],
         3,
     ),
     ids=str,
 )
-def test_chunks_send_what_is_predicted_between_them(
-    ranks: Ranks, size: int, layout: dict[str, Any], recompute: bool, tables: dict[str, Any]
+def test_total_collectives_of_chunks_match_the_prediction(
+    ranks: RankPool, size: int, layout: dict[str, Any], recompute: bool, tables: dict[str, Any]
 ) -> None:
-    """As many messages, and of all those of an exchange as many bytes: which chunk has how many
-    tokens of an expert is not said."""
-    layout = {"dispatch": "rows", "chunks": 3, **layout}
+    """Counts and total bytes match; the prediction does not split bytes among chunks."""
+    layout = {"dispatch": "all_to_all", "chunks": 3, **layout}
     job = tiny_job(**{**tables, "layout": layout, "train": {"recompute": recompute}})
     for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job)):
         found = [as_sent(message) for message in predicted(job, size, rank, loads)]
@@ -329,8 +334,7 @@ def test_chunks_send_what_is_predicted_between_them(
 def _by_exchange(
     messages: list[Sent],
 ) -> tuple[Counter[Sent], dict[tuple[int, ...], tuple[int, list[int]]]]:
-    """What is no exchange; and by the ranks of one how many there are, and bytes to and from each
-    of them."""
+    """Return the other collectives, and all-to-alls by ranks: count, and bytes to and from each."""
     others: Counter[Sent] = Counter()
     sums: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for message in messages:
@@ -343,19 +347,22 @@ def _by_exchange(
     return others, sums
 
 
-def cut_job(name: str, layout: dict[str, Any]) -> Job:
-    """A job that can be cut into slices and stages."""
-    given = CUT_JOBS[name]
-    tables = {table: {**CUT.get(table, {}), **given.get(table, {})} for table in {**CUT, **given}}
-    if CUT_JOBS[name].get("model", {}).get("experts") == 0:
-        layout = {**layout, "ep": 1, "etp": 1, "hosts": None}
+def sharded_job(name: str, layout: dict[str, Any]) -> Job:
+    """Return a job that supports TP and PP."""
+    given = SHARDED_JOBS[name]
+    tables = {
+        table: {**SHARDED_TABLES.get(table, {}), **given.get(table, {})}
+        for table in {**SHARDED_TABLES, **given}
+    }
+    if SHARDED_JOBS[name].get("model", {}).get("experts") == 0:
+        layout = {**layout, "ep": 1, "etp": 1, "dispatch_hosts": None}
     return tiny_job(**tables, layout=layout)
 
 
 def possible(name: str, layout: dict[str, Any]) -> bool:
-    """Whether there is such a layout of the job."""
-    again = CUT_JOBS[name].get("train", {}).get("recompute", False)
-    return not (again and layout.get("schedule") == "zero-bubble")
+    """Return whether the job supports the layout."""
+    recompute = SHARDED_JOBS[name].get("train", {}).get("recompute", False)
+    return not (recompute and layout.get("schedule") == "zero-bubble")
 
 
 @pytest.mark.parametrize(
@@ -363,42 +370,42 @@ def possible(name: str, layout: dict[str, Any]) -> bool:
     sparing(
         [
             [name, *layout]
-            for name in CUT_JOBS
-            for layout in CUT_LAYOUTS
+            for name in SHARDED_JOBS
+            for layout in SHARDED_LAYOUTS
             if possible(name, layout[1])
         ],
         23,
     ),
     ids=str,
 )
-def test_slices_and_parts_send_what_is_predicted(
-    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+def test_tp_and_pp_collectives_match_the_prediction(
+    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
 ) -> None:
-    job = cut_job(name, layout)
+    job = sharded_job(name, layout)
     results = ranks.run(size, one_step, job)
     for rank, (sent, loads) in enumerate(results):
         messages = Counter(map(as_sent, predicted(job, size, rank, loads)))
         assert messages == Counter(sent), rank
 
 
-def messages_of_sums(job: Job, size: int) -> list[tuple[str, str, int]]:
-    blocks = workload(job, lay_out(job.layout, job.model, size), 0)
+def overlapped_reductions(job: Job, size: int) -> list[tuple[str, str, int]]:
+    blocks = workload(job, plan_from_layout(job.layout, job.model, size), 0)
     return [
         (block.name, m.name, m.num_bytes)
         for block in reversed(blocks)
-        for m in block.update.messages
-        if m.name in GRADIENTS
+        for m in block.update.collectives
+        if m.name in OVERLAPPED_REDUCTIONS
     ]
 
 
 COLUMNS = {"embedding": "columns"}
 COLUMN_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, COLUMNS),
-    (4, {"ep": 4, **VISITS, **COLUMNS}),
-    (4, {"shard": 2, **COLUMNS}),
+    (4, {"ep": 4, **DEDUP, **COLUMNS}),
+    (4, {"dp_shard": 2, **COLUMNS}),
     (4, {"pp": 2, "schedule": "zero-bubble", **COLUMNS}),
-    (4, {"pp": 2, "schedule": "interleaved", "shard": 2, **COLUMNS}),
-    (8, {"pp": 2, "schedule": "1f1b", "shard": 2, "ep": 2, **COLUMNS}),
+    (4, {"pp": 2, "schedule": "interleaved", "dp_shard": 2, **COLUMNS}),
+    (8, {"pp": 2, "schedule": "1f1b", "dp_shard": 2, "ep": 2, **COLUMNS}),
 ]
 
 
@@ -407,9 +414,9 @@ COLUMN_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     sparing(
         [
             [name, *layout]
-            for at, name in enumerate(CUT_JOBS)
+            for at, name in enumerate(SHARDED_JOBS)
             for number, layout in enumerate(COLUMN_LAYOUTS)
-            # Tied heads and ranks without a token in all of them, others in a third.
+            # Tied heads and ranks without samples in all layouts, other jobs in a third.
             if (not (number + at) % 3 or "tied" in name or "without" in name)
             and possible(name, layout[1])
         ],
@@ -417,35 +424,37 @@ COLUMN_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     ),
     ids=str,
 )
-def test_columns_of_the_embedding_send_what_is_predicted(
-    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+def test_sharded_embedding_collectives_match_the_prediction(
+    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
 ) -> None:
-    """Of lookups what goes to whom; of the table's gradient nothing but a tied head's share."""
-    job = cut_job(name, layout)
+    """Lookups use all-to-alls; only a tied head adds a reduce-scatter of gradients."""
+    job = sharded_job(name, layout)
     for rank, (sent, loads) in enumerate(ranks.run(size, one_step, job)):
         messages = predicted(job, size, rank, loads)
         assert Counter(map(as_sent, messages)) == Counter(sent), rank
-        learns = job.finetune is None
+        is_trained = job.finetune is None
         exchanged = [m for m in messages if m.name == "columns"]
-        here = rank < size // job.layout.pp
-        assert len(exchanged) == here * (1 + learns) * job.train.micro_batches
-        assert "sum columns" not in {m.name for m in messages} or job.model.tied
+        is_first_stage = rank < size // job.layout.pp
+        assert len(exchanged) == is_first_stage * (1 + is_trained) * job.train.micro_batches
+        assert "reduce-scatter tied embedding" not in {m.name for m in messages} or job.model.tied
 
 
-def test_a_wide_table_comes_together_in_several_messages() -> None:
+def test_a_large_tied_embedding_is_gathered_in_several_collectives() -> None:
     job = tiny_job(model={"hidden": 4096, "vocab": 5000, "tied": True}, layout=COLUMNS)
-    *_, head, _ = workload(job, lay_out(job.layout, job.model, 2), 0)
-    sizes = [m.num_bytes for m in head.forward.messages if m.name == "join columns"]
+    *_, head, _ = workload(job, plan_from_layout(job.layout, job.model, 2), 0)
+    sizes = [m.num_bytes for m in head.forward.collectives if m.name == "gather tied embedding"]
     assert len(sizes) > 2
     assert sum(sizes) == 4096 * 5000 * 8
     assert all(size <= 32 << 20 for size in sizes)
-    back = [m.num_bytes for m in head.backward.messages if m.name == "sum columns"]
+    back = [
+        m.num_bytes for m in head.backward.collectives if m.name == "reduce-scatter tied embedding"
+    ]
     assert back == sizes
 
 
-def test_large_gradients_travel_in_several_messages() -> None:
+def test_large_gradients_are_reduced_in_several_buckets() -> None:
     job = tiny_job(model={"hidden": 2048, "heads": 16, "head_dim": 128, "ffn": 4096})
-    dense = [num_bytes for _, name, num_bytes in messages_of_sums(job, 2) if name == "dense"]
+    dense = [num_bytes for _, name, num_bytes in overlapped_reductions(job, 2) if name == "dense"]
     assert len(dense) > 2
     assert all(size <= 32 << 20 for size in dense)
 
@@ -454,46 +463,46 @@ LARGE: dict[str, Any] = {
     "model": {"hidden": 768, "heads": 6, "head_dim": 128, "kv_heads": 6, "layers": 6, "vocab": 301},
     "train": {"precision": "fp32", "micro_batches": 2},
 }  # fmt: skip
-"""Two buckets of dense gradients; tensors that do not end where others may begin."""
+"""Two buckets of dense gradients, with padding between tensors."""
 
 
 def phases_of(world: World, job: Job) -> list[tuple[str, Sent]]:
-    """What a rank sent in one step, and in which phase."""
-    plan = lay_out(job.layout, job.model, world.size)
+    """Return the collectives of one step on this rank, and their phases."""
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    wire, phases = Wire(), list[tuple[str, int]]()
-    run.hook = lambda phase: phases.append((phase, len(wire.sent)))
-    with wire.on():
+    recorder, phases = CollectiveRecorder(), list[tuple[str, int]]()
+    run.phase_hook = lambda phase: phases.append((phase, len(recorder.sent)))
+    with recorder.recording():
         run.step(RandomSamples(job.model.vocab, job.data.sequence))
     run.close()
     found = []
-    for (phase, first), (_, seen) in pairwise([*phases, ("", len(wire.sent))]):
-        found += [(phase, sent) for sent in wire.sent[first:seen]]
+    for (phase, first), (_, seen) in pairwise([*phases, ("", len(recorder.sent))]):
+        found += [(phase, sent) for sent in recorder.sent[first:seen]]
     return found
 
 
 @pytest.mark.parametrize(
     "more",
     [{}, {"model": {**LARGE["model"], "tied": True}}, {"finetune": {"method": "full"}}],
-    ids=["plain", "tied", "routers that do not learn"],
+    ids=["plain", "tied", "frozen routers"],
 )
-def test_sums_leave_under_backward_in_the_order_that_is_predicted(
-    ranks: Ranks, more: dict[str, Any]
+def test_reductions_start_in_backward_in_the_predicted_order(
+    ranks: RankPool, more: dict[str, Any]
 ) -> None:
     job = tiny_job(**{**LARGE, **more})
-    expected = [num_bytes for *_, num_bytes in messages_of_sums(job, 2)]
+    expected = [num_bytes for *_, num_bytes in overlapped_reductions(job, 2)]
     assert len(expected) == 3
     for sent in ranks.run(2, phases_of, job):
-        sums = [(phase, one) for phase, one in sent if phase in ("backward", "reduce")]
-        assert [one[2] for _, one in sums] == expected
-        assert {phase for phase, _ in sums} == {"backward"}
+        reductions = [(phase, one) for phase, one in sent if phase in ("backward", "reduce")]
+        assert [one[2] for _, one in reductions] == expected
+        assert {phase for phase, _ in reductions} == {"backward"}
 
 
-def test_the_number_of_sums_is_that_of_buckets(ranks: Ranks) -> None:
-    """Not that of parameters: where nothing travels to experts, all else is four numbers."""
+def test_one_reduction_per_bucket(ranks: RankPool) -> None:
+    """Without expert parallelism, all other reductions are of a few numbers."""
     job = tiny_job(**LARGE)
     dense = [p.size * 4 for p in parameters(job.model) if p.is_dense]
     for sent in ranks.run(2, phases_of, job):
-        sums = [one for _, one in sent if one[0] == "all_reduce" and one[2] > 64]
-        assert len(sums) == -(-sum(dense) // BUCKET_BYTES) + 1 == 3
+        reductions = [one for _, one in sent if one[0] == "all_reduce" and one[2] > 64]
+        assert len(reductions) == -(-sum(dense) // BUCKET_BYTES) + 1 == 3
         assert len(dense) > 50

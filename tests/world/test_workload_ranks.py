@@ -1,4 +1,4 @@
-"""The workload of slices and of parts of a pipeline on real ranks: work, and what they hold."""
+"""Predicted work and parameters per rank against real ranks, with TP, PP and sharded embeddings."""
 
 from __future__ import annotations
 
@@ -6,147 +6,150 @@ from typing import Any
 
 import pytest
 from layouts import SIGMOID, sparing
-from test_workload_messages import COLUMN_LAYOUTS, CUT_LAYOUTS, VISITS, cut_job, possible
+from test_workload_messages import COLUMN_LAYOUTS, DEDUP, SHARDED_LAYOUTS, possible, sharded_job
 from torch import Tensor
 
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
-from moesaic.facts.workload import Work, workload
-from moesaic.facts.workload.holdings import held, is_first
-from moesaic.facts.workload.kept import activations
-from moesaic.facts.workload.parameters import rank_size
-from moesaic.models.initial import InitialSource
-from moesaic.models.pieces import SLICES, is_sliced
-from moesaic.testing.blocks import Watched, watch
+from moesaic.facts.plan import plan_from_layout
+from moesaic.facts.workload import BlockWork, workload
+from moesaic.facts.workload.activation_memory import activation_bytes
+from moesaic.facts.workload.parameter_placement import counts_in_grad_norm, parameters_of_rank
+from moesaic.facts.workload.parameters import unpadded_local_size
+from moesaic.models.init import InitialSource
+from moesaic.models.state import TP_DIM, is_tp_sharded
+from moesaic.testing.blocks import BlockTrace, trace_blocks
 from moesaic.testing.flops import flops
 from moesaic.testing.jobs import tiny_job
-from moesaic.testing.ranks import Ranks
+from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
 
 WIDE = {
     "vocab": 332, "hidden": 96, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 72, "layers": 2,
 }  # fmt: skip
-"""Large enough for what is an estimate (indices, counts, routers' small tensors) to be little."""
-LATENT = {"width": 20, "rotary": 6, "value": 12, "queries": 28}
+"""Sizes at which estimated terms (indices, counts, small router tensors) are negligible."""
+LATENT = {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12, "q_lora_rank": 28}
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"model": WIDE},
     "mixtral": {"model": {**WIDE, "family": "mixtral", "kv_heads": 2}},
     "qwen3_moe": {"model": {**WIDE, "family": "qwen3_moe", "renormalise": True}},
     "dense": {"model": {**WIDE, "family": "llama", "experts": 0, "top_k": 0}},
     "deepseek_v3": {
-        "model": {**WIDE, **SIGMOID["model"], "dense_ffn": 100, "shared": 2, "latent": LATENT}
+        "model": {
+            **WIDE, **SIGMOID["model"], "dense_ffn": 100, "shared_experts": 2, "latent": LATENT,
+        }
     },
-    "deepseek_v3, queries from the stream": {
+    "deepseek_v3, no query rank": {
         "model": {
             **WIDE, **SIGMOID["model"], "layers": 2, "dense_ffn": 100,
-            "latent": {**LATENT, "queries": None, "value": 24},
+            "latent": {**LATENT, "q_lora_rank": None, "v_head_dim": 24},
         }
     },
 }  # fmt: skip
-CUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2, **VISITS}),
-    (4, {"ep": 4, "hosts": 2, **VISITS}), (2, {"ep": 2, "chunks": 3}),
-    (4, {"ep": 4, "hosts": 2, "chunks": 2, **VISITS}),
-    (2, {"ep": 2, "local": "first"}), (4, {"ep": 4, "hosts": 2, "local": "first", **VISITS}),
-    (2, {"ep": 2, "chunks": 2, "local": "first"}),
+TP_AND_EP_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2, **DEDUP}),
+    (4, {"ep": 4, "dispatch_hosts": 2, **DEDUP}), (2, {"ep": 2, "chunks": 3}),
+    (4, {"ep": 4, "dispatch_hosts": 2, "chunks": 2, **DEDUP}),
+    (2, {"ep": 2, "overlap_local": True}),
+    (4, {"ep": 4, "dispatch_hosts": 2, "overlap_local": True, **DEDUP}),
+    (2, {"ep": 2, "chunks": 2, "overlap_local": True}),
 ]  # fmt: skip
 CASES = [
     (size, layout, name, precision, recompute)
     for at, name in enumerate(FAMILIES)
-    for number, (size, layout) in enumerate(CUTS)
+    for number, (size, layout) in enumerate(TP_AND_EP_LAYOUTS)
     for precision, recompute in (("fp32", False), ("bf16", False), ("bf16", True), ("fp64", True))
     if recompute == bool((number + at) % 2) or precision == "bf16"
     if number < 2 or FAMILIES[name]["model"].get("experts", 8)
 ]
 
 
-def seen(world: World, job: Job) -> Watched:
-    return watch(job, lay_out(job.layout, job.model, world.size), world)
+def traced(world: World, job: Job) -> BlockTrace:
+    return trace_blocks(job, plan_from_layout(job.layout, job.model, world.size), world)
 
 
 @pytest.mark.parametrize("case", sparing(CASES, 9), ids=str)
-def test_slices_do_what_is_predicted(
-    ranks: Ranks, case: tuple[int, dict[str, Any], str, str, bool]
+def test_work_matches_the_prediction(
+    ranks: RankPool, case: tuple[int, dict[str, Any], str, str, bool]
 ) -> None:
-    """Flops exactly, bytes that passes move and kernels as near as on one rank."""
+    """FLOPs match exactly; moved bytes and kernel counts within the tolerance of one rank."""
     size, layout, name, precision, recompute = case
     sparse = FAMILIES[name]["model"].get("experts", 8) > 0
     job = tiny_job(
         **FAMILIES[name], layout=layout if sparse else {"tp": 2}, data={"sequence": 64},
         train={"precision": precision, "recompute": recompute, "batch": 4 * size},
     )  # fmt: skip
-    plan = lay_out(job.layout, job.model, size)
-    for rank, watched in enumerate(ranks.run(size, seen, job)):
+    plan = plan_from_layout(job.layout, job.model, size)
+    for rank, watched in enumerate(ranks.run(size, traced, job)):
         blocks = workload(job, plan, rank, watched.loads)
-        for way in ("forward", "backward"):
-            for block, found in getattr(watched, way).items():
-                works: list[Work] = [
-                    getattr(one, way) for one in blocks if f"{one.name}.".startswith(f"{block}.")
+        for phase in ("forward", "backward"):
+            for block, found in getattr(watched, phase).items():
+                works: list[BlockWork] = [
+                    getattr(one, phase) for one in blocks if f"{one.name}.".startswith(f"{block}.")
                 ]
-                at = (rank, way, block)
+                at = (rank, phase, block)
                 assert sum(work.flops for work in works) == flops(found), at
                 moved = sum(work.moved_bytes for work in works)
                 assert moved == pytest.approx(found.moved_bytes, rel=0.005), at
-                calls = sum(work.calls for work in works)
-                assert calls == pytest.approx(found.calls, rel=0.02), at
+                calls = sum(work.num_kernels for work in works)
+                assert calls == pytest.approx(found.num_kernels, rel=0.02), at
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "batch"), [(2, 8), (4, 6)])
-def test_columns_do_what_is_predicted(
-    ranks: Ranks, size: int, batch: int, precision: str, tied: bool
+def test_work_of_column_sharded_embeddings_matches_the_prediction(
+    ranks: RankPool, size: int, batch: int, precision: str, tied: bool
 ) -> None:
-    """Lookups for all ranks, which may have unlike numbers of tokens, and a tied head's table."""
+    """Ranks may have different numbers of tokens; the head may be tied."""
     model = {**FAMILIES["dense"]["model"], "tied": tied}
     job = tiny_job(
         model=model, layout={"embedding": "columns"}, data={"sequence": 64},
         train={"precision": precision, "batch": batch},
     )  # fmt: skip
-    plan = lay_out(job.layout, job.model, size)
-    for rank, watched in enumerate(ranks.run(size, seen, job)):
+    plan = plan_from_layout(job.layout, job.model, size)
+    for rank, watched in enumerate(ranks.run(size, traced, job)):
         blocks = {block.name: block for block in workload(job, plan, rank)}
-        kept = activations(job, plan, rank)
+        kept = activation_bytes(job, plan, rank)
         for name in ("embed", "head"):
-            for way in ("forward", "backward"):
-                found, work = getattr(watched, way)[name], getattr(blocks[name], way)
-                assert work.flops == flops(found), (rank, way, name)
-                # By itself the embedding adds nothing to what the head has left.
-                beside = tied and (way, name) == ("backward", "embed")
-                added = 3 * beside * model["vocab"] * model["hidden"] // size * 4
+            for phase in ("forward", "backward"):
+                found, work = getattr(watched, phase)[name], getattr(blocks[name], phase)
+                assert work.flops == flops(found), (rank, phase, name)
+                # The trace of the embedding alone has no gradient of the tied head to add to.
+                is_added = tied and (phase, name) == ("backward", "embed")
+                added = 3 * is_added * model["vocab"] * model["hidden"] // size * 4
                 moved = work.moved_bytes - added
-                assert moved == pytest.approx(found.moved_bytes, rel=0.005), (way, name)
-                calls = work.calls - beside
-                assert calls == pytest.approx(found.calls, abs=1), (way, name)
-            assert watched.kept[name] == kept[name]
+                assert moved == pytest.approx(found.moved_bytes, rel=0.005), (phase, name)
+                calls = work.num_kernels - is_added
+                assert calls == pytest.approx(found.num_kernels, abs=1), (phase, name)
+            assert watched.saved_bytes[name] == kept[name]
 
 
-Holding = dict[str, tuple[tuple[int, ...], int, bool]]
-"""By name the shape on a slice, elements on the rank, and whether it counts them in the norm."""
+DenseShards = dict[str, tuple[tuple[int, ...], int, bool]]
+"""By name: shape on a TP rank, local elements, and whether the rank counts them in the norm."""
 
 
-def holding(world: World, job: Job) -> tuple[Holding, list[tuple[int, bool]]]:
-    """What a rank holds, and of its experts all elements of a layer."""
-    plan = lay_out(job.layout, job.model, world.size)
+def local_sizes(world: World, job: Job) -> tuple[DenseShards, list[tuple[int, bool]]]:
+    """Return the dense shards of a rank, and per layer the elements of its experts."""
+    plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
     dense, experts = {}, []
-    for item in run.holdings:
+    for item in run.trainable:
         first, size = item.owners[0] == world.rank, item.local.numel()
         if item.bank is None:
-            dense[item.name] = (on_a_slice(item.parameter), size, first)
+            dense[item.name] = (tp_local_shape(item.parameter), size, first)
         else:
             experts.append((size, first))
     run.close()
-    world.barrier()  # Nobody leaves while another still connects: nothing else is sent here.
+    world.barrier()  # A rank that leaves early breaks the connections of others.
     return dense, experts
 
 
-def on_a_slice(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of what a slice has, whoever shares it out further."""
+def tp_local_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape on a TP rank, before FSDP shards it."""
     shape = list(parameter.shape)
-    if is_sliced(parameter):
-        at = parameter.device_mesh.mesh_dim_names.index(SLICES)
+    if is_tp_sharded(parameter):
+        at = parameter.device_mesh.mesh_dim_names.index(TP_DIM)
         shape[parameter.placements[at].dim] //= parameter.device_mesh.size(at)
     return tuple(shape)
 
@@ -157,7 +160,7 @@ def on_a_slice(parameter: Tensor) -> tuple[int, ...]:
         [
             [name, *layout]
             for name in ("olmoe", "qwen3_moe, tied", "dense, tied", "deepseek_v3")
-            for layout in [*CUT_LAYOUTS, (4, {"ep": 2, "shard": 2})]
+            for layout in [*SHARDED_LAYOUTS, (4, {"ep": 2, "dp_shard": 2})]
             if possible(name, layout[1])
         ],
         9,
@@ -169,22 +172,25 @@ def on_a_slice(parameter: Tensor) -> tuple[int, ...]:
     ],
     ids=str,
 )
-def test_ranks_hold_what_is_predicted(
-    ranks: Ranks, name: str, size: int, layout: dict[str, Any]
+def test_local_parameters_match_the_prediction(
+    ranks: RankPool, name: str, size: int, layout: dict[str, Any]
 ) -> None:
-    """Which dimension of which matrix is cut, stages and shards, and who comes first."""
-    job = cut_job(name, layout)
-    plan = lay_out(job.layout, job.model, size)
-    for rank, (dense, experts) in enumerate(ranks.run(size, holding, job)):
-        everything, replica = held(job.model, plan, rank), plan.replica(rank)
+    """TP dimensions, stages, shards and the owners that count in the norm."""
+    job = sharded_job(name, layout)
+    plan = plan_from_layout(job.layout, job.model, size)
+    for rank, (dense, experts) in enumerate(ranks.run(size, local_sizes, job)):
+        everything, replica = parameters_of_rank(job.model, plan, rank), plan.dp_rank(rank)
         expected = {
-            p.name: (p.shape, rank_size(p, plan.shard, replica), is_first(p, plan, rank))
+            p.name: (
+                p.shape, unpadded_local_size(p, plan.dp_shard, replica),
+                counts_in_grad_norm(p, plan, rank),
+            )
             for p in everything if p.is_dense
         }  # fmt: skip
         assert dense == expected
         own = [p for p in everything if p.expert is not None]
         layers = sorted({p.layer for p in own if p.layer is not None})
         assert experts == [
-            (sum(p.size for p in own if p.layer == layer), is_first(own[0], plan, rank))
+            (sum(p.size for p in own if p.layer == layer), counts_in_grad_norm(own[0], plan, rank))
             for layer in layers
         ]

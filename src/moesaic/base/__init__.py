@@ -1,1 +1,1 @@
-"""What everything stands on: configuration, errors, events, records, tensor files. No torch."""
+"""Foundations without torch: configuration, errors, events, records, tensor files."""

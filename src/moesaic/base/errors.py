@@ -1,7 +1,7 @@
-"""The errors of moesaic, told apart by who can mend them.
+"""Exceptions of moesaic, split by whether the user can fix them.
 
-`UserError` and its kin are the user's to mend: the command line prints their one sentence and
-exits 2. Anything else that reaches the command line is our bug: it prints a traceback and exits 1.
+`UserError` and its subclasses are for the user: the command line prints the message and exits 2.
+Any other exception that reaches the command line is a bug: it prints a traceback and exits 1.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from pathlib import Path
 
 
 class MoesaicError(Exception):
-    """Root of every error that moesaic raises on purpose."""
+    """Base class of every error that moesaic raises on purpose."""
 
 
 class UserError(MoesaicError):
-    """Something the user can mend: the message names key, value and remedy."""
+    """An error that the user can fix; the message names key, value and remedy."""
 
 
 class ConfigError(UserError, ValueError):
-    """A job, flag or file of settings says something impossible."""
+    """An impossible setting in a job, flag or settings file."""
 
 
 class ClusterError(ConfigError):
-    """A cluster lacks what is asked of it: who knows its file says where that is to be mended."""
+    """A missing fact in a cluster; callers that know its file add where to fix it."""
 
 
 class DivergedError(UserError):
-    """Training has left the numbers: the state was not changed by the step that shows it."""
+    """A non-finite loss or gradient; the failing step did not change the training state."""
 
 
 class DataError(UserError):
-    """Training text, a tokenizer or a dataset directory cannot be used as asked."""
+    """Unusable training text, tokenizer or dataset directory."""
 
 
 class StoreError(UserError):
-    """Bytes at rest are missing, half-written or not what was written."""
+    """A missing, truncated or corrupt file."""
 
 
 class WeightsError(StoreError):
-    """A model directory holds a missing, unused or mis-shaped tensor."""
+    """A missing, unused or mis-shaped tensor in a model directory."""
 
 
 _REMEDIES = {
@@ -48,22 +48,22 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "give a shorter name",
     errno.EIO: "the disk may be failing; name another place",
 }
-"""What a file system says that the user can mend, and how."""
+"""Remedies by errno, for errors of the file system that the user can fix."""
 
-_NO_MEMORY = ("DefaultCPUAllocator: ", "unable to mmap", "std::bad_alloc")
-"""How torch says that memory on the host is spent."""
+_OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator: ", "unable to mmap", "std::bad_alloc")
+"""Messages of torch and C++ when host memory is exhausted."""
 
 
-def unwritable(what: str, error: OSError) -> StoreError:
-    """`what`, a setting or a path, cannot be written, as `error` says."""
+def write_error(what: str, error: OSError) -> StoreError:
+    """Return the error for `what`, a setting or a path, that cannot be written."""
     remedy = _REMEDIES.get(error.errno or 0, "name another place")
     return StoreError(f"{what} cannot be written ({error.strerror or error}): {remedy}")
 
 
-def as_user_error(error: BaseException, on_memory: str) -> UserError | None:
-    """`error` as the user's own, where a file system or the memory of the machine is behind it.
+def as_user_error(error: BaseException, memory_remedy: str) -> UserError | None:
+    """Return `error` as a UserError if the file system or a lack of memory caused it, else None.
 
-    `on_memory` is what helps against too little memory.
+    `memory_remedy` says what to do against a lack of memory.
     """
     text = str(error)
     if isinstance(error, OSError) and error.errno in _REMEDIES:
@@ -71,8 +71,10 @@ def as_user_error(error: BaseException, on_memory: str) -> UserError | None:
         return StoreError(f"{place}{error.strerror}: {_REMEDIES[error.errno]}")
     short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     short |= isinstance(error, OSError) and error.errno == errno.ENOMEM
-    short |= isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+    short |= isinstance(error, RuntimeError) and any(
+        words in text for words in _OUT_OF_MEMORY_TEXTS
+    )
     if not short:
         return None
     detail = f" ({text.splitlines()[0]})" if text else ""
-    return UserError(f"there is not enough memory{detail}: {on_memory}")
+    return UserError(f"there is not enough memory{detail}: {memory_remedy}")

@@ -1,7 +1,7 @@
-"""The events of a run: small facts as JSON lines, appended as they happen, one file a rank.
+"""Event log of a run: JSON lines, appended as events happen, one file per rank.
 
-A line is `{"time": seconds, "event": name, ...}`. A run that was cut off leaves at most one broken
-last line, which readers pass over. Bulk facts (expert loads, routing) go to `base.records`.
+A line is `{"time": seconds, "event": name, ...}`. A killed run leaves at most one broken last line,
+which readers skip. Bulk records (expert loads, routing) go to `base.records`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moesaic.base.errors import unwritable
+from moesaic.base.errors import write_error
 
 
 class EventLog:
-    """Appends events to one file."""
+    """An append-only writer of events to one file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,13 +26,13 @@ class EventLog:
         self._lock = threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Append one event, from any thread; `fields` must be JSON."""
+        """Append one event; thread-safe. `fields` must be JSON-serialisable."""
         line = json.dumps({"time": time.time(), "event": event, **fields}) + "\n"
         try:
             with self._lock:
                 self._file.write(line)
         except OSError as error:
-            raise unwritable(f"'{self._path}'", error) from None
+            raise write_error(f"'{self._path}'", error) from None
 
     def close(self) -> None:
         """Close the file."""
@@ -40,7 +40,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of one file, oldest first; a line broken by a killed writer is passed over."""
+    """Yield the events of one file, oldest first; skip broken lines."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes: a file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, whose file takes the place of `path` at the end.
+def atomic_replace(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file replaces `path` at the end.
 
-    Nothing of it stays if anything fails. A crash of the machine may still lose it: what must
-    outlast that is flushed to disk by whoever writes it. Who may read it stays as it was.
+    If anything fails, nothing of it stays. An existing `path` keeps its permissions. Nothing is
+    flushed to disk: callers that must survive a crash of the machine call fsync.
     """
-    with _partial(path) as partial:
+    with _partial_file(path) as partial:
         yield partial
         with suppress(FileNotFoundError):
             partial.chmod(stat.S_IMODE(path.stat().st_mode))
@@ -24,21 +24,21 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def adding(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a `path` that nothing is at.
+def atomic_create(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file becomes `path` at the end; `path` must not exist.
 
-    What has come to be there by the end stays, and FileExistsError is raised.
+    If another process creates `path` meanwhile, that file stays and FileExistsError is raised.
     """
-    with _partial(path) as partial:
+    with _partial_file(path) as partial:
         yield partial
         os.link(partial, path)
 
 
 @contextmanager
-def _partial(path: Path) -> Iterator[Path]:
+def _partial_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         yield partial
     finally:
-        with suppress(OSError):  # Mostly there is none by then.
+        with suppress(OSError):  # Usually the file is gone by now.
             partial.unlink()

@@ -1,7 +1,7 @@
-"""One process at a time: a lock file that names its holder and goes when it is let go.
+"""File lock: one process at a time; the file names the holder and is removed on release.
 
-The kernel frees the lock when the last process that has it ends, a forked child included; a file
-that stays behind locks nothing.
+The kernel frees the lock when the last process that holds it ends, including forked children. A
+file left behind locks nothing.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 
-class Held(Exception):
-    """Another has the lock."""
+class LockHeld(Exception):
+    """Another process holds the lock."""
 
 
-def leave(holder: str) -> NoReturn:
-    """For `locked`: do not wait."""
-    raise Held(holder)
+def fail_if_locked(holder: str) -> NoReturn:
+    """Raise LockHeld instead of waiting; an `on_busy` for `file_lock`."""
+    raise LockHeld(holder)
 
 
 @contextmanager
-def locked(path: Path, busy: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock at `path`, alone among those who ask for it.
+def file_lock(path: Path, on_busy: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock at `path` exclusively.
 
-    While another holds it, `busy` is called again and again with the words for that holder; it
-    waits a moment, or raises.
+    While another process holds it, `on_busy` is called repeatedly with a description of the holder;
+    it must sleep or raise.
     """
-    file = _take(path, busy)
+    file = _acquire(path, on_busy)
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
     finally:
-        # Gone while still locked: whoever takes the next file of this name has the lock alone.
+        # Remove the file while it is locked: the process that creates the next one then holds the
+        # lock alone.
         with file, suppress(OSError):
-            if _is_at(file, path):
+            if _is_same_file(file, path):
                 path.unlink()
 
 
-def _take(path: Path, busy: Callable[[str], None]) -> TextIO:
+def _acquire(path: Path, on_busy: Callable[[str], None]) -> TextIO:
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -53,17 +54,17 @@ def _take(path: Path, busy: Callable[[str], None]) -> TextIO:
             file.seek(0)
             holder = file.read()
             file.close()
-            busy(holder or "another process")
+            on_busy(holder or "another process")
             continue
         except BaseException:
             file.close()
             raise
-        if _is_at(file, path):
+        if _is_same_file(file, path):
             return file
-        file.close()  # Its holder removed it between our opening and our locking.
+        file.close()  # The holder removed the file between our open and our lock.
 
 
-def _is_at(file: TextIO, path: Path) -> bool:
+def _is_same_file(file: TextIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Bulk facts of a run as Parquet: a directory of parts, each whole or absent.
+"""Bulk records of a run as Parquet: a directory of numbered parts, each complete or absent.
 
-A writer that is killed loses the rows since its last part and nothing else: a part is written
-under another name and renamed when complete.
+A part is written under a temporary name and renamed when complete. A killed writer loses only the
+rows since the last part.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesaic.base.errors import StoreError, unwritable
-from moesaic.base.files import replacing
+from moesaic.base.errors import StoreError, write_error
+from moesaic.base.files import atomic_replace
 
 
 class RecordWriter:
-    """Collects rows and writes them as numbered parts of `directory`."""
+    """A writer that buffers rows and writes them as numbered parts of `directory`."""
 
     def __init__(self, directory: Path, schema: pa.Schema, rows_per_part: int = 4096) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory, self._schema, self._limit = directory, schema, rows_per_part
+        self._directory, self._schema, self._rows_per_part = directory, schema, rows_per_part
         self._rows: list[Mapping[str, Any]] = []
         parts = [int(path.stem.split("-")[1]) for path in list_parts(directory)]
         self._next = max(parts, default=-1) + 1
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows; a part is written once enough have come."""
+        """Append rows; write a part once enough are buffered."""
         self._rows.extend(rows)
-        if len(self._rows) >= self._limit:
+        if len(self._rows) >= self._rows_per_part:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has come since the last part."""
+        """Write the buffered rows as a part."""
         if not self._rows:
             return
         table = pa.Table.from_pylist([dict(row) for row in self._rows], schema=self._schema)
         target = self._directory / f"part-{self._next:06d}.parquet"
         try:
-            with replacing(target) as partial:
+            with atomic_replace(target) as partial:
                 pq.write_table(table, partial)
         except OSError as error:
-            raise unwritable(f"'{target}'", error) from None
+            raise write_error(f"'{target}'", error) from None
         self._rows, self._next = [], self._next + 1
 
 
 def list_parts(directory: Path) -> list[Path]:
-    """The parts of a directory, oldest first."""
+    """Return the parts of a directory, oldest first."""
     return [
         path
         for path in sorted(directory.glob("part-*.parquet"))
@@ -59,16 +59,16 @@ def list_parts(directory: Path) -> list[Path]:
 def read_records(
     directory: Path, columns: Mapping[str, pa.DataType] | None = None
 ) -> Iterator[pa.Table]:
-    """The parts of a directory, oldest first.
+    """Yield the parts of a directory as tables, oldest first.
 
-    Of `columns`, if any are given, each must have all, of such types and without gaps.
+    With `columns`, each part must have all of them, without nulls, in types that cast to these.
     """
     for path in list_parts(directory):
         yield read_part(path, columns)
 
 
 def read_part(path: Path, columns: Mapping[str, pa.DataType] | None = None) -> pa.Table:
-    """One of them."""
+    """Return one part as a table; `columns` as in `read_records`."""
     try:
         wanted = None
         if columns is not None:
@@ -76,25 +76,27 @@ def read_part(path: Path, columns: Mapping[str, pa.DataType] | None = None) -> p
         table = pq.read_table(path, columns=wanted)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"'{path}' is not readable Parquet ({error}): remove it") from None
-    return table if columns is None else _only(table, columns, path)
+    return table if columns is None else _select_columns(table, columns, path)
 
 
-def _only(table: pa.Table, columns: Mapping[str, pa.DataType], path: Path) -> pa.Table:
+def _select_columns(table: pa.Table, columns: Mapping[str, pa.DataType], path: Path) -> pa.Table:
     found = {}
     for name, kind in columns.items():
         if name not in table.column_names:
-            raise StoreError(f"'{path}' has no column '{name}': remove it, it is of others")
+            raise StoreError(
+                f"'{path}' has no column '{name}': another program wrote it, remove it"
+            )
         column = table.column(name)
-        gaps = column.null_count
-        if not gaps and pa.types.is_nested(column.type):
-            gaps = sum(chunk.flatten().null_count for chunk in column.chunks)
-        if gaps:
-            raise StoreError(f"'{path}' has gaps in its column '{name}': it is damaged, remove it")
+        nulls = column.null_count
+        if not nulls and pa.types.is_nested(column.type):
+            nulls = sum(chunk.flatten().null_count for chunk in column.chunks)
+        if nulls:
+            raise StoreError(f"'{path}' has nulls in column '{name}': it is damaged, remove it")
         try:
             found[name] = column.cast(kind)
         except pa.ArrowException:
             raise StoreError(
-                f"'{path}' has {column.type} in its column '{name}', not {kind}: remove it, it is "
-                "of others"
+                f"'{path}' has {column.type} in column '{name}', not {kind}: another program wrote "
+                "it, remove it"
             ) from None
     return pa.table(found)

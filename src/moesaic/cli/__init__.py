@@ -1,1 +1,1 @@
-"""The command line: one file a verb. A verb imports its engine, and with it torch, when it runs."""
+"""Command line of moesaic: one module per verb. A verb imports torch only when it runs."""

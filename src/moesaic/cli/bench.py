@@ -1,4 +1,4 @@
-"""`moesaic bench layer`: what an expert layer reaches on this machine, against its limit."""
+"""`moesaic bench layer`: speed of an expert layer on this machine against its roofline."""
 
 from __future__ import annotations
 
@@ -12,41 +12,50 @@ import typer
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import UserError
-from moesaic.cli import flags, outlook, screen
+from moesaic.cli import flags, prediction, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
-from moesaic.cli.progress import watched
-from moesaic.cli.start import at_once
+from moesaic.cli.progress import probe_progress
+from moesaic.cli.start import exit_on_interrupt
 from moesaic.facts.job.bench import BenchConfig
 from moesaic.facts.job.job import fill_preset
 from moesaic.facts.job.model import PRESETS
-from moesaic.train.jobfile import fill_from
+from moesaic.train.job_file import fill_pretrained
 
 if TYPE_CHECKING:
-    from moesaic.models.speed import ExpertLayer, LeftOut, Limit, Speed
+    from moesaic.models.expert_benchmark import (
+        DeviceLimit,
+        ExpertLayerBenchmark,
+        MeasuredSpeed,
+        SkippedBatch,
+    )
 
 WHAT = "layer"
-_OF_LIMITS = 0.2
-"""Of the time, for what the layer is held against, before and after."""
-_MOST_S = 3600.0
+_LIMITS_FRACTION = 0.2
+"""Fraction of the time for the limits, before and after the batches."""
+_MAX_SECONDS = 3600.0
+"""Largest value of the key `seconds`."""
 _TITLES = (
-    "", "tokens", "an expert", "forward", "tokens/s", "of the limit", "with backward",
+    "", "tokens", "per expert", "forward", "tokens/s", "of the limit", "with backward",
     "of the limit", "limit",
 )  # fmt: skip
-_WIDTHS = (4, 9, 9, 13, 11, 12, 13, 12, 8)
-_POINTS = 0.015
-_MORE = 1.3
-"""Times the time there was, at least, where it was too little."""
-_ABOVE = 1.005
-"""A share of the limit that no rounding makes."""
+_WIDTHS = (4, 9, 10, 13, 11, 12, 13, 12, 8)
+_VISIBLE_CHANGE = 0.015
+"""Change of an efficiency for which the table is printed again."""
+_MIN_GROWTH = 1.3
+"""Least factor for the suggested `seconds` if they were too few."""
+_MAX_EFFICIENCY = 1.005
+"""Efficiency above which rounding is no explanation."""
 What = Annotated[
     str | None,
-    typer.Argument(metavar="layer", help="What to measure: one expert layer.", show_default=False),
+    typer.Argument(
+        metavar="layer", help="Subject of the benchmark: one expert layer.", show_default=False
+    ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         "--model", metavar="NAME", show_default=False,
-        help="Short for --set model.preset=NAME; the beginning of a name will do.",
+        help="Short for --set model.preset=NAME; a unique beginning is enough.",
     ),
 ]  # fmt: skip
 
@@ -60,62 +69,61 @@ def bench(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Measure an expert layer on this machine, against what its products and bytes take at best.
+    """Time an expert layer against the limit of this machine: dense matmuls or memory bandwidth.
 
-    Batches of several sizes go through one layer of a model, forward and backward, with its router
-    and shared experts; every expert gets equally many tokens. --out FILE receives it as JSON.
+    Batches of several sizes go through one layer, forward and backward, with its router and shared
+    experts. All experts get equally many tokens. --out FILE writes the result as JSON.
     """
     if explain is not None:
-        flags.explain(BenchConfig, explain, as_json)
+        flags.print_explanation(BenchConfig, explain, as_json)
         return 0
     if what != WHAT:
-        said = "what to measure is missing" if what is None else f"'{what}' is nothing to measure"
-        raise UserError(f"{said}: moesaic bench layer (see moesaic bench --help)")
+        problem = "the subject is missing" if what is None else f"'{what}' cannot be measured"
+        raise UserError(f"{problem}: use moesaic bench layer (see moesaic bench --help)")
     config = _settings(model, sets or ())
     if out is not None:
-        flags.check_new("--out", out, "layer.json")
+        flags.check_new_file("--out", out, "layer.json")
     if dry_run:
         if as_json:
-            screen.as_json(config.model_dump(mode="json", by_alias=True))
+            screen.print_json(config.model_dump(mode="json", by_alias=True))
         else:
-            screen.say(config.to_toml().rstrip())
+            screen.print_line(config.to_toml().rstrip())
         return 0
-    with at_once():
-        from moesaic.dist import device as devices
-        from moesaic.dist.products import check
-        from moesaic.models.speed import ExpertLayer
+    with exit_on_interrupt():
+        from moesaic.kernels import device as devices
+        from moesaic.kernels.grouped_mm import check_backend
+        from moesaic.models.expert_benchmark import ExpertLayerBenchmark
     device = devices.resolve(config.device, key="device")
-    check(config.grouped_mm, device, key="grouped_mm")
+    check_backend(config.grouped_mm, device, key="grouped_mm")
     devices.activate(device)
-    layer = ExpertLayer(config.model, device, config.grouped_mm)
-    found: dict[str, Any] = {
-        "device": devices.describe(device), "engines": layer.engines(config.dtypes),
-        "experts": _experts(config),
+    layer = ExpertLayerBenchmark(config.model, device, config.grouped_mm)
+    result: dict[str, Any] = {
+        "device": devices.describe(device), "backends": layer.grouped_mm_backends(config.dtypes),
+        "experts": _describe_experts(config),
     }  # fmt: skip
-    tell = _nobody if as_json else _at_once
-    tell(_opening(found))
-    limits, speeds, left_out = _measured(layer, config, tell)
-    found |= {
+    log = _ignore if as_json else _print_now
+    log(_heading(result))
+    limits, speeds, skipped = _measure(layer, config, log)
+    result |= {
         "limits": [asdict(one) for one in limits], "speeds": [asdict(one) for one in speeds],
-        "left_out": [asdict(one) for one in left_out],
+        "left_out": [asdict(one) for one in skipped],
     }  # fmt: skip
     if out is not None:
-        flags.write_new("--out", out, screen.dumps(found) + "\n")
+        flags.write_new_file("--out", out, screen.dumps(result) + "\n")
     if as_json:
-        screen.as_json(found)
-    for warning in _doubts(speeds):
-        screen.warn(warning)
+        screen.print_json(result)
+    for warning in _warnings(speeds):
+        screen.print_warning(warning)
     return 0
 
 
-def _at_once(text: str) -> None:
-    """Print it now, whoever reads."""
-    screen.say(text)
+def _print_now(text: str) -> None:
+    screen.print_line(text)
     screen.flush()
 
 
-def _nobody(text: str) -> None:
-    """Print nothing."""
+def _ignore(text: str) -> None:
+    pass
 
 
 def _settings(model: str | None, sets: Sequence[str]) -> BenchConfig:
@@ -124,181 +132,199 @@ def _settings(model: str | None, sets: Sequence[str]) -> BenchConfig:
         raw["model"] = {"preset": _preset(model)}
     elif not any(item.startswith("model.") for item in sets):
         raise UserError(
-            f"--model is missing: give a preset ({keys.listed(list(PRESETS))}), and what is to be "
-            "otherwise beside it (--set model.hidden=1024)"
+            f"--model is missing: give a preset ({keys.join_words(list(PRESETS))}), and change its "
+            "keys with --set (--set model.hidden=1024)"
         )
     warnings: list[str] = []
-    asked = apply_sets({}, sets).get("model")
-    if model is not None and isinstance(asked, dict):
-        other = asked.get("preset", raw["model"]["preset"])
+    model_sets = apply_sets({}, sets).get("model")
+    if model is not None and isinstance(model_sets, dict):
+        other = model_sets.get("preset", raw["model"]["preset"])
         if other != raw["model"]["preset"]:
             raise UserError(
-                f"--model {model} beside --set model.preset={other}: leave one of them out"
+                f"--model {model} beside --set model.preset={other}: remove one of them"
             )
-    changed = fill_from(fill_preset(apply_sets(raw, sets), "--set"), "--set", warnings)
-    changed.pop("source", None)
+    settings = fill_pretrained(fill_preset(apply_sets(raw, sets), "--set"), "--set", warnings)
+    settings.pop("source", None)
     for warning in warnings:
-        screen.warn(warning)
-    return parse(BenchConfig, changed, "--set", sets)
+        screen.print_warning(warning)
+    return parse(BenchConfig, settings, "--set", sets)
 
 
 def _preset(name: str) -> str:
-    """The preset that `name` is, or is the beginning of."""
-    found = [preset for preset in PRESETS if preset.startswith(name)]
+    """Return the preset with this name or unique beginning."""
+    matches = [preset for preset in PRESETS if preset.startswith(name)]
     if name in PRESETS:
         return name
-    if not found:
-        known = keys.listed(list(PRESETS))
-        raise UserError(f"--model {name} is not known: give {known}, or a beginning of one")
-    if len(found) > 1:
-        raise UserError(f"--model {name} may be {keys.listed(found)}: give more of its name")
-    return found[0]
+    if not matches:
+        known = keys.join_words(list(PRESETS))
+        raise UserError(f"--model {name} is not known: give {known}, or the beginning of one")
+    if len(matches) > 1:
+        raise UserError(f"--model {name} may be {keys.join_words(matches)}: give more of the name")
+    return matches[0]
 
 
-def _measured(
-    layer: ExpertLayer, config: BenchConfig, tell: Callable[[str], None]
-) -> tuple[list[Limit], list[Speed], list[LeftOut]]:
-    """What the device does at best, each batch's speed, and batches that are left out; each is told
-    as it comes."""
-    from moesaic.models.speed import Speed, better, enough_s, measured
+def _measure(
+    layer: ExpertLayerBenchmark, config: BenchConfig, log: Callable[[str], None]
+) -> tuple[list[DeviceLimit], list[MeasuredSpeed], list[SkippedBatch]]:
+    """Return limits, speeds and skipped batches; log each speed as soon as it is measured."""
+    from moesaic.models.expert_benchmark import (
+        MeasuredSpeed,
+        max_limits,
+        measure_speeds,
+        required_s,
+    )
 
-    found: list[Speed | LeftOut] = []
-    needs_s = 0.0
-    for_limit_s, for_dtype_s = _shares(config)
-    with watched(shown=True, total=2 + len(config.dtypes) * len(config.tokens)) as watch:
-        watch("what the device does at best")
-        limits = layer.limits(config.dtypes, for_limit_s)
-        tell(_at_best(limits) + "\n\n" + _cells(_TITLES))
+    batches: list[MeasuredSpeed | SkippedBatch] = []
+    dtype_needs_s = 0.0
+    limit_budget_s, dtype_budget_s = _budgets(config)
+    total = 2 + len(config.dtypes) * len(config.tokens)
+    with probe_progress(is_shown=True, total=total) as start_progress:
+        start_progress("the limit")
+        limits = layer.measure_limits(config.dtypes, limit_budget_s)
+        log(_describe_limits(limits) + "\n\n" + _cells(_TITLES))
         for limit in limits:
 
-            def began(tokens: int, dtype: str = limit.dtype) -> None:
-                watch(f"{dtype}, {tokens:,} tokens")
+            def on_start(tokens: int, dtype: str = limit.dtype) -> None:
+                start_progress(f"{dtype}, {tokens:,} tokens")
 
-            of_dtype: list[Speed | LeftOut] = []
-            for one in measured(layer, limit, config.tokens, for_dtype_s, began):
-                of_dtype.append(one)
-                if isinstance(one, Speed):
-                    tell(_row(one))
-            needs_s = max(needs_s, enough_s(of_dtype))
-            found += of_dtype
-        watch("what the device does at best, once more")
-        limits = better(limits, layer.limits(config.dtypes, for_limit_s))
-    before = [one for one in found if isinstance(one, Speed)]
-    speeds = layer.against(limits, before)
-    left_out = [one for one in found if not isinstance(one, Speed)]
-    if any(map(_differ, before, speeds)):
-        tell("\ntaken once more, it is higher; " + _at_best(limits) + "\n")
-        tell("\n".join([_cells(_TITLES), *map(_row, speeds)]))
-    if left_out:
-        whole_s = needs_s * len(config.dtypes) / (1 - _OF_LIMITS)
-        tell(_missing(left_out, max(whole_s, _MORE * config.seconds), layer.room_bytes))
-    return limits, speeds, left_out
-
-
-def _differ(one: Speed, two: Speed) -> bool:
-    """Whether these shares of the limit differ so that a person would care."""
-    return max(one.share - two.share, one.step_share - two.step_share) > _POINTS
+            own: list[MeasuredSpeed | SkippedBatch] = []
+            for batch in measure_speeds(layer, limit, config.tokens, dtype_budget_s, on_start):
+                own.append(batch)
+                if isinstance(batch, MeasuredSpeed):
+                    log(_row(batch))
+            dtype_needs_s = max(dtype_needs_s, required_s(own))
+            batches += own
+        start_progress("the limit again")
+        limits = max_limits(limits, layer.measure_limits(config.dtypes, limit_budget_s))
+    before = [batch for batch in batches if isinstance(batch, MeasuredSpeed)]
+    speeds = layer.with_limits(limits, before)
+    skipped = [batch for batch in batches if not isinstance(batch, MeasuredSpeed)]
+    if any(map(_has_changed, before, speeds)):
+        log("\nmeasured again, the limits are higher\n" + _describe_limits(limits) + "\n")
+        log("\n".join([_cells(_TITLES), *map(_row, speeds)]))
+    if skipped:
+        needs_s = dtype_needs_s * len(config.dtypes) / (1 - _LIMITS_FRACTION)
+        needs_s = max(needs_s, _MIN_GROWTH * config.seconds)
+        log(_describe_skipped(skipped, needs_s, layer.free_bytes))
+    return limits, speeds, skipped
 
 
-def _shares(config: BenchConfig) -> tuple[float, float]:
-    """Seconds for each limit, each of the two times that it is taken, and for each type of number's
-    batches."""
-    whole_s, types = config.seconds, len(config.dtypes)
-    return _OF_LIMITS * whole_s / (2 * (types + 1)), (1 - _OF_LIMITS) * whole_s / types
-
-
-def _missing(left_out: Sequence[LeftOut], whole_s: float, room_bytes: int) -> str:
-    """What was not measured, and what would help."""
-    said = ""
-    late = [one for one in left_out if one.why == "time"]
-    if late:
-        enough = _rounded_up(whole_s)
-        remedy = f"--set seconds={enough:,.0f}".replace(",", "")
-        if enough > _MOST_S:
-            remedy = (
-                f"fewer tokens than {min(one.least.tokens for one in late):,} (--set tokens=...)"
-            )
-        longest = max(one.needs for one in late)
-        said += f"\nleft out: {_named(late)}: one takes up to {outlook.time(longest)}; to have " + (
-            f"them, {remedy}" if enough <= _MOST_S else f"all, take {remedy}"
+def _has_changed(before: MeasuredSpeed, after: MeasuredSpeed) -> bool:
+    """Return whether an efficiency fell visibly."""
+    return (
+        max(
+            before.forward_efficiency - after.forward_efficiency,
+            before.step_efficiency - after.step_efficiency,
         )
-    large = [one for one in left_out if one.why == "memory"]
-    if large:
-        most = max(one.needs for one in large)
-        said += (
-            f"\nleft out: {_named(large)}: one takes up to {screen.size(most)} beside the experts, "
-            f"and there are {screen.size(max(room_bytes, 0))}; take fewer tokens (--set tokens=...)"
+        > _VISIBLE_CHANGE
+    )
+
+
+def _budgets(config: BenchConfig) -> tuple[float, float]:
+    """Return seconds for each measurement of a limit, and for the batches of each dtype."""
+    total_s, num_dtypes = config.seconds, len(config.dtypes)
+    limits_s = _LIMITS_FRACTION * total_s
+    return limits_s / (2 * (num_dtypes + 1)), (total_s - limits_s) / num_dtypes
+
+
+def _describe_skipped(skipped: Sequence[SkippedBatch], needs_s: float, free_bytes: int) -> str:
+    """Return the batches that were skipped, with remedies."""
+    text = ""
+    too_slow = [batch for batch in skipped if batch.reason == "time"]
+    if too_slow:
+        seconds = _round_up(needs_s)
+        remedy = f"add --set seconds={seconds:.0f}"
+        if seconds > _MAX_SECONDS:
+            limit = min(batch.roofline.tokens for batch in too_slow)
+            remedy = f"use batches below {limit:,} tokens (--set tokens=...)"
+        longest = prediction.format_seconds(max(batch.needed for batch in too_slow))
+        text += f"\nskipped: {_name_batches(too_slow)}: a batch takes up to {longest}; {remedy}"
+    too_large = [batch for batch in skipped if batch.reason == "memory"]
+    if too_large:
+        needed = screen.format_bytes(max(batch.needed for batch in too_large))
+        free = screen.format_bytes(max(free_bytes, 0))
+        text += (
+            f"\nskipped: {_name_batches(too_large)}: a batch needs up to {needed} in addition to "
+            f"the experts, but {free} are free; use fewer tokens (--set tokens=...)"
         )
-    return said
+    return text
 
 
-def _named(left_out: Sequence[LeftOut]) -> str:
-    sizes: dict[str, list[str]] = {}
-    for one in left_out:
-        sizes.setdefault(one.least.dtype, []).append(f"{one.least.tokens:,}")
-    return "; ".join(f"{dtype} with {', '.join(some)} tokens" for dtype, some in sizes.items())
+def _name_batches(batches: Sequence[SkippedBatch]) -> str:
+    tokens: dict[str, list[str]] = {}
+    for batch in batches:
+        tokens.setdefault(batch.roofline.dtype, []).append(f"{batch.roofline.tokens:,}")
+    return "; ".join(f"{dtype} with {', '.join(sizes)} tokens" for dtype, sizes in tokens.items())
 
 
-def _rounded_up(value: float) -> float:
-    """To two digits."""
+def _round_up(value: float) -> float:
+    """Round up to two digits."""
     unit = 10.0 ** max(0, math.floor(math.log10(max(value, 1.0))) - 1)
     return math.ceil(value / unit) * unit
 
 
-def _doubts(speeds: Sequence[Speed]) -> list[str]:
-    """What cannot be, or not for long: more than what the device does at best."""
-    found = []
-    for binds, means in (
-        ("products", "which cannot be"),
-        ("memory", "which may be where weights of few experts stay in a cache; where they do not"),
+def _warnings(speeds: Sequence[MeasuredSpeed]) -> list[str]:
+    """Return warnings about efficiencies above 100%."""
+    warnings = []
+    for bottleneck, explanation in (
+        ("matmul", ""),
+        ("memory", "weights of few experts may have stayed in a cache, or "),
     ):
-        above = [one for one in speeds if one.least.binds == binds and _most(one) > _ABOVE]
+        above = [
+            speed
+            for speed in speeds
+            if speed.roofline.bottleneck == bottleneck and _max_efficiency(speed) > _MAX_EFFICIENCY
+        ]
         if above:
-            named = "; ".join(f"{one.least.dtype} with {one.least.tokens:,}" for one in above)
-            found.append(
-                f"up to {max(map(_most, above)):.0%} of the limit by {binds} (tokens: {named}), "
-                f"{means}: the machine was busy while its limit was measured; measure anew when it "
-                "is idle"
+            batches = "; ".join(
+                f"{speed.roofline.dtype} with {speed.roofline.tokens:,}" for speed in above
             )
-    return found
+            warnings.append(
+                f"up to {max(map(_max_efficiency, above)):.0%} of the {bottleneck} limit (tokens: "
+                f"{batches}): {explanation}the machine was busy while its limit was measured; "
+                "measure again when it is idle"
+            )
+    return warnings
 
 
-def _most(one: Speed) -> float:
-    """Of the limit, forward or with backward."""
-    return max(one.share, one.step_share)
+def _max_efficiency(speed: MeasuredSpeed) -> float:
+    return max(speed.forward_efficiency, speed.step_efficiency)
 
 
-def _experts(config: BenchConfig) -> str:
+def _describe_experts(config: BenchConfig) -> str:
     model = config.model
-    shared = f" and {model.shared} shared" if model.shared else ""
+    shared = f" and {model.shared_experts} shared" if model.shared_experts else ""
     sizes = f"{model.hidden:,} x {model.ffn:,}"
-    return f"{model.experts} experts{shared} of {sizes}, {model.top_k} a token"
+    return f"{model.experts} experts{shared} of {sizes}, {model.top_k} per token"
 
 
-def _opening(found: dict[str, Any]) -> str:
-    lines = [f"{found['experts']}; {found['device']}"]
-    lines += [f"experts in {dtype} by {engine}" for dtype, engine in found["engines"].items()]
+def _heading(result: dict[str, Any]) -> str:
+    lines = [f"{result['experts']}; {result['device']}"]
+    lines += [f"experts in {dtype}: {backend}" for dtype, backend in result["backends"].items()]
     return "\n".join(lines)
 
 
-def _at_best(limits: Sequence[Limit]) -> str:
-    products = ", ".join(f"{one.dtype} {screen.quantity(one.flops, 'FLOP/s')}" for one in limits)
-    read = screen.quantity(limits[0].bytes, "B/s")
-    return f"at best: products {products}; weights are read at {read}"
+def _describe_limits(limits: Sequence[DeviceLimit]) -> str:
+    rates = ", ".join(
+        f"{limit.dtype} {screen.format_quantity(limit.flops_per_s, 'FLOP/s')}" for limit in limits
+    )
+    bandwidth = screen.format_quantity(limits[0].bytes_per_s, "B/s")
+    return f"limits: matmul {rates}; memory {bandwidth}"
 
 
-def _row(one: Speed) -> str:
-    least = one.least
+def _row(speed: MeasuredSpeed) -> str:
+    roofline = speed.roofline
     cells = (
-        least.dtype, f"{least.tokens:,}", f"{least.each:g}", outlook.time(one.forward_s),
-        f"{least.tokens / one.forward_s:,.0f}", f"{one.share:.0%}",
-        outlook.time(one.step_s), f"{one.step_share:.0%}", least.binds,
+        roofline.dtype, f"{roofline.tokens:,}", f"{roofline.tokens_per_expert:g}",
+        prediction.format_seconds(speed.forward_s), f"{roofline.tokens / speed.forward_s:,.0f}",
+        f"{speed.forward_efficiency:.0%}", prediction.format_seconds(speed.step_s),
+        f"{speed.step_efficiency:.0%}", roofline.bottleneck,
     )  # fmt: skip
     return _cells(cells)
 
 
 def _cells(cells: Sequence[str]) -> str:
-    """A line of a table that is printed line by line."""
+    """Return a line of the table, which is printed line by line."""
     first, *middle, last = cells
     left, *widths, _ = _WIDTHS
     right = "  ".join(f"{cell:>{width}}" for cell, width in zip(middle, widths, strict=True))

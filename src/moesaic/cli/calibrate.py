@@ -1,4 +1,4 @@
-"""`moesaic calibrate`: what runs teach of a cluster's figures, written into the cluster's file."""
+"""`moesaic calibrate`: factors that correct predictions, fitted to runs of a cluster."""
 
 from __future__ import annotations
 
@@ -14,172 +14,174 @@ from rich.table import Table
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ClusterError, UserError
-from moesaic.cli import flags, outlook, screen
+from moesaic.cli import flags, prediction, screen
 from moesaic.cli.flags import DryRun, Json, Out
-from moesaic.cli.plan import placed, unlike
+from moesaic.cli.loads import find_loads_mismatch
+from moesaic.cli.plan import assign_places
 from moesaic.facts.cluster import (
     Calibration,
     Cluster,
-    cluster_of,
     device_models,
-    with_calibration,
+    parse_cluster,
+    replace_calibration,
 )
-from moesaic.facts.cluster.calibration import LEAST, MOST
+from moesaic.facts.cluster.calibration import MAX_FACTOR, MIN_FACTOR
 from moesaic.facts.job import Job
-from moesaic.facts.plan import FIRST, Plan, check, misplaced, short
+from moesaic.facts.plan import WARMUP_STEPS, Plan, check_plan, placement_mismatch, round_digits
 
 if TYPE_CHECKING:
-    from moesaic.policy.cost.calibrate import Factors, Observed
+    from moesaic.policy.cost.calibrate import Factors, Observation
     from moesaic.report import RunFacts
 
 Runs = Annotated[
     list[Path] | None,
-    typer.Argument(
-        metavar="RUN...", help="Runs whose plans were made for the cluster.", show_default=False
-    ),
+    typer.Argument(metavar="RUN...", help="Runs with plans for the cluster.", show_default=False),
 ]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option("--cluster", metavar="FILE", show_default=False, help="What they ran on."),
+    typer.Option("--cluster", metavar="FILE", show_default=False, help="Cluster file of the runs."),
 ]
-_WORTH_A_ROW = 0.005
-"""Share of a step that is shown, of waiting for ranks that come late."""
-_MARGIN = 0.005
-"""By how much an error may grow that is still called no worse: half a point."""
+_MIN_SHOWN_SHARE = 0.005
+"""Least share of waiting for stragglers that is shown."""
+_ERROR_MARGIN = 0.005
+"""Growth of an error that still counts as no worse: half a percentage point."""
 
 
 def calibrate(
     runs: Runs = None,
-    cluster: ClusterFile = None,
+    cluster_path: ClusterFile = None,
     out: Out = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
-    """Learn from runs by what factors predictions for a cluster are off.
+    """Fit factors to runs that correct predictions for a cluster.
 
-    They become the last table of the cluster's own file, or of a copy, --out FILE, and predictions
-    of later plans obey them. Earlier ones do not count, and are replaced: give all the runs that
-    the factors should rest on.
+    The factors become the last table of the cluster file, or of a copy, --out FILE. Later plans for
+    the cluster use them. They replace earlier factors, so give all runs at once.
     """
     if not runs:
         raise UserError("RUN is missing: moesaic calibrate RUN... --cluster FILE")
-    if cluster is None:
-        raise UserError("--cluster is missing: give the file that the runs were planned for")
+    if cluster_path is None:
+        raise UserError(
+            "--cluster is missing: give the cluster file that the runs were planned for"
+        )
     if out is not None:
-        flags.check_new("--out", out, "cluster.toml")
-    with flags.at_cluster(cluster) as where:
-        learnt, facts = _learn([_taken(run, where, cluster) for run in _once(runs)], where)
+        flags.check_new_file("--out", out, "cluster.toml")
+    with flags.open_cluster(cluster_path) as cluster:
+        calibration, facts = _fit_factors(
+            [_read_run(run, cluster, cluster_path) for run in _check_unique(runs)], cluster
+        )
     if as_json:
-        writes = not (_worse(facts) or dry_run)
-        screen.as_json({"out": str(out or cluster), "writes": writes, **facts})
+        writes = not (_is_worse(facts) or dry_run)
+        screen.print_json({"out": str(out or cluster_path), "writes": writes, **facts})
     else:
-        _show(facts)
-    if _worse(facts):
+        _print_facts(facts)
+    if _is_worse(facts):
         error = facts["error"]
         raise UserError(
-            f"by factors of the other runs, runs are predicted worse ({error['by_others']:.1%} off "
-            f"in the median) than by the cluster's own figures ({error['before']:.1%}), so that "
-            "nothing is written: give more runs, or leave out those that other work on the machine "
-            "disturbed"
+            f"the factors make predictions of held-out runs worse (median error "
+            f"{error['held_out']:.1%}, {error['uncalibrated']:.1%} without them), so nothing is "
+            "written: give more runs, or leave out runs that other work on the machine disturbed"
         )
     if not dry_run:
-        _write(cluster, out, where, learnt)
+        _write(cluster_path, out, cluster, calibration)
     if as_json:
         return 0
-    screen.say(f"{'would write' if dry_run else 'wrote'} {out or cluster}")
+    screen.print_line(f"{'would write' if dry_run else 'wrote'} {out or cluster_path}")
     return 0
 
 
-def _worse(facts: dict[str, Any]) -> bool:
-    """Whether the factors do not stand the test by runs that they are not learnt from."""
+def _is_worse(facts: dict[str, Any]) -> bool:
+    """Return whether the factors fail on runs that they were not fitted to."""
     error = facts["error"]
-    return bool(facts["runs_left_out"] and error["by_others"] > error["before"] + _MARGIN)
+    limit = error["uncalibrated"] + _ERROR_MARGIN
+    return bool(facts["leave_one_out"] and error["held_out"] > limit)
 
 
-def _write(cluster: Path, out: Path | None, where: Cluster, learnt: Calibration) -> None:
-    """Put what was learnt of `where` into its file, or into a copy."""
-    text = cluster.read_bytes().decode("utf-8") if cluster.is_file() else None
-    if text is None or cluster_of(text, str(cluster)) != where:
+def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibration) -> None:
+    """Put the calibration into the cluster's file, or into a copy of it."""
+    text = path.read_bytes().decode("utf-8") if path.is_file() else None
+    if text is None or parse_cluster(text, str(path)) != cluster:
         raise UserError(
-            f"--cluster '{cluster}' has changed meanwhile, or is no plain file: do this again with "
-            "a file that stays as it is"
+            f"--cluster '{path}' has changed meanwhile, or is not a plain file: try again with a "
+            "plain file that stays as it is"
         )
-    result = with_calibration(text, learnt, str(cluster))
+    result = replace_calibration(text, calibration, str(path))
     if out is None:
-        flags.write("--cluster", cluster.resolve(), result)
+        flags.write_file("--cluster", path.resolve(), result)
     else:
-        flags.write_new("--out", out, result)
+        flags.write_new_file("--out", out, result)
 
 
-def _learn(taken: Sequence[RunFacts], where: Cluster) -> tuple[Calibration, dict[str, Any]]:
-    """What runs teach of the cluster's own figures, and what is to be said of it."""
-    from moesaic.policy.cost.calibrate import KINDS, fit, left_out
+def _fit_factors(runs: Sequence[RunFacts], cluster: Cluster) -> tuple[Calibration, dict[str, Any]]:
+    """Return the factors that fit `runs`, and a summary as plain data."""
+    from moesaic.policy.cost.calibrate import KINDS, fit_factors, fit_leave_one_out
 
-    steps = [_observed(run, where) for run in taken]
-    factors = np.array([short(one) for one in fit(steps)])
-    models = {model for run in taken for model in device_models(where, _plan(run).ranks)}
-    by = dict(zip(KINDS, factors.tolist(), strict=True))
-    learnt = Calibration(runs=len(steps), devices=sorted(models), **by)
-    others = left_out(steps) if len(steps) > 1 else [factors]
-    return learnt, _findings(learnt, steps, factors, others)
+    steps = [_observe_run(run, cluster) for run in runs]
+    factors = np.array([round_digits(factor) for factor in fit_factors(steps)])
+    models = {model for run in runs for model in device_models(cluster, _plan(run).ranks)}
+    by_kind = dict(zip(KINDS, factors.tolist(), strict=True))
+    calibration = Calibration(runs=len(steps), devices=sorted(models), **by_kind)
+    held_out_factors = fit_leave_one_out(steps) if len(steps) > 1 else [factors]
+    return calibration, _summarize(calibration, steps, factors, held_out_factors)
 
 
-def _once(runs: Sequence[Path]) -> Sequence[Path]:
-    """The same runs; a copy of one has its log, which says when all of it happened."""
+def _check_unique(runs: Sequence[Path]) -> Sequence[Path]:
+    """Return `runs`; raise UserError if one is given twice, perhaps as a copy with the same log."""
     seen: dict[bytes, Path] = {}
     for run in runs:
-        log, known = run / "events" / "rank-0.jsonl", bytes(run.resolve())
+        log, identity = run / "events" / "rank-0.jsonl", bytes(run.resolve())
         if log.is_file():
             with log.open("rb") as file:
-                known = hashlib.file_digest(file, "sha256").digest()
-        if known in seen:
-            as_well = f", as '{seen[known]}' too" if seen[known] != run else ""
-            raise UserError(f"RUN '{run}' is given twice{as_well}: once is enough")
-        seen[known] = run
+                identity = hashlib.file_digest(file, "sha256").digest()
+        if identity in seen:
+            also = f", also as '{seen[identity]}'" if seen[identity] != run else ""
+            raise UserError(f"RUN '{run}' is given twice{also}: give it once")
+        seen[identity] = run
     return runs
 
 
-def _taken(path: Path, where: Cluster, file: Path) -> RunFacts:
-    """The run at `path`, if the cluster can learn from it."""
+def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
+    """Return the run at `path`; raise UserError if the factors cannot be fitted to it."""
     from moesaic.report import RunFacts
 
     run = RunFacts.read(path)
     if run.prediction is None:
-        lacks = "predictions in its plan" if not run.plan.get("predictions") else "measured step"
+        missing = "predictions in its plan" if not run.plan.get("predictions") else "measured step"
         raise UserError(
-            f"RUN '{path}' has no {lacks}: plan it (moesaic plan --cluster FILE --out PLAN) and "
-            "train it so (moesaic train --plan PLAN)"
+            f"RUN '{path}' has no {missing}: plan it (moesaic plan --cluster FILE --out PLAN) and "
+            "train it with the plan (moesaic train --plan PLAN)"
         )
     name = run.prediction.predicted.cluster
-    if name != where.name:
+    if name != cluster.name:
         raise UserError(
-            f"RUN '{path}' was planned for cluster '{name}', and '{file}' describes "
-            f"'{where.name}': give runs that were planned for that"
+            f"RUN '{path}' was planned for cluster '{name}', but '{cluster_path}' describes "
+            f"'{cluster.name}': give runs that were planned for '{cluster.name}'"
         )
-    taken = int((run.steps.step > (run.parts[-1].step if run.parts else 0)).sum())
-    if taken <= FIRST:
-        since = ", since it was resumed" if len(run.parts) > 1 else ""
+    num_steps = int((run.steps.step > (run.parts[-1].step if run.parts else 0)).sum())
+    if num_steps <= WARMUP_STEPS:
+        since = " since it was resumed" if len(run.parts) > 1 else ""
         raise UserError(
-            f"RUN '{path}' has {taken} steps{since}, and the first {FIRST} of a start are slower "
-            "than others: give a longer one"
+            f"RUN '{path}' has {num_steps} steps{since}, and the first {WARMUP_STEPS} after a "
+            "start are slower than others: give a longer run"
         )
     plan = _plan(run)
-    check(plan, _job(run), str(path))
-    fault = None if run.loads is None else unlike(run.loads, _job(run).model)
-    if fault is not None:
-        raise UserError(f"RUN '{path}' {fault}: give a run as it was")
+    check_plan(plan, _job(run), str(path))
+    mismatch = None if run.loads is None else find_loads_mismatch(run.loads, _job(run).model)
+    if mismatch is not None:
+        raise UserError(f"RUN '{path}' {mismatch}: give an unchanged run")
     try:
-        found = placed(plan, where).places
+        places = assign_places(plan, cluster).places
     except ClusterError as error:
         raise UserError(
-            f"RUN '{path}' had {plan.ranks} rank{'s'[: plan.ranks > 1]}, for which '{file}' has no "
-            f"places ({error}): give the cluster as it was, or other runs"
+            f"RUN '{path}' had {plan.ranks} rank{'s'[: plan.ranks > 1]}, for which "
+            f"'{cluster_path}' has no places ({error}): give the cluster as it was, or other runs"
         ) from None
-    fault = misplaced(plan, found)
-    if fault is not None:
+    mismatch = placement_mismatch(plan, places)
+    if mismatch is not None:
         raise UserError(
-            f"RUN '{path}' does not fit '{file}': {fault}; give the cluster as it was, or other "
-            "runs"
+            f"RUN '{path}' does not fit '{cluster_path}': {mismatch}; give the cluster as it was, "
+            "or other runs"
         )
     return run
 
@@ -192,93 +194,103 @@ def _plan(run: RunFacts) -> Plan:
     return parse(Plan, run.plan, str(run.directory / "plan.json"))
 
 
-def _observed(run: RunFacts, where: Cluster) -> Observed:
-    """A step of `run` as predicted from the cluster's own figures and the loads it recorded."""
-    from moesaic.policy.cost.calibrate import BARE
-    from moesaic.sim.observe import observe
+def _observe_run(run: RunFacts, cluster: Cluster) -> Observation:
+    """Return the measured step of `run` and its prediction from uncalibrated figures and the
+    recorded loads."""
+    from moesaic.policy.cost.calibrate import UNCALIBRATED
+    from moesaic.sim.observation import observe_step
 
     assert run.prediction is not None
     measured_s = run.prediction.measured.step_s
     loads = None if run.loads is None else list(run.loads.recent)
-    step = observe(str(run.directory), measured_s, _job(run), _plan(run), where, loads)
-    predicted_s = step.predict_s(BARE)
-    outlook.check(where.name, predicted_s)
-    if not LEAST <= measured_s / predicted_s <= MOST:
+    step = observe_step(str(run.directory), measured_s, _job(run), _plan(run), cluster, loads)
+    predicted_s = step.predict_s(UNCALIBRATED)
+    prediction.check_step_time(cluster.name, predicted_s)
+    if not MIN_FACTOR <= measured_s / predicted_s <= MAX_FACTOR:
         raise UserError(
-            f"RUN '{run.directory}' took {outlook.time(measured_s)} a step where the cluster's "
-            f"figures say {outlook.time(predicted_s)}, and no factor is beyond {LEAST} and "
-            f"{MOST:g}: leave the run out if the machine was busy, or probe it anew"
+            f"RUN '{run.directory}' took {prediction.format_seconds(measured_s)} per step, but "
+            f"{prediction.format_seconds(predicted_s)} were predicted, and factors are limited to "
+            f"{MIN_FACTOR} to {MAX_FACTOR:g}: leave the run out if the machine was busy, or probe "
+            "the machine again"
         )
     return step
 
 
-def _findings(
-    learnt: Calibration, steps: Sequence[Observed], factors: Factors, others: Sequence[Factors]
+def _summarize(
+    calibration: Calibration,
+    steps: Sequence[Observation],
+    factors: Factors,
+    held_out_factors: Sequence[Factors],
 ) -> dict[str, Any]:
-    """What was learnt, how much of it hangs on single runs, and what it is worth.
+    """Return factors with their range, and errors of predictions, as plain data.
 
-    `others` has for each step the factors that are tried on it.
+    `held_out_factors` has, for each step, the factors that predict it as a held-out run.
     """
-    from moesaic.policy.cost.calibrate import BARE, KINDS
+    from moesaic.policy.cost.calibrate import KINDS, UNCALIBRATED
 
-    shares = np.mean([step.shares() for step in steps], axis=0)
+    shares = np.mean([step.fractions_by_kind() for step in steps], axis=0)
     runs: list[dict[str, Any]] = [
         {
             "run": step.name, "measured_s": step.measured_s,
-            "predicted_s": step.predict_s(BARE), "calibrated_s": step.predict_s(factors),
-            "before": step.error(BARE), "after": step.error(factors), "by_others": step.error(by),
+            "predicted_s": step.predict_s(UNCALIBRATED), "calibrated_s": step.predict_s(factors),
+            "uncalibrated": step.relative_error(UNCALIBRATED),
+            "calibrated": step.relative_error(factors),
+            "held_out": step.relative_error(own_factors),
         }
-        for step, by in zip(steps, others, strict=True)
+        for step, own_factors in zip(steps, held_out_factors, strict=True)
     ]  # fmt: skip
     return {
-        "calibration": learnt.model_dump(),
+        "calibration": calibration.model_dump(),
         "kinds": [
             {
-                "kind": kind, "share": float(share), "factor": getattr(learnt, kind),
-                "least": float(min(by[index] for by in others)),
-                "most": float(max(by[index] for by in others)),
+                "kind": kind, "share": float(share), "factor": getattr(calibration, kind),
+                "factor_min": float(min(own[index] for own in held_out_factors)),
+                "factor_max": float(max(own[index] for own in held_out_factors)),
             }
             for index, (kind, share) in enumerate(zip(KINDS, shares, strict=True))
         ],
-        "late": max(float(1.0 - shares.sum()), 0.0),
+        "straggler_share": max(float(1.0 - shares.sum()), 0.0),
         "runs": runs,
         "error": {
-            when: statistics.median(abs(one[when]) for one in runs)
-            for when in ("before", "after", "by_others")
+            key: statistics.median(abs(run[key]) for run in runs)
+            for key in ("uncalibrated", "calibrated", "held_out")
         },
-        "runs_left_out": len(steps) > 1,
+        "leave_one_out": len(steps) > 1,
     }  # fmt: skip
 
 
-def _show(facts: dict[str, Any]) -> None:
-    apart, error = facts["runs_left_out"], facts["error"]
-    kinds = _table("time of", "share of a step", "factor", "without one run")
-    for one in facts["kinds"]:
-        spread = f"{one['least']:.2f} to {one['most']:.2f}" if apart else "-"
-        kinds.add_row(one["kind"], f"{one['share']:.0%}", f"{one['factor']:.2f}", spread)
-    if facts["late"] >= _WORTH_A_ROW:
-        kinds.add_row("ranks that come late", f"{facts['late']:.0%}", "-", "-")
-    runs = _table("run", "measured", "predicted", "off by", "calibrated", "off by", "by the others")
-    for one in facts["runs"]:
-        times = [outlook.time(one[f"{name}_s"]) for name in ("measured", "predicted", "calibrated")]
-        by_others = f"{one['by_others']:+.0%}" if apart else "-"
-        shown = (f"{one['before']:+.0%}", times[2], f"{one['after']:+.0%}", by_others)
-        runs.add_row(one["run"], *times[:2], *shown)
-    screen.show(kinds)
-    screen.say("")
-    screen.show(runs)
-    by = "those of all others"
-    if not apart:
-        by = "those learnt from it, which is no test; give several runs"
-    screen.say(
-        f"\nruns are off by {error['before']:.1%} by the cluster's own figures, and by "
-        f"{error['by_others']:.1%} with factors, each run with {by}" + " (median)" * apart
+def _print_facts(facts: dict[str, Any]) -> None:
+    several_runs, error = facts["leave_one_out"], facts["error"]
+    kinds = _table("kind", "share of a step", "factor", "without one run")
+    for kind in facts["kinds"]:
+        factors = f"{kind['factor_min']:.2f} to {kind['factor_max']:.2f}" if several_runs else "-"
+        kinds.add_row(kind["kind"], f"{kind['share']:.0%}", f"{kind['factor']:.2f}", factors)
+    if facts["straggler_share"] >= _MIN_SHOWN_SHARE:
+        kinds.add_row("waiting for stragglers", f"{facts['straggler_share']:.0%}", "-", "-")
+    runs = _table("run", "measured", "predicted", "error", "calibrated", "error", "held out")
+    for run in facts["runs"]:
+        times = [
+            prediction.format_seconds(run[f"{name}_s"])
+            for name in ("measured", "predicted", "calibrated")
+        ]
+        held_out = f"{run['held_out']:+.0%}" if several_runs else "-"
+        errors = [f"{run[key]:+.0%}" for key in ("uncalibrated", "calibrated")]
+        runs.add_row(run["run"], *times[:2], errors[0], times[2], errors[1], held_out)
+    screen.print_table(kinds)
+    screen.print_line("")
+    screen.print_table(runs)
+    basis = "of held-out runs (median)"
+    if not several_runs:
+        basis = "of the same run, which tests nothing; give several runs"
+    screen.print_line(
+        f"\nerror {error['uncalibrated']:.1%} without factors, {error['held_out']:.1%} with them, "
+        f"{basis}"
     )
 
 
 def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        first = title == titles[0]
-        table.add_column(title, justify="left" if first else "right", overflow="fold")
+        is_first = title == titles[0]
+        table.add_column(title, justify="left" if is_first else "right", overflow="fold")
     return table

@@ -1,4 +1,4 @@
-"""`moesaic convert`: a run, a checkpoint or a Hugging Face directory into another form."""
+"""`moesaic convert`: conversion of runs, checkpoints and Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Source = Annotated[
     Path | None,
     typer.Argument(
         metavar="SOURCE",
-        help="A run, a checkpoint or a Hugging Face directory.",
+        help="Run, checkpoint or Hugging Face directory.",
         show_default=False,
     ),
 ]
@@ -32,28 +32,27 @@ def convert(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Write a model in another form: as a Hugging Face directory, as a checkpoint, or of a LoRA run
-    the adapter alone."""
+    """Convert a model to a Hugging Face directory, a checkpoint, or a LoRA adapter."""
     if explain is not None:
-        flags.explain(ConvertConfig, explain, as_json)
+        flags.print_explanation(ConvertConfig, explain, as_json)
         return 0
-    path = flags.need(source, "SOURCE", "convert")
-    config = flags.settings(ConvertConfig, sets)
+    path = flags.require(source, "SOURCE", "convert")
+    config = flags.parse_settings(ConvertConfig, sets)
     if out is None:
-        raise UserError("--out is missing: name the directory to write, which must not exist yet")
-    if ".." in out.parts:  # What is written takes its name at the end, wherever that is then.
+        raise UserError("--out is missing: name a directory that does not exist yet")
+    if ".." in out.parts:  # The directory is renamed at the end; resolve it now.
         out = Path(os.path.realpath(out))
     for warning in config.idle():
-        screen.warn(warning)
+        screen.print_warning(warning)
     if dry_run:
-        _tell(path, out, config, as_json)
+        _print_dry_run(path, out, config, as_json)
         return 0
     import torch
 
-    from moesaic.dist import device
-    from moesaic.models.hf.convert import convert as engine
+    from moesaic.kernels import device
+    from moesaic.models.hf.convert import convert as convert_model
 
-    device.activate(torch.device("cpu"))  # Tensors of many sizes come and go.
+    device.activate(torch.device("cpu"))  # Reuse freed memory between tensors.
 
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
@@ -65,41 +64,43 @@ def convert(
         def move(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        origin = engine(path, out, config.to, config.dtype, config.max_shard_bytes, move)
+        origin = convert_model(path, out, config.to, config.dtype, config.max_shard_bytes, move)
     for warning in origin.warnings:
-        screen.warn(warning)
+        screen.print_warning(warning)
     written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     if as_json:
-        screen.as_json({"from": str(origin.path), "out": str(out), "bytes": written})
+        screen.print_json({"from": str(origin.path), "out": str(out), "bytes": written})
     else:
-        screen.say(f"wrote {out} from {origin.path}: {screen.size(written)}, {config.to}")
+        screen.print_line(
+            f"wrote {out} from {origin.path}: {screen.format_bytes(written)}, {config.to}"
+        )
     return 0
 
 
-def _tell(path: Path, out: Path, config: ConvertConfig, as_json: bool) -> None:
-    from moesaic.facts.workload import count
-    from moesaic.facts.workload.finetune import adapters
-    from moesaic.models.hf.adapter import alone
+def _print_dry_run(path: Path, out: Path, config: ConvertConfig, as_json: bool) -> None:
+    from moesaic.facts.workload import count_parameters
+    from moesaic.facts.workload.adapters import adapters
+    from moesaic.models.hf.adapter import require_adapter_only
     from moesaic.models.hf.origin import open_origin
-    from moesaic.models.hf.shards import refuse_occupied
+    from moesaic.models.hf.shards import check_empty_directory
 
-    refuse_occupied(out)
+    check_empty_directory(out)
     origin = open_origin(path)
     for warning in origin.warnings:
-        screen.warn(warning)
+        screen.print_warning(warning)
     if config.to == "adapter":
-        total = sum(one.size for one in adapters(origin.model, alone(origin)))
+        total = sum(one.size for one in adapters(origin.model, require_adapter_only(origin)))
         counted = {"total": total}
     else:
-        counts = count(origin.model)
+        counts = count_parameters(origin.model)
         counted = {"total": counts.total, "active": counts.active}
     if as_json:
-        screen.as_json(
+        screen.print_json(
             {
                 "from": str(origin.path), "out": str(out), "settings": config.model_dump(),
                 "parameters": counted,
             }
         )  # fmt: skip
         return
-    screen.say(f"# {origin.path} -> {out}: {counted['total']:,} parameters\n")
-    screen.say(config.to_toml().rstrip())
+    screen.print_line(f"# {origin.path} -> {out}: {counted['total']:,} parameters\n")
+    screen.print_line(config.to_toml().rstrip())

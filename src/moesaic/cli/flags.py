@@ -1,7 +1,7 @@
-"""The flags that every verb has, and what a verb does with them before its own work.
+"""Flags that all verbs share, with their checks and explanations.
 
-What a verb can be told stands in one section of settings (the job, for `train`); `--set` sets any
-of its keys and `--explain` says what they mean. No key has a flag of its own.
+The settings of a verb form one section (the job, for `train`). `--set` sets any key and `--explain`
+describes it; no key has a flag of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from moesaic.base import keys
-from moesaic.base.config import SETS, Section, apply_sets, parse
-from moesaic.base.errors import ClusterError, ConfigError, UserError, unwritable
-from moesaic.base.files import adding, replacing
+from moesaic.base.config import SET_FLAG, Section, apply_sets, parse
+from moesaic.base.errors import ClusterError, ConfigError, UserError, write_error
+from moesaic.base.files import atomic_create, atomic_replace
 from moesaic.cli import screen
 from moesaic.facts.cluster import Cluster, load_cluster
 from moesaic.facts.cluster.file import ClusterFile
@@ -28,16 +28,14 @@ from moesaic.facts.plan import Plan
 
 Sets = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set one key; may be given again.", show_default=False
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.", show_default=False),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="PATH", help="Where results go.", show_default=False),
+    typer.Option("--out", metavar="PATH", help="Path of the results.", show_default=False),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", metavar="", help="Check and tell; write nothing.")
+    bool, typer.Option("--dry-run", metavar="", help="Check and report; write nothing.")
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON on stdout.")]
 Explain = Annotated[
@@ -45,7 +43,7 @@ Explain = Annotated[
     typer.Option(
         "--explain",
         metavar="KEY",
-        help="Say what a key means (all: every key).",
+        help="Explain a key (all: every key).",
         show_default=False,
     ),
 ]
@@ -54,132 +52,131 @@ S = TypeVar("S", bound=Section)
 
 
 class JobAndPlan(Job):
-    """What `--explain` knows where there may be a plan: its file counts as a table of the job."""
+    """Keys of a job and of a plan file, which counts as a table of the job, for `--explain`."""
 
     plan: Plan
-    """The file of `--plan`, which says which rank holds what; in it keys stand without `plan.`."""
+    """Plan file of `--plan`: what each rank holds. The file has these keys without `plan.`."""
 
 
 class JobPlanAndCluster(JobAndPlan):
-    """The same where there is a cluster too."""
+    """Keys of a job, a plan file and a cluster file, for `--explain`."""
 
     cluster: ClusterFile
-    """The file of `--cluster`, which says what there is to run on; in it keys stand without
+    """Cluster file of `--cluster`: hosts, devices and links. The file has these keys without
     `cluster.`."""
 
 
-_FILES = ("plan", "cluster")
+_FILE_TABLES = ("plan", "cluster")
 
 
-def settings(kind: type[S], sets: Sequence[str] | None) -> S:
-    """The settings of a verb without a file: defaults, and what `--set` changes."""
-    return parse(kind, apply_sets({}, sets or ()), SETS, sets or ())
+def parse_settings(kind: type[S], sets: Sequence[str] | None) -> S:
+    """Return the settings of a verb without a file: defaults and the items of `--set`."""
+    return parse(kind, apply_sets({}, sets or ()), SET_FLAG, sets or ())
 
 
 @contextmanager
-def at_cluster(path: Path) -> Iterator[Cluster]:
-    """The cluster at `path`; what it turns out to lack is said of that file."""
+def open_cluster(path: Path) -> Iterator[Cluster]:
+    """Open the cluster at `path`; errors about missing facts then name the file."""
     try:
         yield load_cluster(path)
     except ClusterError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def explain(kind: type[BaseModel], key: str, as_json: bool) -> None:
-    """Print what `key` of the settings means, or all of them."""
+def print_explanation(kind: type[BaseModel], key: str, as_json: bool) -> None:
+    """Print the meaning of `key`, or of all keys."""
     if key == "all":
-        _explain_all(kind, as_json)
+        _print_all_keys(kind, as_json)
     elif as_json:
         keys.locate(kind, key)
         below = [entry for entry in keys.walk(kind) if f"{entry.path}.".startswith(f"{key}.")]
-        screen.as_json([entry._asdict() for entry in below])
+        screen.print_json([entry._asdict() for entry in below])
     else:
-        screen.say(keys.explain(kind, key))
+        screen.print_line(keys.explain(kind, key))
 
 
-def explain_job(kind: type[JobAndPlan], key: str, as_json: bool) -> None:
-    """The same of a job and the files beside it; what is a key of neither is sought in the job."""
-    everywhere = key == "all" or _in_file(key) or keys.nearest(Job, key.split(".")) is None
-    explain(kind if everywhere else Job, key, as_json)
+def print_job_explanation(kind: type[JobAndPlan], key: str, as_json: bool) -> None:
+    """Print the meaning of a key of a job, plan or cluster; search unknown keys in the job."""
+    everywhere = key == "all" or _is_file_key(key) or keys.nearest_key(Job, key.split(".")) is None
+    print_explanation(kind if everywhere else Job, key, as_json)
 
 
-def _explain_all(kind: type[BaseModel], as_json: bool) -> None:
+def _print_all_keys(kind: type[BaseModel], as_json: bool) -> None:
     entries = list(keys.walk(kind))
     if as_json:
-        screen.as_json([entry._asdict() for entry in entries])
+        screen.print_json([entry._asdict() for entry in entries])
         return
     if not entries:
-        screen.say("this verb has no settings")
+        screen.print_line("this verb has no settings")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("key", "takes", "default", "meaning"):
         table.add_column(title, overflow="fold", no_wrap=title == "key")
     for entry in entries:
-        if not _in_file(entry.path):
+        if not _is_file_key(entry.path):
             table.add_row(*(cell for cell in entry))
-    screen.show(table)
+    screen.print_table(table)
     for entry in entries:
-        if _in_file(entry.path):  # Too long a key to leave room for columns.
+        if _is_file_key(entry.path):  # These keys are too long for the table.
             default = f", {entry.default}" if entry.default else ""
-            screen.say(f"{entry.path}  {entry.kind}{default}\n  {entry.meaning}")
+            screen.print_line(f"{entry.path}  {entry.kind}{default}\n  {entry.meaning}")
 
 
-def _in_file(key: str) -> bool:
-    """Whether `key` is of a file beside a job."""
-    return key.partition(".")[0] in _FILES
+def _is_file_key(key: str) -> bool:
+    """Return whether `key` belongs to a plan or cluster file."""
+    return key.partition(".")[0] in _FILE_TABLES
 
 
-def check_new(flag: str, place: Path, name: str) -> None:
-    """Refuse a `place` that no new file called such as `name` can have."""
-    check_place(flag, place, name)
-    if place.exists():
-        raise UserError(
-            f"{flag} '{place}' is there already, perhaps with changes of yours: remove it, or name "
-            "another file"
-        )
+def check_new_file(flag: str, path: Path, name: str) -> None:
+    """Raise UserError if no new file can be written at `path`; `name` is an example."""
+    check_output_path(flag, path, name)
+    if path.exists():
+        raise UserError(f"{flag} '{path}' already exists: remove it, or name another file")
 
 
-def check_place(flag: str, place: Path, name: str) -> None:
-    """Refuse a `place` that no file called such as `name` can have."""
-    if place.is_dir():
-        raise UserError(f"{flag} '{place}' is a directory: name a file, such as {place}/{name}")
-    if place.exists() and not place.is_file():  # A device, say, which a new file would replace.
-        raise UserError(f"{flag} '{place}' is no plain file: name another place")
-    directory = place.absolute().parent
+def check_output_path(flag: str, path: Path, name: str) -> None:
+    """Raise UserError if no file can be written at `path`; `name` is an example."""
+    if path.is_dir():
+        raise UserError(f"{flag} '{path}' is a directory: name a file, such as {path}/{name}")
+    if (
+        path.exists() and not path.is_file()
+    ):  # For example a device, which a new file would replace.
+        raise UserError(f"{flag} '{path}' is not a plain file: name another path")
+    directory = path.absolute().parent
     if not directory.is_dir():
-        raise UserError(f"{flag} '{place}' is in a directory that is not there: make it first")
+        raise UserError(f"{flag} '{path}' is in a directory that does not exist: create it first")
     try:
-        with tempfile.TemporaryFile(dir=directory):  # Has no name, so that nothing of it stays.
+        with tempfile.TemporaryFile(dir=directory):  # Leaves nothing behind.
             pass
     except OSError as error:
-        raise unwritable(f"{flag} '{place}'", error) from None
+        raise write_error(f"{flag} '{path}'", error) from None
 
 
-def write_new(flag: str, path: Path, text: str) -> None:
-    """Write the file that `flag` names and `check_new` has found not to be there."""
+def write_new_file(flag: str, path: Path, text: str) -> None:
+    """Write the new file that `flag` names, after `check_new_file`."""
     try:
-        with adding(path.resolve()) as partial:
+        with atomic_create(path.resolve()) as partial:
             partial.write_text(text, encoding="utf-8")
     except FileExistsError:
         raise UserError(
-            f"{flag} '{path}' has come to be there meanwhile, and stays as it is: do this again "
-            "with the name of another file"
+            f"{flag} '{path}' was created by another program meanwhile and is left as it is: try "
+            "again with another file name"
         ) from None
     except OSError as error:
-        raise unwritable(f"{flag} '{path}'", error) from None
+        raise write_error(f"{flag} '{path}'", error) from None
 
 
-def need(value: Path | None, name: str, verb: str) -> Path:
-    """`value`, which may be left out only beside --explain."""
+def require(value: Path | None, name: str, verb: str) -> Path:
+    """Return `value`; raise UserError if it is missing."""
     if value is None:
         raise UserError(f"{name} is missing: moesaic {verb} {name} (see moesaic {verb} --help)")
     return value
 
 
-def write(flag: str, path: Path, text: str) -> None:
-    """Write the file that `flag` names, whole or not at all."""
+def write_file(flag: str, path: Path, text: str) -> None:
+    """Write the file that `flag` names, atomically."""
     try:
-        with replacing(path) as partial:
+        with atomic_replace(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise unwritable(f"{flag} '{path}'", error) from None
+        raise write_error(f"{flag} '{path}'", error) from None

@@ -1,4 +1,4 @@
-"""`moesaic generate`: what a run, a checkpoint or a Hugging Face model makes of prompts."""
+"""`moesaic generate`: text generation with a run, a checkpoint or a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import typer
 from rich.text import Text
 
 from moesaic.base import keys
-from moesaic.base.errors import ConfigError, UserError, unwritable
+from moesaic.base.errors import ConfigError, UserError, write_error
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
-from moesaic.cli.start import at_once
+from moesaic.cli.start import exit_on_interrupt
 from moesaic.serve.config import GenerateConfig
 
 if TYPE_CHECKING:
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 Model = Annotated[
     Path | None,
     typer.Argument(
-        metavar="MODEL", help="A run, a checkpoint or a Hugging Face directory.", show_default=False
+        metavar="MODEL", help="Run, checkpoint or Hugging Face directory.", show_default=False
     ),
 ]
 Prompts = Annotated[
     list[str] | None,
     typer.Option(
         "--prompt", metavar="TEXT", show_default=False,
-        help="Text to go on from; may be given again. Without it: all of stdin.",
+        help="Text to continue; repeatable. Unset: stdin.",
     ),
 ]  # fmt: skip
 
 Chat = Annotated[
     bool,
     typer.Option(
-        "--chat", help="Put each prompt to the model as a message, by its own chat template."
+        "--chat", help="Send each prompt as a user message, by the model's chat template."
     ),
 ]
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def generate(
@@ -58,28 +58,28 @@ def generate(
 ) -> int:
     """Continue text with a trained model."""
     if explain is not None:
-        flags.explain(GenerateConfig, explain, as_json)
+        flags.print_explanation(GenerateConfig, explain, as_json)
         return 0
-    path = flags.need(model, "MODEL", "generate")
-    config = flags.settings(GenerateConfig, sets)
+    path = flags.require(model, "MODEL", "generate")
+    config = flags.parse_settings(GenerateConfig, sets)
     prompts = _read_prompts(prompt)
-    with at_once():
+    with exit_on_interrupt():
         from moesaic.models.hf.origin import open_origin
 
     origin = open_origin(path)
     for warning in origin.warnings:
-        screen.warn(warning)
+        screen.print_warning(warning)
     tokenizer = _tokenizer(origin, config)
     template = _template(tokenizer) if chat else None
     ids = _encode(tokenizer, prompts, template, config.system)
-    _check(origin, config, prompts, ids)
+    _check_lengths(origin, config, prompts, ids)
     if dry_run:
-        _tell(origin, config, ids, as_json)
+        _print_dry_run(origin, config, ids, as_json)
         return 0
-    stream = Stream(tokenizer) if len(prompts) == 1 and not as_json and out is None else None
+    stream = TextStreamer(tokenizer) if len(prompts) == 1 and not as_json and out is None else None
     if stream is not None and sys.stdout.isatty():
         screen.out().print(Text(prompts[0], style="dim"), end="\n" if chat else "")
-    rows = _generate(origin, config, ids, _ends(origin, tokenizer, template), stream)
+    rows = _generate(origin, config, ids, _end_ids(origin, tokenizer, template), stream)
     if stream is not None:
         stream.close()
         return 0
@@ -87,7 +87,7 @@ def generate(
         {"prompt": text, "prompt_tokens": row, "tokens": new, "text": tokenizer.decode(new)}
         for text, row, new in zip(prompts, ids, rows, strict=True)
     ]
-    _give(results, out, as_json)
+    _write_results(results, out, as_json)
     return 0
 
 
@@ -98,7 +98,7 @@ def _read_prompts(given: Sequence[str] | None) -> list[str]:
         raise UserError("there is no prompt: give --prompt TEXT, or text on stdin")
     text = sys.stdin.read().removesuffix("\n")
     if not text:
-        raise UserError("stdin holds no text: give --prompt TEXT, or text on stdin")
+        raise UserError("stdin is empty: give --prompt TEXT, or text on stdin")
     return [text]
 
 
@@ -111,27 +111,27 @@ def _tokenizer(origin: Origin, config: GenerateConfig) -> Tokenizer:
     elif data.get("tokenizer") == "bytes":
         tokenizer = open_tokenizer("bytes")
     else:
-        homes = [file.parent for file in origin.companions if file.name == "tokenizer.json"]
-        if not homes:
+        directories = [file.parent for file in origin.companions if file.name == "tokenizer.json"]
+        if not directories:
             raise ConfigError(
                 f"'{origin.path}' has no tokenizer.json: name one with --set tokenizer=PATH"
             )
-        tokenizer = open_tokenizer(str(homes[0]), data.get("end_token"))
+        tokenizer = open_tokenizer(str(directories[0]), data.get("end_token"))
     if tokenizer.size > origin.model.vocab:
         raise ConfigError(
-            f"the model has a vocabulary of {origin.model.vocab}, and the tokenizer "
-            f"'{tokenizer.name}' has {tokenizer.size} ids: --set tokenizer=PATH of the one that "
-            "the model was trained with"
+            f"the tokenizer '{tokenizer.name}' has {tokenizer.size} ids, but the model has "
+            f"model.vocab = {origin.model.vocab}: name the tokenizer that the model was trained "
+            "with (--set tokenizer=PATH)"
         )
     return tokenizer
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate:
     if tokenizer.name == "bytes":
-        raise UserError("--chat needs a chat template, and plain bytes have none: leave it out")
+        raise UserError("--chat needs a chat template, and the bytes tokenizer has none: remove it")
     from moesaic.models.chat import ChatTemplate
 
-    return ChatTemplate(Path(tokenizer.name).expanduser(), "leave out --chat")
+    return ChatTemplate(Path(tokenizer.name).expanduser(), "remove --chat")
 
 
 def _encode(
@@ -146,36 +146,38 @@ def _encode(
         return [tokenizer.encode(text) for text in prompts]
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = [[*opening, {"role": "user", "content": text}] for text in prompts]
-    return [tokenizer.encode(template.render(said), whole=True) for said in messages]
+    return [tokenizer.encode(template.render(chat), with_special_tokens=True) for chat in messages]
 
 
-def _ends(origin: Origin, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
-    """What ends a row: what the model's files name, else the tokenizer's own; in a chat the end of
-    an answer too."""
+def _end_ids(origin: Origin, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+    """Return the ids that end a text: those of the model's files, else the tokenizer's own.
+
+    In a chat the end of an answer also counts.
+    """
     ends = set(origin.end_ids() or [tokenizer.end_id])
     if template is not None:
-        from moesaic.models.chat import end_of_turn
+        from moesaic.models.chat import end_of_turn_id
         from moesaic.models.tokenizer import FileTokenizer
 
-        assert isinstance(tokenizer, FileTokenizer), "bytes have no template"
-        end = end_of_turn(template, tokenizer)
+        assert isinstance(tokenizer, FileTokenizer), "the bytes tokenizer has no template"
+        end = end_of_turn_id(template, tokenizer)
         ends |= set() if end is None else {end}
     return sorted(ends)
 
 
-def _check(
+def _check_lengths(
     origin: Origin, config: GenerateConfig, prompts: Sequence[str], ids: Sequence[Sequence[int]]
 ) -> None:
-    """What the engine would refuse, in the command line's words and before weights are read."""
+    """Raise UserError for prompts that are empty or too long, before weights are read."""
     limit = origin.model.max_positions
     for text, row in zip(prompts, ids, strict=True):
         if not row:
-            raise UserError(f"--prompt {keys.show(text)} holds no token: give some text")
+            raise UserError(f"--prompt {keys.show(text)} has no tokens: give some text")
         if len(row) + config.max_tokens > limit:
             raise UserError(
-                f"--prompt {keys.show(text)} of {len(row)} tokens and max_tokens = "
-                f"{config.max_tokens} are more than the model's {limit} positions: "
-                "shorten it, or --set max_tokens=N"
+                f"--prompt {keys.show(text)} ({len(row)} tokens) and max_tokens = "
+                f"{config.max_tokens} exceed the model's {limit} positions: shorten the prompt, or "
+                "lower max_tokens"
             )
 
 
@@ -183,25 +185,29 @@ def _generate(
     origin: Origin,
     config: GenerateConfig,
     ids: Sequence[Sequence[int]],
-    ends: Sequence[int],
+    end_ids: Sequence[int],
     stream: Callable[[int, int], None] | None,
 ) -> list[list[int]]:
-    with at_once():
-        from moesaic.dist import device
-        from moesaic.dist.products import check
+    with exit_on_interrupt():
+        from moesaic.kernels import device
+        from moesaic.kernels.grouped_mm import check_backend
         from moesaic.serve.generate import Sampling, generate
         from moesaic.serve.loading import load_model
 
-    place = device.resolve(config.device, key="device")
-    check(config.grouped_mm if origin.model.experts else "auto", place, key="grouped_mm")
-    device.activate(place)
-    model = load_model(origin, place, config.precision, config.grouped_mm)
+    torch_device = device.resolve(config.device, key="device")
+    check_backend(
+        config.grouped_mm if origin.model.experts else "auto", torch_device, key="grouped_mm"
+    )
+    device.activate(torch_device)
+    model = load_model(origin, torch_device, config.precision, config.grouped_mm)
     sampling = Sampling(config.temperature, config.top_p, config.seed)
-    return generate(model, ids, config.max_tokens, end_ids=ends, sampling=sampling, on_token=stream)
+    return generate(
+        model, ids, config.max_tokens, end_ids=end_ids, sampling=sampling, on_token=stream
+    )
 
 
-class Stream:
-    """Prints the text of one row as its tokens come, whole characters only."""
+class TextStreamer:
+    """Printer of a text while its tokens arrive, in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -209,28 +215,28 @@ class Stream:
         self._shown = 0
 
     def __call__(self, row: int, token: int) -> None:
-        """One more token."""
+        """Add a token and print the new text."""
         del row
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if not text.endswith(BROKEN):
+        if not text.endswith(REPLACEMENT):
             self._print(text)
 
     def close(self) -> None:
-        """Print what is left."""
+        """Print the rest."""
         self._print(self._tokenizer.decode(self._ids))
         print()
 
     def _print(self, text: str) -> None:
         new = text[self._shown :]
         if sys.stdout.isatty():
-            # A byte-level model can write what would command the terminal.
-            new = "".join(c if c in "\n\t" or c.isprintable() else BROKEN for c in new)
+            # A byte-level model can generate terminal escape sequences.
+            new = "".join(c if c in "\n\t" or c.isprintable() else REPLACEMENT for c in new)
         print(new, end="", flush=True)
         self._shown = len(text)
 
 
-def _give(results: list[dict[str, Any]], out: Path | None, as_json: bool) -> None:
+def _write_results(results: list[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     if as_json:
         text = screen.dumps(results) + "\n"
     elif len(results) == 1:
@@ -244,10 +250,10 @@ def _give(results: list[dict[str, Any]], out: Path | None, as_json: bool) -> Non
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise unwritable(f"--out '{out}'", error) from None
+        raise write_error(f"--out '{out}'", error) from None
 
 
-def _tell(
+def _print_dry_run(
     origin: Origin, config: GenerateConfig, ids: Sequence[Sequence[int]], as_json: bool
 ) -> None:
     facts = {
@@ -255,7 +261,9 @@ def _tell(
         "prompt_tokens": [len(row) for row in ids],
     }  # fmt: skip
     if as_json:
-        screen.as_json(facts)
+        screen.print_json(facts)
         return
-    screen.say(f"# {origin.path}: prompts of {', '.join(str(len(row)) for row in ids)} tokens\n")
-    screen.say(config.to_toml().rstrip())
+    screen.print_line(
+        f"# {origin.path}: prompts of {', '.join(str(len(row)) for row in ids)} tokens\n"
+    )
+    screen.print_line(config.to_toml().rstrip())

@@ -1,6 +1,6 @@
-"""`moesaic inspect`: what a run, checkpoint or model directory holds, and whether it is whole.
+"""`moesaic inspect`: contents and integrity of runs, checkpoints and model directories.
 
-Of a job it shows the first samples that a run would learn from, and which of their tokens count.
+For a job it shows the first training samples and marks the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from pydantic import Field
 from rich.text import Text
 
 from moesaic.base.config import Section, parse
-from moesaic.base.errors import ConfigError, StoreError, unwritable
+from moesaic.base.errors import ConfigError, StoreError, write_error
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.facts.job import ModelConfig
-from moesaic.facts.workload import count
+from moesaic.facts.workload import count_parameters
 
 Target = Annotated[
     Path | None,
     typer.Argument(
         metavar="PATH", show_default=False,
-        help="A run, a checkpoint, a Hugging Face directory, or a job for its samples.",
+        help="Run, checkpoint, Hugging Face directory, or job file for its samples.",
     ),
 ]  # fmt: skip
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class InspectConfig(Section):
-    """How closely to look."""
+    """Depth of an inspection."""
 
     verify: bool = False
-    """Read every file: a checkpoint's are held against their hashes, a Hugging Face directory's
-    hashes are shown."""
+    """Read every file: check a checkpoint's hashes, or show a Hugging Face directory's."""
     samples: int = Field(default=2, ge=1)
-    """How many samples of a job are shown."""
+    """Number of samples of a job to show."""
 
 
 def inspect(
@@ -51,49 +50,49 @@ def inspect(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Say what a directory holds and whether it is whole, or show the samples of a job."""
+    """Show what a directory contains and whether it is intact, or samples of a job."""
     if explain is not None:
-        flags.explain(InspectConfig, explain, as_json)
+        flags.print_explanation(InspectConfig, explain, as_json)
         return 0
-    target = flags.need(path, "PATH", "inspect")
-    config = flags.settings(InspectConfig, sets)
+    target = flags.require(path, "PATH", "inspect")
+    config = flags.parse_settings(InspectConfig, sets)
     if target.suffix == ".toml":
-        facts = _look_at_job(target, config.samples)
+        facts = _inspect_job(target, config.samples)
     else:
-        facts = look(target, config.verify and not dry_run)
+        facts = inspect_path(target, config.verify and not dry_run)
     if out is not None:
         _write(out, facts, dry_run)
     if as_json:
-        screen.as_json(facts)
+        screen.print_json(facts)
     else:
         _print(facts)
     return 2 if facts.get("damaged") else 0
 
 
-def look(path: Path, verify: bool) -> dict[str, Any]:
-    """What `path` holds, as plain data; its `damaged` lists what is not whole."""
+def inspect_path(path: Path, verify: bool) -> dict[str, Any]:
+    """Return the contents of `path` as plain data; `damaged` lists damage."""
     if (path / "config.json").is_file():
-        return _look_at_huggingface(path, verify)
+        return _inspect_huggingface(path, verify)
     if (path / "manifest.json").is_file() or (path / "COMMIT").is_file():
-        return _look_at_checkpoint(path, verify)
+        return _inspect_checkpoint(path, verify)
     if (path / "job.json").is_file() or (path / "checkpoints").is_dir():
-        return _look_at_run(path, verify)
-    from moesaic.models.hf.config import what_else
+        return _inspect_run(path, verify)
+    from moesaic.models.hf.config import describe_path
 
-    other = "; plans, workloads and clusters are for `moesaic plan`" if path.is_file() else ""
+    hint = "; for a plan, workload or cluster use `moesaic plan`" if path.is_file() else ""
     raise ConfigError(
-        f"'{path}' {what_else(path)}: "
-        f"give a run, a checkpoint or a Hugging Face model directory{other}"
+        f"'{path}' {describe_path(path)}: "
+        f"give a run, a checkpoint or a Hugging Face model directory{hint}"
     )
 
 
-def _look_at_huggingface(path: Path, verify: bool) -> dict[str, Any]:
+def _inspect_huggingface(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.models.hf.config import read_config
-    from moesaic.models.hf.reader import HFSource, scan
+    from moesaic.models.hf.reader import HFSource, scan_weights
 
     model, warnings = read_config(path)
     source = HFSource(path, model)
-    stored = scan(path)
+    stored = scan_weights(path)
     files = sorted({tensor.file for tensor in stored.values()})
     facts = {
         "kind": "Hugging Face model", "path": str(path), **_describe_model(model),
@@ -107,7 +106,7 @@ def _look_at_huggingface(path: Path, verify: bool) -> dict[str, Any]:
     return facts
 
 
-def _look_at_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
+def _inspect_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.dist.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(path)
@@ -119,43 +118,46 @@ def _look_at_checkpoint(path: Path, verify: bool) -> dict[str, Any]:
         "kind": "checkpoint", "path": str(path), "step": checkpoint.step,
         **(_describe_model(model) if model else {}),
         "counters": checkpoint.counters, "tensors": len(tensors),
-        "holds": sorted({key.partition("/")[0] for key in tensors}),
+        "tensor_kinds": sorted({key.partition("/")[0] for key in tensors}),
         "dtypes": sorted({record.dtype for record in tensors.values()}),
         "bytes": checkpoint.num_bytes, "plan": facts.get("plan"), "verified": verify,
     }  # fmt: skip
 
 
-def _look_at_job(path: Path, num: int) -> dict[str, Any]:
-    """The first samples of a job; its text is tokenised if it was not yet."""
+def _inspect_job(path: Path, num_samples: int) -> dict[str, Any]:
+    """Return the first samples of a job; tokenise its text if that was not done."""
     from moesaic.dist.world import World
-    from moesaic.train.data import TextData, documents_of
-    from moesaic.train.jobfile import check_inputs, load_job
+    from moesaic.train.data import TextData, split_documents
+    from moesaic.train.job_file import check_inputs, load_job
 
     loaded = load_job(path)
     job = loaded.job
     check_inputs(job, str(path))
     data = TextData.open(job.data, job.seed, World.solo(), screen.err().print)
-    batch = data.train.batch(range(num))
+    batch = data.train.batch(range(num_samples))
     rows = []
-    for row in range(num):
-        found = [pair for pair in documents_of(batch, row) if any(pair[1])]
+    for row in range(num_samples):
+        with_targets = [pair for pair in split_documents(batch, row) if any(pair[1])]
         documents = [
             [
-                {"counts": counts, "text": data.tokenizer.decode([t for _, t in part], whole=True)}
-                for counts, part in groupby(zip(counted, tokens, strict=True), itemgetter(0))
+                {
+                    "in_loss": in_loss,
+                    "text": data.tokenizer.decode([t for _, t in span], with_special_tokens=True),
+                }
+                for in_loss, span in groupby(zip(mask, tokens, strict=True), itemgetter(0))
             ]
-            for tokens, counted in found
+            for tokens, mask in with_targets
         ]
-        targets = sum(sum(counted) for _, counted in found)
+        targets = sum(sum(mask) for _, mask in with_targets)
         rows.append({"targets": targets, "documents": documents})
     return {
         "kind": "job", "path": str(path), "sequence": job.data.sequence,
-        "samples_in_all": len(data.train), "samples": rows, "warnings": loaded.warnings,
+        "num_samples": len(data.train), "samples": rows, "warnings": loaded.warnings,
     }  # fmt: skip
 
 
-def _look_at_run(path: Path, verify: bool) -> dict[str, Any]:
-    from moesaic.dist.checkpoint import committed
+def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
+    from moesaic.dist.checkpoint import list_committed
     from moesaic.report import RunFacts, summary
 
     rows: list[dict[str, Any]] = []
@@ -165,13 +167,13 @@ def _look_at_run(path: Path, verify: bool) -> dict[str, Any]:
         head = summary(RunFacts.read(path))
     except StoreError as error:
         damaged.append(str(error))
-    for place in committed(path / "checkpoints"):
+    for directory in list_committed(path / "checkpoints"):
         try:
-            found = _look_at_checkpoint(place, verify)
+            facts = _inspect_checkpoint(directory, verify)
         except StoreError as error:
             damaged.append(str(error))
             continue
-        rows.append({key: found[key] for key in ("step", "path", "bytes", "verified")})
+        rows.append({key: facts[key] for key in ("step", "path", "bytes", "verified")})
     names = (
         "status", "step", "planned_steps", "loss", "validation_loss", "ranks", "device",
         "parameters_total", "parameters_active",
@@ -183,7 +185,7 @@ def _look_at_run(path: Path, verify: bool) -> dict[str, Any]:
 
 
 def _describe_model(model: ModelConfig) -> dict[str, Any]:
-    counts = count(model)
+    counts = count_parameters(model)
     return {
         "family": model.family, "layers": model.layers, "hidden": model.hidden,
         "experts": model.experts, "top_k": model.top_k, "vocab": model.vocab,
@@ -202,11 +204,11 @@ def _write(out: Path, facts: dict[str, Any], dry_run: bool) -> None:
     try:
         out.write_text(screen.dumps(facts) + "\n", encoding="utf-8")
     except OSError as error:
-        raise unwritable(f"--out '{out}'", error) from None
+        raise write_error(f"--out '{out}'", error) from None
 
 
 def _print(facts: dict[str, Any]) -> None:
-    screen.say(f"{facts['path']}: {facts['kind']}")
+    screen.print_line(f"{facts['path']}: {facts['kind']}")
     for name, value in facts.items():
         if name in ("kind", "path") or value is None or value in ([], {}):
             continue
@@ -217,30 +219,34 @@ def _print_row(name: str, value: Any) -> None:
     label = f"  {name.replace('_', ' '):<18}"
     if name in ("warnings", "damaged"):
         for text in value:
-            (screen.fail if name == "damaged" else screen.warn)(text)
+            (screen.print_error if name == "damaged" else screen.print_warning)(text)
     elif name == "checkpoints":
-        screen.say(label.rstrip())
+        screen.print_line(label.rstrip())
         for row in value:
-            state = "whole, hashes checked" if row["verified"] else "whole by its sizes"
-            screen.say(f"    step {row['step']:<8} {screen.size(row['bytes']):>10}  {state}")
+            state = "intact (hashes checked)" if row["verified"] else "intact (sizes checked)"
+            screen.print_line(
+                f"    step {row['step']:<8} {screen.format_bytes(row['bytes']):>10}  {state}"
+            )
     elif name == "samples":
         for number, row in enumerate(value):
-            screen.say(f"\nsample {number}: {row['targets']} tokens count")
+            screen.print_line(f"\nsample {number}: {row['targets']} tokens in the loss")
             for document in row["documents"]:
-                screen.out().print(_marked(document))
+                screen.out().print(_highlight_targets(document))
     elif name == "files":
-        screen.say(f"{label}{len(value)}, {screen.size(sum(value.values()))}")
+        screen.print_line(f"{label}{len(value)}, {screen.format_bytes(sum(value.values()))}")
     else:
-        screen.say(f"{label}{screen.size(value) if name == 'bytes' else _words(value)}")
+        screen.print_line(
+            f"{label}{screen.format_bytes(value) if name == 'bytes' else _format_value(value)}"
+        )
 
 
-def _marked(document: list[dict[str, Any]]) -> Text:
-    """A document in which what counts stands out, by colour or else in brackets."""
+def _highlight_targets(document: list[dict[str, Any]]) -> Text:
+    """Return a document with the tokens in the loss highlighted, by colour or in brackets."""
     coloured, text = screen.out().is_terminal, Text()
-    for part in document:
-        # Text can hold what would command the terminal.
-        shown = "".join(c if c in "\n\t" or c.isprintable() else BROKEN for c in part["text"])
-        if not part["counts"]:
+    for span in document:
+        # Text may contain terminal escape sequences.
+        shown = "".join(c if c in "\n\t" or c.isprintable() else REPLACEMENT for c in span["text"])
+        if not span["in_loss"]:
             text.append(shown, "dim")
         elif coloured:
             text.append(shown, "bold green")
@@ -249,7 +255,7 @@ def _marked(document: list[dict[str, Any]]) -> Text:
     return text
 
 
-def _words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, list):

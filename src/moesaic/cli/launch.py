@@ -1,4 +1,4 @@
-"""Starting ranks on this machine through torch's elastic agent, and saying once how they ended."""
+"""Start of ranks on this machine through torch's elastic agent, with one message about failures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import typer
 
 from moesaic.base.errors import MoesaicError, UserError
 from moesaic.cli import screen
-from moesaic.cli.start import at_once, holding_back
+from moesaic.cli.start import block_interrupts, exit_on_interrupt
 
-RELAUNCH, INTERRUPTED = 75, 130
+EXIT_RELAUNCH, EXIT_INTERRUPTED = 75, 130
 
 Nproc = Annotated[
     int | None,
@@ -28,57 +28,57 @@ Nproc = Annotated[
 
 
 class RankFailed(MoesaicError):
-    """A rank met a bug; the message is its traceback."""
+    """A bug in a rank; the message is its traceback."""
 
 
-class CutOff(MoesaicError):
-    """A run was ended from outside; starting again with --resume goes on."""
+class RunInterrupted(MoesaicError):
+    """A run that was ended from outside; --resume continues it."""
 
-    def __init__(self, text: str, status: int = RELAUNCH) -> None:
+    def __init__(self, text: str, status: int = EXIT_RELAUNCH) -> None:
         super().__init__(text)
         self.status = status
-        """What the command line exits with."""
+        """Exit status of the command line."""
 
 
-def launched() -> bool:
-    """Whether torchrun, or the like, started this process as one rank."""
+def is_torchrun() -> bool:
+    """Return whether torchrun or a similar launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def leads() -> bool:
-    """Whether this process speaks for all."""
-    return not launched() or os.environ["RANK"] == "0"
+def is_leader() -> bool:
+    """Return whether this process prints for all ranks."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
 
 
-def speaker() -> str:
-    """What a message of this process opens with: `rank 1: ` under torchrun, if it is not rank 0."""
-    return "" if leads() else f"rank {os.environ['RANK']}: "
+def message_prefix() -> str:
+    """Return the prefix of messages: `rank 1: ` under torchrun, empty for rank 0."""
+    return "" if is_leader() else f"rank {os.environ['RANK']}: "
 
 
 def num_ranks(nproc: int | None) -> int | None:
-    """How many ranks there will be, or are; None where nobody said."""
+    """Return the number of ranks to start, or of ranks under torchrun; None if unset."""
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc {nproc}: give a number from 1")
-    if not launched():
+    if not is_torchrun():
         return nproc
     if nproc is not None:
-        raise UserError(f"--nproc {nproc} under torchrun, which starts the ranks: leave it out")
+        raise UserError(f"--nproc {nproc} under torchrun, which starts the ranks: remove it")
     return int(os.environ["WORLD_SIZE"])
 
 
-def launch(module: str, part: str, ranks: int) -> None:
-    """Run `ranks` ranks to their end, each as what `cli.start` makes of `module` and `part`.
+def launch(module: str, task: str, ranks: int) -> None:
+    """Run `ranks` processes of `module` with `task` until all end.
 
-    Raises what the first one to fail met: UserError, RankFailed, or CutOff where a signal ended it.
+    Raise the first failure: UserError, RankFailed, or RunInterrupted if a signal ended a rank.
     """
-    with at_once():
+    with exit_on_interrupt():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in [name for name in logging.root.manager.loggerDict if "elastic" in name]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    _share_machine(ranks)
+    _set_rank_environment(ranks)
     with tempfile.TemporaryDirectory(prefix="moesaic-") as logs:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex,
@@ -86,77 +86,77 @@ def launch(module: str, part: str, ranks: int) -> None:
             max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=logs),
         )  # fmt: skip
         try:
-            begin = ("-m", "moesaic.cli.start", str(os.getpid()), module, part)
-            with holding_back():
-                elastic_launch(config, sys.executable)(*begin)
+            arguments = ("-m", "moesaic.cli.start", str(os.getpid()), module, task)
+            with block_interrupts():
+                elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            raise _cause(Path(logs), error.failures) from None
+            raise _first_failure(Path(logs), error.failures) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
-                raise CutOff("interrupted", INTERRUPTED) from None
-            raise CutOff(f"ended by {error.sigval.name}") from None
+                raise RunInterrupted("interrupted", EXIT_INTERRUPTED) from None
+            raise RunInterrupted(f"ended by {error.sigval.name}") from None
 
 
-def tell_bug(error: RankFailed) -> int:
-    """Tell what ended a rank; returns the exit status."""
+def print_rank_failure(error: RankFailed) -> int:
+    """Print why a rank failed; return the exit status."""
     screen.err().print(str(error).rstrip())
-    screen.fail("a rank failed, which is a bug of moesaic: its traceback stands above")
+    screen.print_error("a rank failed because of a bug in moesaic; see the traceback above")
     return 1
 
 
-def _share_machine(ranks: int) -> None:
-    """What torchrun leaves to its user: threads for every rank, and a link that is always there."""
+def _set_rank_environment(ranks: int) -> None:
+    """Set what torchrun leaves to its user: threads per rank, and the loopback interface."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _cause(logs: Path, failures: dict[int, Any]) -> MoesaicError:
-    """What ended the ranks: the first mistake of the user's, or signal, or bug, in this order.
+def _first_failure(logs: Path, failures: dict[int, Any]) -> MoesaicError:
+    """Return the cause of the failure: the first user error, else a signal, else a bug.
 
-    A rank that fails takes its peers along, whose own complaints say nothing.
+    Peers of a failed rank fail too; their errors are consequences.
     """
-    records = sorted(_read_records(logs), key=lambda record: float(record["time"]))
+    records = sorted(_read_error_files(logs), key=lambda record: float(record["time"]))
     for record in records:
         if record["kind"] == "user":
             return UserError(record["text"])
-    cut = _cut_off(failures)
-    if cut is not None:
-        return cut
+    interruption = _find_signal(failures)
+    if interruption is not None:
+        return interruption
     for record in records:
         if record["kind"] == "bug":
             return RankFailed(record["text"])
-    heard = {record["rank"] for record in records}
+    reported = {record["rank"] for record in records}
     for rank, failure in failures.items():
-        if failure.exitcode != -signal.SIGTERM and str(rank) not in heard:
+        if failure.exitcode != -signal.SIGTERM and str(rank) not in reported:
             status = failure.exitcode
-            return RankFailed(f"rank {rank} ended with exit status {status} and said nothing")
-    # In the order of their ends: the agent ends the others only after the first.
+            return RankFailed(f"rank {rank} ended with exit status {status} and no message")
+    # In the order of their ends: the agent ends the other ranks after the first one.
     for rank, failure in failures.items():
         if failure.exitcode == -signal.SIGTERM:
-            return CutOff(f"rank {rank} was ended by SIGTERM")
+            return RunInterrupted(f"rank {rank} was ended by SIGTERM")
     return RankFailed(records[0]["text"])
 
 
-def _cut_off(failures: dict[int, Any]) -> CutOff | None:
-    """The signal that ended a rank, unless it is the one by which the agent ends the others."""
+def _find_signal(failures: dict[int, Any]) -> RunInterrupted | None:
+    """Return the signal that ended a rank, except the agent's own SIGTERM to other ranks."""
     for rank, failure in sorted(failures.items()):
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             name = signal.Signals(-failure.exitcode).name
-            hint = ", often for want of memory" if name == "SIGKILL" else ""
-            return CutOff(f"rank {rank} was ended by {name}{hint}")
-    interrupted = (INTERRUPTED, -signal.SIGINT)  # Where it was ready to hear it, and before.
+            hint = ", often for lack of memory" if name == "SIGKILL" else ""
+            return RunInterrupted(f"rank {rank} was ended by {name}{hint}")
+    interrupted = (EXIT_INTERRUPTED, -signal.SIGINT)  # With and without our handler.
     if any(failure.exitcode in interrupted for failure in failures.values()):
-        return CutOff("interrupted", INTERRUPTED)
+        return RunInterrupted("interrupted", EXIT_INTERRUPTED)
     return None
 
 
-def _read_records(logs: Path) -> Iterator[dict[str, Any]]:
+def _read_error_files(logs: Path) -> Iterator[dict[str, Any]]:
     for path in logs.rglob("error.json"):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            continue  # Its writer was killed over it.
+            continue  # The rank was killed while it wrote.
         if "kind" in record:
             yield {**record, "rank": path.parent.name}

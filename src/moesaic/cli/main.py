@@ -1,8 +1,8 @@
-"""The front door: `moesaic VERB ...`.
+"""Entry point of the command line: `moesaic VERB ...`.
 
-Exit status: 0 done; 1 a bug of ours, with its traceback; 2 a mistake of the user's, with one
-sentence; 75 cut off from outside, start again with --resume; 130 interrupted. An interrupt that
-comes while something is imported ends the process itself, which is 130 to a shell.
+Exit status: 0 success; 1 a bug, with a traceback; 2 a user error, in one sentence; 75 ended from
+outside, continue with --resume; 130 interrupted. During imports SIGINT kills the process directly,
+which a shell reports as 130.
 """
 
 from __future__ import annotations
@@ -17,101 +17,104 @@ import typer
 from moesaic import __version__
 from moesaic.base.errors import UserError, as_user_error
 from moesaic.cli import screen, start
-from moesaic.cli.launch import INTERRUPTED, CutOff, speaker
-from moesaic.cli.rank import LESS_MEMORY
+from moesaic.cli.launch import EXIT_INTERRUPTED, RunInterrupted, message_prefix
+from moesaic.cli.train_worker import MEMORY_HINT
 
 VERBS = (
     "train", "generate", "convert", "inspect", "report", "replay", "probe", "plan", "calibrate",
     "trace", "bench",
 )  # fmt: skip
-"""Each is a function of the module of its name."""
-USER_ERROR = 2
-MORE_MEMORY = {"train": LESS_MEMORY, "generate": "give fewer prompts, or lower max_tokens"}
+"""Verbs; each is a function in the module of the same name."""
+EXIT_USER_ERROR = 2
+MEMORY_HINTS = {"train": MEMORY_HINT, "generate": "give fewer prompts, or lower max_tokens"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. A bug of ours leaves as the exception it is."""
+    """Run one command and return its exit status; bugs propagate as exceptions."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    screen.write_anything()
+    screen.replace_unencodable()
     try:
-        status = application(given[0])(
-            args=spell_out(given), prog_name="moesaic", standalone_mode=False
+        status = make_app(given[0])(
+            args=expand_resume(given), prog_name="moesaic", standalone_mode=False
         )
         screen.flush()
     except UserError as error:
-        screen.fail(f"{speaker()}{error}")
-        return USER_ERROR
+        screen.print_error(f"{message_prefix()}{error}")
+        return EXIT_USER_ERROR
     except typer.TyperException as error:
-        screen.fail(_usage(error.format_message(), given[0]))
-        return USER_ERROR
-    except CutOff as error:
-        screen.fail(str(error))
+        screen.print_error(_usage_error(error.format_message(), given[0]))
+        return EXIT_USER_ERROR
+    except RunInterrupted as error:
+        screen.print_error(str(error))
         return error.status
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
+        status = EXIT_INTERRUPTED
     except (OSError, MemoryError, RuntimeError) as error:
-        mistake = as_user_error(
-            error, MORE_MEMORY.get(given[0], "free some, or use a larger machine")
+        user_error = as_user_error(
+            error, MEMORY_HINTS.get(given[0], "free some, or use a larger machine")
         )
-        if mistake is None:
+        if user_error is None:
             raise
         with suppress(OSError):
             screen.flush()
-        screen.fail(f"{speaker()}{mistake}")
-        return USER_ERROR
-    if status == INTERRUPTED:
+        screen.print_error(f"{message_prefix()}{user_error}")
+        return EXIT_USER_ERROR
+    if status == EXIT_INTERRUPTED:
         screen.err().print("interrupted")
     return int(status or 0)
 
 
-def application(verb: str = "") -> typer.Typer:
-    """The verbs; if `verb` is one, it alone, as the others' imports take time."""
+def make_app(verb: str = "") -> typer.Typer:
+    """Return the app with all verbs, or only with `verb` to save the imports of the others."""
     app = typer.Typer(
-        help="Train and serve mixture-of-experts models, exactly, on whatever machines you have.",
+        help="Train and serve mixture-of-experts models on any number of CPUs and GPUs.",
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
-    app.callback()(_opening)
+    app.callback()(_root_callback)
     for name in (verb,) if verb in VERBS else VERBS:
-        command = getattr(start.importing(f"moesaic.cli.{name}"), name)
-        app.command(help=_flowing(command.__doc__ or ""))(command)
+        command = getattr(start.import_module(f"moesaic.cli.{name}"), name)
+        app.command(help=_unwrap_docstring(command.__doc__ or ""))(command)
     return app
 
 
-def _flowing(text: str) -> str:
-    """A docstring for a screen of any width: lines end where paragraphs do."""
+def _unwrap_docstring(text: str) -> str:
+    """Return a docstring with one line per paragraph, for screens of any width."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        screen.say(f"moesaic {__version__}")
+def _print_version(requested: bool) -> None:
+    if requested:
+        screen.print_line(f"moesaic {__version__}")
         raise typer.Exit
 
 
-def _opening(
+def _root_callback(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Train and serve mixture-of-experts models, exactly, on whatever machines you have."""
+    """Train and serve mixture-of-experts models on any number of CPUs and GPUs."""
 
 
-def spell_out(arguments: Sequence[str]) -> list[str]:
-    """`--resume` without a value as `--resume auto`."""
+def expand_resume(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `--resume auto` for a `--resume` without a value."""
     result: list[str] = []
-    for place, argument in enumerate(arguments):
-        if argument in ("--out=", "") and (argument or (place and arguments[place - 1] == "--out")):
+    for index, argument in enumerate(arguments):
+        if argument in ("--out=", "") and (argument or (index and arguments[index - 1] == "--out")):
             raise UserError("--out '' is empty: give a path")
         result.append(argument)
-        following = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        following = arguments[index + 1] if index + 1 < len(arguments) else "-"
         if argument == "--resume" and (following.startswith("-") or following.endswith(".toml")):
             result.append("auto")
     return result
 
 
-def _usage(message: str, verb: str) -> str:
-    """A complaint of the parser as one sentence."""
+def _usage_error(message: str, verb: str) -> str:
+    """Return an error of the parser as one sentence."""
     sentence = " ".join(message.split()).rstrip(".")
     where = "moesaic --help" if verb.startswith("-") else f"moesaic {verb} --help"
     where = "moesaic --help" if sentence.startswith("No such command") else where

@@ -1,7 +1,7 @@
-"""The prices that a run's recorded loads are held against, and where they come from, for `replay`.
+"""Prices of expert replicas for `replay`, and their source.
 
-A run that balanced nothing went by none. Then they are found as a job would find them: its own, its
-plan's, or what is usual of the devices that the run says it had.
+They are the prices of the run, its job or its plan. Without any of these, they are typical values
+of the devices that the run used.
 """
 
 from __future__ import annotations
@@ -11,82 +11,82 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan
-from moesaic.policy.balance import Rank, balances, rehomes, usual
+from moesaic.policy.balance import RankDevice, can_migrate, default_prices, should_balance
 
 if TYPE_CHECKING:
     from moesaic.report import RunFacts
 
-_THREADS = re.compile(r"(\d+) threads? a rank")
-_NO_HOSTS = "on how many hosts is not on record, taken for one"
-_NOTHING = (
-    "usual of one thread of a processor, all ranks on one host: what the run had is not on record"
+_THREADS = re.compile(r"(\d+) threads? per rank")
+_UNKNOWN_HOSTS = "hosts not recorded, one assumed"
+_UNKNOWN_DEVICES = (
+    "typical of one CPU thread per rank on one host; the run has not recorded its devices"
 )
 
 
-class Priced(NamedTuple):
-    """Prices, and where they come from."""
+class SourcedPrices(NamedTuple):
+    """Prices and their source."""
 
     prices: Prices
     source: str
 
-    def words(self) -> str:
-        """For a person."""
-        return f"prices {self.source}; {self.prices.words()}"
+    def describe(self) -> str:
+        """Return both as one line of text."""
+        return f"prices {self.source}; {self.prices.describe()}"
 
 
-def priced(run: RunFacts, job: Job, plan: Plan, given: Prices | None) -> Priced:
-    """What a policy is to count on that is asked about `run`: what is `given`, if anything is."""
-    if given is not None:
-        return Priced(given, "given")
-    if plan.prices is not None and (balances(job, plan) or rehomes(job, plan)):
-        return Priced(plan.prices, "of the run")
+def find_prices(run: RunFacts, job: Job, plan: Plan, requested: Prices | None) -> SourcedPrices:
+    """Return the prices that a policy assumes for `run`: the `requested` ones, if any."""
+    if requested is not None:
+        return SourcedPrices(requested, "given")
+    if plan.prices is not None and (should_balance(job, plan) or can_migrate(job, plan)):
+        return SourcedPrices(plan.prices, "of the run")
     if job.balance.prices is not None:
-        return Priced(job.balance.prices, "of the job")
+        return SourcedPrices(job.balance.prices, "of the job")
     if plan.prices is not None:
-        return Priced(plan.prices, "of the plan")
-    ranks, source = _ranks(run, plan)
-    return Priced(usual(job, plan, ranks), source)
+        return SourcedPrices(plan.prices, "of the plan")
+    ranks, source = _find_ranks(run, plan)
+    return SourcedPrices(default_prices(job, plan, ranks), source)
 
 
-def _ranks(run: RunFacts, plan: Plan) -> tuple[list[Rank], str]:
-    """Where each rank ran, as far as that is on record, and in words."""
+def _find_ranks(run: RunFacts, plan: Plan) -> tuple[list[RankDevice], str]:
+    """Return the recorded host and device of each rank, and a description of them."""
     part = run.parts[-1] if run.parts else None
     if part is not None and len(part.machines) == plan.ranks:
-        ranks = [Rank(str(one.host), one.kind, one.threads) for one in part.machines]
-        return ranks, _words(ranks, _hosts(ranks))
+        ranks = [RankDevice(str(one.host), one.kind, one.threads) for one in part.machines]
+        return ranks, _describe_ranks(ranks, _describe_hosts(ranks))
     hosts = _hosts_of(plan)
     device = "unknown" if part is None else part.device
     if device == "unknown":
         kinds = {place.kind for place in plan.places}
         if not kinds:
-            return [Rank(host, "cpu", 1) for host in hosts], _NOTHING
+            return [RankDevice(host, "cpu", 1) for host in hosts], _UNKNOWN_DEVICES
         kind = "cpu" if "cpu" in kinds else kinds.pop()
     else:
         kind = "cpu" if re.match(r"cpu\b", device) else "gpu"
     threads = _THREADS.search(device)
-    ranks = [Rank(host, kind, int(threads[1]) if threads else 1) for host in hosts]
+    ranks = [RankDevice(host, kind, int(threads[1]) if threads else 1) for host in hosts]
     known = plan.places or len(set(hosts)) > 1
-    return ranks, _words(ranks, _hosts(ranks) if known else _NO_HOSTS)
+    return ranks, _describe_ranks(ranks, _describe_hosts(ranks) if known else _UNKNOWN_HOSTS)
 
 
 def _hosts_of(plan: Plan) -> list[str]:
-    """The host of each rank, by what a plan says; one host if it says nothing."""
+    """Return the host of each rank by its plan; one host if the plan names none."""
     if plan.places:
         return [place.host for place in plan.places]
-    found, each = ["0"] * plan.ranks, plan.ep // plan.hosts
-    for group in plan.expert_groups():
-        for place, rank in enumerate(group):
-            found[rank] = str(place // each)
-    return found
+    hosts, ranks_per_host = ["0"] * plan.ranks, plan.ep // plan.dispatch_hosts
+    for group in plan.ep_groups():
+        for index, rank in enumerate(group):
+            hosts[rank] = str(index // ranks_per_host)
+    return hosts
 
 
-def _hosts(ranks: list[Rank]) -> str:
+def _describe_hosts(ranks: list[RankDevice]) -> str:
     number = len({rank.host for rank in ranks})
     return "one host" if number == 1 else f"{number} hosts"
 
 
-def _words(ranks: list[Rank], hosts: str) -> str:
-    threads = min(rank.threads for rank in ranks)
+def _describe_ranks(ranks: list[RankDevice], hosts: str) -> str:
+    threads = min(rank.num_threads for rank in ranks)
     if all(rank.kind != "cpu" for rank in ranks):
-        return f"usual of such devices: {ranks[0].kind}, {hosts}"
-    return f"usual of such devices: cpu, {threads} thread{'s' * (threads != 1)} a rank, {hosts}"
+        return f"typical of such devices: {ranks[0].kind}, {hosts}"
+    return f"typical of such devices: cpu, {threads} thread{'s' * (threads != 1)} per rank, {hosts}"

@@ -1,4 +1,4 @@
-"""`moesaic probe`: what this machine, or all that torchrun started ranks on, can do."""
+"""`moesaic probe`: measured speed of this machine, or of all hosts under torchrun."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
     RankFailed,
+    is_leader,
+    is_torchrun,
     launch,
-    launched,
-    leads,
     num_ranks,
-    tell_bug,
+    print_rank_failure,
 )
-from moesaic.cli.measure import Part, encode, take_part
-from moesaic.cli.start import at_once
+from moesaic.cli.probe_worker import ProbeTask, encode, run_probe_task
+from moesaic.cli.start import exit_on_interrupt
 from moesaic.dist.probe import disks
 from moesaic.dist.probe.settings import ProbeConfig
 
-MODULE = "moesaic.cli.measure"
+MODULE = "moesaic.cli.probe_worker"
 Nproc = Annotated[
     int | None,
     typer.Option(
-        "--nproc", metavar="N", show_default="one a GPU, else one a core",
+        "--nproc", metavar="N", show_default="one per GPU, else one per core",
         help="Ranks to start on this machine.",
     ),
 ]  # fmt: skip
@@ -41,35 +41,36 @@ def probe(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Measure devices, links and disks, and write them to cluster.toml.
+    """Measure devices, links and disks, and write a cluster file.
 
-    Under torchrun the hosts of all ranks are measured, and what joins them.
+    The file is cluster.toml unless --out says otherwise. Under torchrun the hosts of all ranks are
+    measured, with the links between them.
     """
     if explain is not None:
-        flags.explain(ProbeConfig, explain, as_json)
+        flags.print_explanation(ProbeConfig, explain, as_json)
         return 0
-    config = flags.settings(ProbeConfig, sets)
+    config = flags.parse_settings(ProbeConfig, sets)
     ranks = num_ranks(nproc)
-    place = out or Path("cluster.toml")
-    if leads():
-        flags.check_new("--out", place, "cluster.toml")
+    path = out or Path("cluster.toml")
+    if is_leader():
+        flags.check_new_file("--out", path, "cluster.toml")
     if dry_run:
-        if leads():
-            _tell(place, config, ranks, as_json)
+        if is_leader():
+            _print_dry_run(path, config, ranks, as_json)
         return 0
-    part = Part(config.model_dump(), str(place), as_json, sys.argv)
-    for path in config.disks:
-        disks.check(Path(path))
-    if launched():
-        take_part(part)
+    task = ProbeTask(config.model_dump(), str(path), as_json, sys.argv)
+    for directory in config.disks:
+        disks.check_writable(Path(directory))
+    if is_torchrun():
+        run_probe_task(task)
         return 0
-    return _run(part, _num_ranks(config, ranks))
+    return _run_task(task, _num_ranks(config, ranks))
 
 
 def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:
-    """How many ranks to start; refuses what this machine cannot do."""
-    with at_once():
-        from moesaic.dist import device
+    """Return the number of ranks to start; raise UserError if this machine lacks devices."""
+    with exit_on_interrupt():
+        from moesaic.kernels import device
 
     kind = device.resolve(config.device, key="device")
     ranks = ranks or device.num_devices(kind)
@@ -77,21 +78,21 @@ def _num_ranks(config: ProbeConfig, ranks: int | None) -> int:
     return ranks
 
 
-def _run(part: Part, ranks: int) -> int:
+def _run_task(task: ProbeTask, ranks: int) -> int:
     if ranks == 1:
-        take_part(part)
+        run_probe_task(task)
         return 0
     try:
-        launch(MODULE, encode(part), ranks)
+        launch(MODULE, encode(task), ranks)
     except RankFailed as error:
-        return tell_bug(error)
+        return print_rank_failure(error)
     return 0
 
 
-def _tell(place: Path, config: ProbeConfig, ranks: int | None, as_json: bool) -> None:
+def _print_dry_run(path: Path, config: ProbeConfig, ranks: int | None, as_json: bool) -> None:
     if as_json:
-        screen.as_json({"out": str(place), "ranks": ranks, "settings": config.model_dump()})
+        screen.print_json({"out": str(path), "ranks": ranks, "settings": config.model_dump()})
         return
-    who = f"{ranks} ranks" if ranks else "a rank for every GPU or core"
-    screen.say(f"# {who} -> {place}\n")
-    screen.say(config.to_toml().rstrip())
+    count = f"{ranks} ranks" if ranks else "one rank per GPU or core"
+    screen.print_line(f"# {count} -> {path}\n")
+    screen.print_line(config.to_toml().rstrip())

@@ -1,4 +1,4 @@
-"""What a person watches while a run trains: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of training and probes: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from moesaic.train.trainer import Progress as Watcher
 
 LINE_EVERY_S = 10.0
-"""Pause between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
-def watcher(console: Console, shown: bool) -> Watcher:
-    """Who watches a run: nobody, unless it is `shown`."""
-    if not shown:
-        return Nobody()
-    return Bar(console) if console.is_terminal else Lines(console)
+def make_progress(console: Console, is_shown: bool) -> Watcher:
+    """Return the progress display of a run; without `is_shown`, one that prints nothing."""
+    if not is_shown:
+        return NoProgress()
+    return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 
-class Nobody:
-    """Watches nothing: ranks other than the first."""
+class NoProgress:
+    """Progress of other ranks than rank 0: none."""
 
     def message(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def start(self, total: int, done: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, figures: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def done(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-class Bar:
-    """A live bar."""
+class ProgressBar:
+    """Progress as a live bar."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -64,7 +64,7 @@ class Bar:
         self._task: TaskID | None = None
 
     def message(self, text: str) -> None:
-        """Say something above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(text)
 
     def start(self, total: int, done: int) -> None:
@@ -76,53 +76,53 @@ class Bar:
         """Move the bar."""
         if self._task is not None:
             self._progress.update(
-                self._task, completed=int(figures["step"]), figures=describe(figures)
+                self._task, completed=int(figures["step"]), figures=format_figures(figures)
             )
 
     def done(self) -> None:
-        """Leave the bar as it is."""
+        """Stop the bar."""
         self._progress.stop()
 
 
-class Lines:
-    """A line at the first step, at the last, and every few seconds between."""
+class ProgressLines:
+    """Progress as lines: the first step, the last, and every few seconds between."""
 
     def __init__(self, console: Console, every_s: float = LINE_EVERY_S) -> None:
         self._console, self._every_s = console, every_s
-        self._total = self._before = 0
-        self._began_s = self._said_s = 0.0
+        self._total = self._first_step = 0
+        self._started_s = self._printed_s = 0.0
 
     def message(self, text: str) -> None:
-        """Say something."""
+        """Print a line."""
         self._console.print(text)
 
     def start(self, total: int, done: int) -> None:
-        """Note the time."""
-        self._total, self._before = total, done
-        self._began_s, self._said_s = time.monotonic(), float("-inf")
+        """Start the clock."""
+        self._total, self._first_step = total, done
+        self._started_s, self._printed_s = time.monotonic(), float("-inf")
 
     def step(self, figures: Mapping[str, float]) -> None:
-        """Print a line if it is time."""
+        """Print a line if one is due."""
         now, step = time.monotonic(), int(figures["step"])
-        if step < self._total and now - self._said_s < self._every_s:
+        if step < self._total and now - self._printed_s < self._every_s:
             return
-        self._said_s = now
-        per_step = (now - self._began_s) / max(step - self._before, 1)
-        left = duration(per_step * (self._total - step))
+        self._printed_s = now
+        per_step = (now - self._started_s) / max(step - self._first_step, 1)
+        left = format_duration(per_step * (self._total - step))
         rest = f", {left} left" if step < self._total else ""
-        self._console.print(f"step {step}/{self._total}: {describe(figures)}{rest}")
+        self._console.print(f"step {step}/{self._total}: {format_figures(figures)}{rest}")
 
     def done(self) -> None:
-        """Nothing is left to say."""
+        """Do nothing."""
 
 
-def describe(figures: Mapping[str, float]) -> str:
-    """Loss and speed of a step."""
+def format_figures(figures: Mapping[str, float]) -> str:
+    """Return loss and speed of a step as text."""
     return f"loss {figures['loss']:.4f}, {figures['tokens_per_s']:,.0f} tokens/s"
 
 
-def duration(seconds: float) -> str:
-    """1:02:03, 2:03 or 3 s."""
+def format_duration(seconds: float) -> str:
+    """Return seconds as text: 1:02:03, 2:03 or 3 s."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -132,22 +132,23 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def watched(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    """Who is told of each part of so many that is about to be measured; it is `shown`, or not."""
+def probe_progress(is_shown: bool, total: int) -> Iterator[Callable[[str], None]]:
+    """Show the progress of `total` measurements; yield a function to call before each one."""
     console = screen.err()
     with Progress(
         TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not (shown and console.is_terminal),
+        console=console, transient=True, disable=not (is_shown and console.is_terminal),
     ) as bar:  # fmt: skip
         task = bar.add_task("", total=total)
-        begun, told_s = 0, time.monotonic()
+        num_started, printed_s = 0, time.monotonic()
 
-        def watch(name: str) -> None:
-            nonlocal begun, told_s
-            bar.update(task, completed=begun, description=name)
-            begun += 1
-            if shown and not console.is_terminal and time.monotonic() - told_s > LINE_EVERY_S:
-                told_s = time.monotonic()
-                console.print(f"measuring {name}, part {begun} of {total}")
+        def start(name: str) -> None:
+            nonlocal num_started, printed_s
+            bar.update(task, completed=num_started, description=name)
+            num_started += 1
+            is_due = time.monotonic() - printed_s > LINE_EVERY_S
+            if is_shown and not console.is_terminal and is_due:
+                printed_s = time.monotonic()
+                console.print(f"measuring {name} ({num_started} of {total})")
 
-        yield watch
+        yield start

@@ -1,9 +1,9 @@
-"""`moesaic replay`: what a policy would have made of the loads that a run recorded."""
+"""`moesaic replay`: a balance policy applied to the expert loads that a run recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,225 +16,257 @@ from moesaic.base.config import apply_sets, parse
 from moesaic.base.errors import ConfigError, StoreError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
-from moesaic.cli.prices import Priced, priced
-from moesaic.facts.balance import Balance, Ints, unchanged
+from moesaic.cli.prices import SourcedPrices, find_prices
+from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
-from moesaic.policy.balance import Asked, balances, busiest, compiling, rows, setting_of, times
-from moesaic.policy.balance.yardsticks import asked as asked_of
+from moesaic.policy.balance import (
+    LayerBalancer,
+    compile_notice,
+    count_rank_tokens,
+    layer_setting,
+    layer_times,
+    load_imbalance,
+    should_balance,
+)
+from moesaic.policy.balance.yardsticks import make_balancer
 
-_JOBS = "balance."
-"""What a job has before the names of these settings."""
+_JOB_PREFIX = "balance."
+"""Prefix of these settings in a job file."""
 
 Run = Annotated[
     Path | None,
-    typer.Argument(metavar="RUN", help="A run directory.", show_default=False),
+    typer.Argument(metavar="RUN", help="Run directory.", show_default=False),
 ]
-Named = Annotated[
+PolicyName = Annotated[
     str | None,
-    typer.Option("--policy", metavar="POLICY", help="Whom to ask, as --set policy=POLICY."),
+    typer.Option("--policy", metavar="POLICY", help="Short for --set policy=POLICY."),
 ]
 
 
 class ReplayConfig(YardstickConfig):
-    """The policy to replay, and its settings; as in a job's [balance]."""
+    """Policy to replay and its settings, as in a job's [balance]."""
 
     prices: Prices | None = None
-    """What copies cost and save; unset: what the run went by, or as a job finds them that does not
-    measure."""
+    """Costs that policies assume; unset: those of the run, its job or its plan, or typical ones of
+    its devices."""
 
     @model_validator(mode="after")
-    def _is_of_a_record(self) -> ReplayConfig:
-        if self.measure:
+    def _check_replayable(self) -> ReplayConfig:
+        if self.measure_prices:
             raise ValueError(
-                "measure = true, but a record has no ranks to be measured: leave it out, or say "
+                "measure_prices = true, but a replay has no ranks to measure: remove it, or set "
                 "prices"
             )
-        if self.rehome_every:
+        if self.migrate_every:
             raise ValueError(
-                f"rehome_every = {self.rehome_every}, but replay has experts where the run began "
-                "with them: leave it out"
+                f"migrate_every = {self.migrate_every}, but a replay keeps experts on their first "
+                "owner ranks: remove it"
             )
         return self
 
-    def idle(self) -> list[str]:
-        """As of a job, in replay's own names; by prices a layer has its time without copies,
-        too."""
-        found = (one.replace("balance.", "") for one in super().idle())
-        return [one for one in found if not one.startswith("prices has no effect")]
+    def ineffective_settings(self) -> list[str]:
+        """Return these sentences in replay's own names. Prices always count: even layers without
+        replicas have a predicted time."""
+        sentences = (text.replace(_JOB_PREFIX, "") for text in super().ineffective_settings())
+        return [text for text in sentences if not text.startswith("prices has no effect")]
 
 
 def replay(
     run: Run = None,
-    policy: Named = None,
+    policy: PolicyName = None,
     sets: Sets = None,
     out: Out = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Say what a policy of balance would have made of a run's recorded loads.
+    """Apply a balance policy to the expert loads that a run recorded.
 
-    No ranks are started and no device is used: rows by rank and expert, as the run recorded them,
-    go through the policy, and its model says what each layer takes with and without copies.
+    No rank starts and no device is used. The policy sees the recorded tokens of each rank and
+    expert. Its cost model predicts the time of each layer with and without replicas.
     """
     if explain is not None:
-        flags.explain(ReplayConfig, explain, as_json)
+        flags.print_explanation(ReplayConfig, explain, as_json)
         return 0
-    directory = flags.need(run, "RUN", "replay")
+    directory = flags.require(run, "RUN", "replay")
     config = _settings(policy, sets or ())
-    for warning in config.idle():
-        screen.warn(warning)
-    facts = replayed(directory, config, screen.note if as_json else screen.say)
+    for warning in config.ineffective_settings():
+        screen.print_warning(warning)
+    facts = replay_run(directory, config, screen.print_note if as_json else screen.print_line)
     if out is not None and not dry_run:
-        flags.write("--out", out, screen.dumps(facts) + "\n")
+        flags.write_file("--out", out, screen.dumps(facts) + "\n")
     if as_json:
-        screen.as_json(facts)
+        screen.print_json(facts)
     else:
-        _show(facts)
+        _print_facts(facts)
     return 0
 
 
 def _settings(policy: str | None, sets: Sequence[str]) -> ReplayConfig:
-    """What is asked for; a mistake is told as it was typed."""
-    plain = {item.removeprefix(_JOBS): item for item in sets}  # As a job names them, too.
+    """Return the settings; errors quote the flags as they were typed."""
+    typed = {item.removeprefix(_JOB_PREFIX): item for item in sets}  # Both forms of a key work.
     try:
-        return flags.settings(ReplayConfig, _agreed(policy, list(plain)))
+        return flags.parse_settings(ReplayConfig, _merge_policy(policy, list(typed)))
     except ConfigError as error:
-        said = str(error).replace(_JOBS, "")
-        for item, typed in plain.items():
-            said = said.replace(f"--set {item}", f"--set {typed}")
+        message = str(error).replace(_JOB_PREFIX, "")
+        for item, original in typed.items():
+            message = message.replace(f"--set {item}", f"--set {original}")
         if policy is not None:
-            said = said.replace(f"--set policy={policy}", f"--policy {policy}")
-        raise ConfigError(said) from None
+            message = message.replace(f"--set policy={policy}", f"--policy {policy}")
+        raise ConfigError(message) from None
 
 
-def _agreed(policy: str | None, sets: Sequence[str]) -> list[str]:
-    """What is set, with the policy that `--policy` names; both may say it if they say the same."""
+def _merge_policy(policy: str | None, sets: Sequence[str]) -> list[str]:
+    """Return `sets` with the policy of `--policy`; a different policy in `sets` is an error."""
     if policy is None:
         return list(sets)
-    named, key = f"policy={policy}", "policy"
-    said = apply_sets({}, sets)
-    if key in said and said[key] != apply_sets({}, [named])[key]:
+    policy_item, key = f"policy={policy}", "policy"
+    settings = apply_sets({}, sets)
+    if key in settings and settings[key] != apply_sets({}, [policy_item])[key]:
         items = [item for item in sets if item.partition("=")[0].partition(".")[0].strip() == key]
-        raise ConfigError(f"--set {items[-1]} beside --policy {policy}: leave one of them out")
-    return [*sets, named]
+        raise ConfigError(f"--set {items[-1]} beside --policy {policy}: remove one of them")
+    return [*sets, policy_item]
 
 
-class Recorded(NamedTuple):
-    """Rows of one layer in one micro-batch of a step, about."""
+class RecordedPass(NamedTuple):
+    """Approximate tokens of one layer in one micro-batch."""
 
     step: int
     layer: int
-    counts: Ints
-    """[ranks, experts], of all ranks of a part."""
+    counts: IntArray
+    """Routed tokens, [ranks of the stage, experts]."""
 
 
 @dataclass
-class _Layer:
-    """What came of one layer, over all steps and groups of ranks."""
+class _LayerTotals:
+    """Sums over all micro-batches and expert-parallel groups of a layer."""
 
-    passes: int = 0
-    copies: int = 0
-    before: float = 0.0
-    after: float = 0.0
-    plain_s: float = 0.0
-    step_s: float = 0.0
+    micro_batches: int = 0
+    replicas: int = 0
+    imbalance_before: float = 0.0
+    imbalance_after: float = 0.0
+    unbalanced_s: float = 0.0
+    balanced_s: float = 0.0
 
-    def add(self, counts: Ints, asked: Asked, balance: Balance) -> None:
-        """One pass more."""
-        setting = asked.setting
-        self.passes += 1
-        self.copies += len(balance.copies)
-        self.before += busiest(rows(counts, setting.homes, unchanged()).computed)
-        self.after += busiest(rows(counts, setting.homes, balance).computed)
-        self.plain_s += times(counts, setting, unchanged()).whole
-        self.step_s += times(counts, setting, balance).whole
+    def add(self, counts: IntArray, policy: LayerBalancer, balance: BalanceDecision) -> None:
+        """Add one micro-batch of one group."""
+        setting = policy.setting
+        self.micro_batches += 1
+        self.replicas += len(balance.replicas)
+        self.imbalance_before += load_imbalance(
+            count_rank_tokens(counts, setting.owners, no_replicas()).computed
+        )
+        self.imbalance_after += load_imbalance(
+            count_rank_tokens(counts, setting.owners, balance).computed
+        )
+        self.unbalanced_s += layer_times(counts, setting, no_replicas()).total_s
+        self.balanced_s += layer_times(counts, setting, balance).total_s
 
     def facts(self, layer: int) -> dict[str, Any]:
-        """Means over passes."""
+        """Return means per micro-batch."""
+        sums = asdict(self)
+        count = sums.pop("micro_batches")
         return {
-            "layer": layer, "passes": self.passes, "copies": self.copies / self.passes,
-            "busiest_before": self.before / self.passes, "busiest_after": self.after / self.passes,
-            "plain_s": self.plain_s / self.passes, "step_s": self.step_s / self.passes,
-            "gain": self.plain_s / self.step_s if self.step_s else 1.0,
-        }  # fmt: skip
+            "layer": layer,
+            "micro_batches": count,
+            **{name: value / count for name, value in sums.items()},
+            "speedup": _speedup(self.unbalanced_s, self.balanced_s),
+        }
 
 
-def replayed(
-    run: Path, config: ReplayConfig, say: Callable[[str], None] | None = None
+def _speedup(unbalanced_s: float, balanced_s: float) -> float:
+    return unbalanced_s / balanced_s if balanced_s else 1.0
+
+
+def replay_run(
+    run: Path, config: ReplayConfig, log: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """What `config` makes of a run, as plain data. To `say`: what takes long."""
-    from moesaic.report import RunFacts  # Slow to import, as is what follows.
+    """Return the outcome of a policy on the loads of `run`, as plain data.
+
+    `log` gets a line before a slow compilation.
+    """
+    from moesaic.report import RunFacts  # Slow to import, like the imports below.
 
     facts = RunFacts.read(run)
     job = parse(Job, facts.job, str(run / "job.json"))
     plan = parse(Plan, facts.plan, str(run / "plan.json"))
     if plan.ep == 1:
         raise UserError(
-            f"'{run}' had all experts on every rank (layout.ep = 1), where nothing is uneven: "
-            "replay a run whose ranks shared them out"
+            f"'{run}' had all experts on every rank (layout.ep = 1), so no rank has more load: "
+            "replay a run with layout.ep above 1"
         )
-    prices, source = priced(facts, job, plan, config.prices)
-    groups = sorted({tuple(r % plan.span // plan.etp for r in g) for g in plan.expert_groups()})
-    asked: dict[tuple[int, tuple[int, ...]], Asked] = {}
-    layers: dict[int, _Layer] = {}
-    for _, layer, counts in _recorded(run, plan, job.train.micro_batches):
-        if layer not in layers:
-            layers[layer] = _Layer()
-            setting = setting_of(job, plan, config, prices, layer)
-            asked |= {(layer, group): asked_of(config, setting) for group in groups}
-            asked[layer, groups[0]].prepare(lambda kept: say and say(compiling(kept)))
+    prices, source = find_prices(facts, job, plan, config.prices)
+    groups = sorted(
+        {tuple(r % plan.ranks_per_stage // plan.etp for r in g) for g in plan.ep_groups()}
+    )
+    balancers: dict[tuple[int, tuple[int, ...]], LayerBalancer] = {}
+    totals: dict[int, _LayerTotals] = {}
+    for _, layer, counts in _read_passes(run, plan, job.train.micro_batches):
+        if layer not in totals:
+            totals[layer] = _LayerTotals()
+            setting = layer_setting(job, plan, config, prices, layer)
+            balancers |= {(layer, group): make_balancer(config, setting) for group in groups}
+            balancers[layer, groups[0]].warm_up(
+                lambda is_cached: log and log(compile_notice(is_cached))
+            )
         for group in groups:
-            policy, own = asked[layer, group], counts[list(group)]
-            layers[layer].add(own, policy, policy(own))
-    if not layers:
+            balancer, group_counts = balancers[layer, group], counts[list(group)]
+            totals[layer].add(group_counts, balancer, balancer(group_counts))
+    if not totals:
         raise StoreError(
             f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
             "log.loads_every not above its steps"
         )
-    found = [one.facts(layer) for layer, one in sorted(layers.items())]
-    plain_s, step_s = (sum(one[name] for one in found) for name in ("plain_s", "step_s"))
+    layers = [one.facts(layer) for layer, one in sorted(totals.items())]
+    unbalanced_s, balanced_s = (
+        sum(one[name] for one in layers) for name in ("unbalanced_s", "balanced_s")
+    )
     return {
         "run": str(run), "policy": config.policy,
-        "as_published": config.as_published and not config.is_careful,
-        "prices": prices.model_dump(), "prices_from": source,
-        "begins": _begins(job, plan, config), "simulated": True, "layers": found,
-        "plain_s": plain_s, "step_s": step_s, "gain": plain_s / step_s if step_s else 1.0,
+        "as_published": config.as_published and not config.has_cost_check,
+        "prices": prices.model_dump(), "prices_source": source,
+        "enabled": _is_enabled(job, plan, config), "simulated": True, "layers": layers,
+        "unbalanced_s": unbalanced_s, "balanced_s": balanced_s,
+        "speedup": _speedup(unbalanced_s, balanced_s),
     }  # fmt: skip
 
 
-def _begins(job: Job, plan: Plan, config: BalanceConfig) -> bool:
-    """Whether a job with that policy would ask it at all."""
-    return balances(job.model_copy(update={"balance": config}), plan)
+def _is_enabled(job: Job, plan: Plan, config: BalanceConfig) -> bool:
+    """Return whether a job with these settings would use the policy at all."""
+    return should_balance(job.model_copy(update={"balance": config}), plan)
 
 
-def _recorded(run: Path, plan: Plan, micro_batches: int) -> Iterator[Recorded]:
-    """What each layer had, in the order of steps: those of a micro-batch are about its share of the
-    step's. A part of the record is in memory at a time, and nothing is kept of it."""
+def _read_passes(run: Path, plan: Plan, micro_batches: int) -> Iterator[RecordedPass]:
+    """Yield the tokens of each layer, step by step; a micro-batch gets an equal share of a step.
+
+    One part of the record is in memory at a time.
+    """
     from moesaic.base.records import read_part
 
     path, table = None, None
-    for step, layer, (part, row) in _found(run):
+    for step, layer, (part, row) in _locate_rows(run):
         if part != path:
             path, table = part, read_part(part)
         assert table is not None
-        counts = table.column("by_rank")[row].values.to_numpy().reshape(-1, plan.experts)
-        yield Recorded(step, layer, np.rint(counts / micro_batches).astype(np.int64))
+        counts = table.column("counts_by_rank")[row].values.to_numpy().reshape(-1, plan.experts)
+        yield RecordedPass(step, layer, np.rint(counts / micro_batches).astype(np.int64))
 
 
-def _found(run: Path) -> Iterator[tuple[int, int, tuple[Path, int]]]:
-    """Steps and layers in their order, and the part and the row where each was recorded last; not
-    those of other parts of a pipeline, whose rows by rank are empty."""
+def _locate_rows(run: Path) -> Iterator[tuple[int, int, tuple[Path, int]]]:
+    """Yield steps and layers in order, with the file and the row of the last record of each.
+
+    Rows without counts by rank belong to other pipeline ranks and are skipped.
+    """
     from moesaic.base.records import list_parts, read_part
 
     latest: dict[tuple[int, int], tuple[Path, int]] = {}
     for part in list_parts(run / "loads"):
         table = read_part(part)
-        if "by_rank" not in table.column_names:
+        if "counts_by_rank" not in table.column_names:
             continue
-        lengths = (len(one) if one.is_valid else 0 for one in table.column("by_rank"))
+        lengths = (len(one) if one.is_valid else 0 for one in table.column("counts_by_rank"))
         keys = zip(*(table.column(name).to_pylist() for name in ("step", "layer")), strict=True)
         for row, (key, length) in enumerate(zip(keys, lengths, strict=True)):
             if length:
@@ -243,41 +275,34 @@ def _found(run: Path) -> Iterator[tuple[int, int, tuple[Path, int]]]:
         yield step, layer, latest[step, layer]
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _print_facts(facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
-    heads = (
-        "layer",
-        "passes",
-        "busiest at home",
-        "with copies",
-        "copies",
-        "at home",
-        "with",
-        "gain",
-    )
-    for name in heads:
-        table.add_column(name, justify="right")
-    for one in facts["layers"]:
-        table.add_row(*_cells(one))
-    screen.show(table)
-    screen.say(Priced(Prices(**facts["prices"]), facts["prices_from"]).words())
+    for title in (
+        "layer", "micro-batches", "imbalance before", "after", "replicas", "unbalanced", "balanced",
+        "speedup",
+    ):  # fmt: skip
+        table.add_column(title, justify="right")
+    for layer in facts["layers"]:
+        table.add_row(*_cells(layer))
+    screen.print_table(table)
+    screen.print_line(SourcedPrices(Prices(**facts["prices"]), facts["prices_source"]).describe())
     name = f"{facts['policy']}{', as published' if facts['as_published'] else ''}"
-    if not facts["begins"] and facts["policy"] != "none":
-        screen.say(
-            f"a job with {name} would have made no copies: it has no room for any "
-            "(balance.copies = 0), its ranks have too few rows of a layer (balance.least_rows), or "
-            "experts have adapters"
+    if not facts["enabled"] and facts["policy"] != "none":
+        screen.print_line(
+            f"a job with {name} would make no replicas: balance.max_replicas = 0, too few routed "
+            "tokens per rank and layer (balance.min_replica_tokens), or experts with adapters"
         )
-    screen.say(
-        f"modelled, not measured: with {name} the expert layers would have taken "
-        f"{1e3 * facts['step_s']:.4g} ms for {1e3 * facts['plain_s']:.4g} ms of a micro-batch, "
-        f"{facts['gain']:.3g} times as fast"
+    screen.print_line(
+        f"predicted, not measured: with {name} the expert layers take "
+        f"{1e3 * facts['balanced_s']:.4g} ms per micro-batch instead of "
+        f"{1e3 * facts['unbalanced_s']:.4g} ms ({facts['speedup']:.3g}x)"
     )
 
 
-def _cells(one: dict[str, Any]) -> Sequence[str]:
+def _cells(layer: dict[str, Any]) -> Sequence[str]:
     return (
-        str(one["layer"]), str(one["passes"]), f"{one['busiest_before']:.2f}x",
-        f"{one['busiest_after']:.2f}x", f"{one['copies']:.3g}", f"{1e3 * one['plain_s']:.4g} ms",
-        f"{1e3 * one['step_s']:.4g} ms", f"{one['gain']:.3g}x",
+        str(layer["layer"]), str(layer["micro_batches"]), f"{layer['imbalance_before']:.2f}x",
+        f"{layer['imbalance_after']:.2f}x", f"{layer['replicas']:.3g}",
+        f"{1e3 * layer['unbalanced_s']:.4g} ms", f"{1e3 * layer['balanced_s']:.4g} ms",
+        f"{layer['speedup']:.3g}x",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`moesaic report`: what happened in one run, or in several, on one page."""
+"""`moesaic report`: a page about one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Runs = Annotated[
 
 
 class ReportConfig(Section):
-    """A report has no settings."""
+    """Settings of a report: none."""
 
 
 def report(
@@ -29,16 +29,16 @@ def report(
     as_json: Json = False,
     explain: Explain = None,
 ) -> int:
-    """Write a self-contained page about one run, or a comparison of several.
+    """Write a self-contained HTML page about one run, or a comparison of several.
 
-    One run's page goes to RUN/report.html unless --out FILE says otherwise. With --json the figures
-    are printed, and a page is written only if --out asks for one.
+    The page of one run is RUN/report.html unless --out FILE names another. With --json the figures
+    are printed, and a page is written only with --out.
     """
     if explain is not None:
-        flags.explain(ReportConfig, explain, as_json)
+        flags.print_explanation(ReportConfig, explain, as_json)
         return 0
-    flags.settings(ReportConfig, sets)
-    flags.need(runs[0] if runs else None, "RUN", "report")
+    flags.parse_settings(ReportConfig, sets)
+    flags.require(runs[0] if runs else None, "RUN", "report")
     assert runs
     if out is None and len(runs) > 1 and not as_json:
         raise UserError("--out is missing: name the file that compares the runs")
@@ -51,9 +51,9 @@ def report(
     if page is not None and not dry_run:
         write_report(runs, page)
     if as_json:
-        screen.as_json(facts[0] if len(facts) == 1 else facts)
+        screen.print_json(facts[0] if len(facts) == 1 else facts)
     elif dry_run:
-        screen.say(f"would write {page}")
+        screen.print_line(f"would write {page}")
     else:
-        screen.say(f"wrote {page}")
+        screen.print_line(f"wrote {page}")
     return 0

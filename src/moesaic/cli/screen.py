@@ -1,4 +1,4 @@
-"""What a person sees: plain sentences on stdout, warnings and errors on stderr, JSON when asked."""
+"""Terminal output: text and JSON on stdout, warnings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -12,96 +12,96 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 
-class Patient(Console):
-    """A console whose reader may leave, as `head` does: what it prints then goes nowhere."""
+class PipeConsole(Console):
+    """Console that discards output once its reader is gone, as with `| head`."""
 
     def on_broken_pipe(self) -> None:
-        """Go on without it."""
+        """Discard further output."""
         self.quiet = True
         flush()
 
 
 def out() -> Console:
-    """The console of stdout; made anew each time, for it may have been redirected since."""
-    return Patient(highlight=False, markup=False, soft_wrap=True)
+    """Return a console of stdout; a new one each time, since stdout may be redirected meanwhile."""
+    return PipeConsole(highlight=False, markup=False, soft_wrap=True)
 
 
 def err() -> Console:
-    """The console of stderr."""
+    """Return a console of stderr."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
-def write_anything() -> None:
-    """Let a terminal or pipe that knows few letters have a mark in place of the others."""
+def replace_unencodable() -> None:
+    """Replace characters that the encoding of stdout or stderr lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def flush() -> None:
-    """Write what is left for stdout; what it refuses is dropped, or the end would fail again."""
+    """Flush stdout; on an error discard the rest, which would fail again at exit."""
     if sys.stdout is None:
         return
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _give_up()
+        _discard_stdout()
     except OSError:
-        _give_up()
+        _discard_stdout()
         raise
 
 
-def _give_up() -> None:
+def _discard_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
-def say(text: str) -> None:
-    """A line or more on stdout, never wrapped or coloured."""
+def print_line(text: str) -> None:
+    """Print text on stdout, without wrapping or colour."""
     out().print(Text(text))
 
 
-def show(renderable: RenderableType) -> None:
-    """A table or the like, fitted to the terminal; to a file or pipe, as wide as it needs."""
+def print_table(renderable: RenderableType) -> None:
+    """Print a table, fitted to the terminal or 200 columns wide in a file or pipe."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=200)
     console.print(renderable)
 
 
-def as_json(value: object) -> None:
-    """JSON on stdout, and nothing else."""
+def print_json(value: object) -> None:
+    """Print JSON on stdout."""
     print(dumps(value))
 
 
 def dumps(value: object) -> str:
-    """JSON as it is printed."""
+    """Return JSON as `print_json` prints it."""
     return json.dumps(value, indent=2, default=str)
 
 
-def note(text: str) -> None:
-    """A line on stderr, where stdout is for JSON."""
-    _on_stderr(Text(text))
+def print_note(text: str) -> None:
+    """Print a line on stderr, for commands with JSON on stdout."""
+    _print_stderr(Text(text))
 
 
-def warn(text: str) -> None:
-    """A warning on stderr."""
-    _on_stderr(Text.assemble(("warning: ", "yellow"), text))
+def print_warning(text: str) -> None:
+    """Print a warning on stderr."""
+    _print_stderr(Text.assemble(("warning: ", "yellow"), text))
 
 
-def fail(text: str) -> None:
-    """An error on stderr."""
-    _on_stderr(Text.assemble(("error: ", "bold red"), text))
+def print_error(text: str) -> None:
+    """Print an error on stderr."""
+    _print_stderr(Text.assemble(("error: ", "bold red"), text))
 
 
-def _on_stderr(text: Text) -> None:
-    with suppress(OSError):  # Where it takes nothing, the exit status still says what happened.
+def _print_stderr(text: Text) -> None:
+    with suppress(OSError):  # The exit status still reports the error.
         err().print(text)
 
 
-def size(num_bytes: float) -> str:
-    """Bytes for people: 3.2 GiB."""
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes as text: 3.2 GiB."""
     value, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -110,8 +110,8 @@ def size(num_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def quantity(value: float, unit: str) -> str:
-    """A figure for people: 12.3 GB/s."""
+def format_quantity(value: float, unit: str) -> str:
+    """Return a value with a metric prefix: 12.3 GB/s."""
     scales = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
     prefix = next((name for name, scale in scales.items() if value >= scale), "n")
     return f"{value / scales[prefix]:.3g} {prefix}{unit}"

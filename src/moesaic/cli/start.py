@@ -1,7 +1,7 @@
-"""How a process of ours begins, with nothing imported yet.
+"""Start and end of processes: imports, signals and threads.
 
-Imports take seconds, and an interrupt in the middle of one may be swallowed, or end in a traceback.
-So it ends the process there and then, without a word: nothing has been done yet.
+Imports take seconds, and an interrupt during one may be swallowed or end in a traceback. So SIGINT
+kills the process during imports; nothing has been done yet.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-TURNS = "50000"
-"""Of waiting awake: about a quarter of a millisecond."""
+SPIN_COUNT = "50000"
+"""OpenMP's spins before an idle thread sleeps: about a quarter of a millisecond."""
 
 
-def begin(module: str, *, held: bool = False) -> int:
-    """Import `module` and run its `main`; returns the exit status.
+def run_main(module: str, *, interrupts_blocked: bool = False) -> int:
+    """Import `module`, run its `main` and return the exit status.
 
-    Interrupts that are `held` back, as from a rank, come through from here on.
+    With `interrupts_blocked` the parent has blocked SIGINT (`block_interrupts`); unblock it.
     """
-    with at_once():
-        sleep_soon()
-        if held:
+    with exit_on_interrupt():
+        set_spin_count()
+        if interrupts_blocked:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        main = importing(module).main
+        main = import_module(module).main
     status: int = main()
     return status
 
 
-def importing(module: str) -> Any:
-    """The module of that name. Meanwhile an interrupt ends this process, and nobody looks for
-    garbage, as what imports make stays."""
-    collects = gc.isenabled()
-    with at_once():
+def import_module(module: str) -> Any:
+    """Import and return a module, without garbage collection; SIGINT kills this process meanwhile.
+
+    Imported objects stay, so collecting garbage would only cost time.
+    """
+    was_enabled = gc.isenabled()
+    with exit_on_interrupt():
         gc.disable()
         try:
             return importlib.import_module(module)
         finally:
-            if collects:
+            if was_enabled:
                 gc.enable()
 
 
-def sleep_soon() -> None:
-    """Have torch's idle threads go to sleep soon, unless somebody has said how they are to wait.
+def set_spin_count() -> None:
+    """Make torch's idle OpenMP threads sleep soon, unless the environment says how they wait.
 
-    GNU's OpenMP keeps them awake for milliseconds after every operation, on cores that the threads
-    of experts need by then. It must be said before torch is imported; processes that are started
-    from here hear of it too.
+    GNU's OpenMP lets them spin for milliseconds after every operation, on cores that the expert
+    threads need. Call this before torch is imported; child processes inherit it.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", TURNS)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """An interrupt ends this process: imports, and waiting for other ranks, would not let it.
+def exit_on_interrupt() -> Iterator[None]:
+    """Let SIGINT kill this process, since imports and waiting for other ranks may swallow it.
 
-    Only a process's first thread hears of interrupts; others go on as they are.
+    Only the main thread gets interrupts, so other threads change nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -79,12 +80,11 @@ def at_once() -> Iterator[None]:
 
 
 @contextmanager
-def holding_back() -> Iterator[None]:
-    """Interrupts of processes that are started meanwhile are held back until they `begin`.
+def block_interrupts() -> Iterator[None]:
+    """Block SIGINT in processes that are started meanwhile, until their `run_main`.
 
-    Else one could meet a process whose interpreter is just starting, which says so at length. This
-    process goes on hearing them: on a thread of its own, as a process inherits from the one that
-    starts it.
+    Otherwise SIGINT could hit an interpreter that is just starting and print a traceback. This
+    process still gets SIGINT, on a thread of its own: children inherit the starting thread's mask.
     """
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
@@ -96,35 +96,34 @@ def holding_back() -> Iterator[None]:
         done.set()
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, however that ended: already, if an interrupt met it
-    while it started this one, which then has another parent from the beginning."""
-    import ctypes  # Nothing that every process has to wait for.
+def exit_with_parent(parent: int) -> None:
+    """Kill this process as soon as its parent is gone; at once if it is gone already."""
+    import ctypes  # Only ranks need it.
 
-    if sys.platform == "linux":  # At once: before a lost connection has much to say.
+    if sys.platform == "linux":  # The kernel does it before a lost connection prints errors.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
-def leave(status: int) -> NoReturn:
-    """End this process, in which all is closed by now, but do not take its interpreter down.
+def exit_process(status: int) -> NoReturn:
+    """End this process without shutting down the interpreter; all resources must be closed.
 
-    That takes a tenth of a second, and a thread of gloo that asks for the interpreter meanwhile, to
-    let go of a tensor, would abort the process with a message of its own.
+    A shutdown takes a tenth of a second. A gloo thread that frees a tensor meanwhile would abort
+    the process with an error message.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(OSError, ValueError):  # Whoever read it may have gone.
+            with suppress(OSError, ValueError):  # The reader may be gone.
                 stream.flush()
     os._exit(status)
 
 
-def _follow(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
-if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start PARENT MODULE PART-AS-JSON`.
-    end_with_parent(int(sys.argv.pop(1)))
-    leave(begin(sys.argv.pop(1), held=True))
+if __name__ == "__main__":  # A rank: `python -m moesaic.cli.start PARENT MODULE TASK-AS-JSON`.
+    exit_with_parent(int(sys.argv.pop(1)))
+    exit_process(run_main(sys.argv.pop(1), interrupts_blocked=True))

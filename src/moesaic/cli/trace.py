@@ -1,4 +1,4 @@
-"""`moesaic trace`: a foreign model as a file of its work; and what `moesaic plan` makes of one."""
+"""`moesaic trace`: a torch model as a workload file, and its prediction by `moesaic plan`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import typer
 from rich.table import Table
 
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.cli import flags, outlook, screen
+from moesaic.cli import flags, prediction, screen
 from moesaic.cli.flags import DryRun, Json, Out
-from moesaic.facts.cluster import Cluster, device_at, place
-from moesaic.facts.workload import Traced, load_traced, traced_blocks, traced_memory
+from moesaic.facts.cluster import Cluster, device_at, place_ranks
+from moesaic.facts.workload import TracedModel, load_traced, traced_blocks, traced_memory
 
 Factory = Annotated[
     str | None,
     typer.Argument(
         metavar="MODULE:FACTORY",
-        help="A function that returns (model, inputs) or (model, inputs, loss of the output).",
+        help="Function that returns (model, inputs) or (model, inputs, loss function).",
         show_default=False,
     ),
 ]
@@ -32,14 +32,14 @@ Batch = Annotated[
     int | None,
     typer.Option(
         "--batch", metavar="N", min=1, show_default=False,
-        help="Handed to FACTORY as batch=N; unset: it is called without.",
+        help="Passed to FACTORY as batch=N; unset: not passed.",
     ),
 ]  # fmt: skip
 Blocks = Annotated[
     list[str] | None,
     typer.Option(
         "--block", metavar="NAME", show_default=False,
-        help="A module that is a block, as in h.*; may be given again. Unset: the model's "
+        help="Name of a module that is a block, as in h.*; repeatable. Unset: the model's "
         "children, and the items of lists within them.",
     ),
 ]  # fmt: skip
@@ -47,15 +47,15 @@ Real = Annotated[
     bool,
     typer.Option(
         "--real", metavar="",
-        help="Build and run the model with real numbers, where it asks for values; unset: no "
-        "memory is taken.",
+        help="Build and run the model with real tensors, for models that read values; unset: "
+        "meta tensors, which take no memory.",
     ),
 ]  # fmt: skip
 Workload = Annotated[
     Path | None,
     typer.Option(
         "--workload", metavar="FILE", show_default=False,
-        help="Instead of JOB.toml: a model that `moesaic trace` wrote, all of it on every rank.",
+        help="Instead of JOB.toml: workload file of `moesaic trace`, a whole model on each rank.",
     ),
 ]  # fmt: skip
 
@@ -69,28 +69,28 @@ def trace(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
-    """Write what one micro-batch of any torch model takes, block by block, for plan --workload.
+    """Write the operations and memory of any torch model, by block, for plan --workload.
 
-    MODULE is imported from the current directory. The model runs once, forward and backward, in
-    the mode (train or eval) that it comes in.
+    MODULE is imported from the current directory. The model runs one micro-batch, forward and
+    backward, in its current mode (train or eval).
     """
-    make = _imported(factory)
+    make = _import_factory(factory)
     if out is None and not (dry_run or as_json):
         raise UserError("--out is missing: name the file to write, such as workload.json")
     if out is not None:
-        flags.check_new("--out", out, "workload.json")
-    traced = _traced(make, batch, block, real)
+        flags.check_new_file("--out", out, "workload.json")
+    traced = _run_trace(make, batch, block, real)
     if out is not None and not dry_run:
-        flags.write_new("--out", out, traced.to_json())
+        flags.write_new_file("--out", out, traced.to_json())
     if as_json:
-        screen.as_json(traced.model_dump(mode="json"))
+        screen.print_json(traced.model_dump(mode="json"))
     else:
-        _show(traced, out if not dry_run else None)
+        _print_blocks(traced, out if not dry_run else None)
     return 0
 
 
-def _imported(factory: str | None) -> Callable[..., Any]:
-    """What MODULE:FACTORY names."""
+def _import_factory(factory: str | None) -> Callable[..., Any]:
+    """Return the function that MODULE:FACTORY names."""
     if factory is None:
         raise UserError("MODULE:FACTORY is missing: moesaic trace MODULE:FACTORY --out FILE")
     name, _, attribute = factory.partition(":")
@@ -101,73 +101,77 @@ def _imported(factory: str | None) -> Callable[..., Any]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
-            raise UserError(f"{name} needs {error.name}, which is not there: install it") from None
+            raise UserError(
+                f"{name} needs {error.name}, which is not installed: install it"
+            ) from None
         raise UserError(
-            f"there is no module '{name}' in {Path.cwd()} or among installed packages: give "
-            "MODULE:FACTORY from the directory that holds MODULE"
+            f"there is no module '{name}' in {Path.cwd()} or among installed packages: run "
+            "moesaic in the directory of MODULE"
         ) from None
     except (Exception, SystemExit) as error:
-        raise _theirs(f"importing {name}", error) from error
+        raise _user_code_error(f"importing {name}", error) from error
     finally:
         sys.path.pop(0)
-    made = getattr(module, attribute, None)
-    if not callable(made):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         raise UserError(f"module '{name}' has no function '{attribute}': give the name of one")
-    return made  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
-def _traced(
+def _run_trace(
     make: Callable[..., Any], batch: int | None, blocks: list[str] | None, real: bool
-) -> Traced:
-    if batch is not None and not _takes(make, "batch"):
+) -> TracedModel:
+    if batch is not None and not _accepts(make, "batch"):
         raise UserError(f"--batch {batch}: {make.__name__} takes no argument called batch")
     import torch
     from torch import nn
 
-    from moesaic.models.trace import trace as engine
+    from moesaic.models.trace import trace as trace_model
 
     with nullcontext() if real else torch.device("meta"):
         try:
-            given = make(**({} if batch is None else {"batch": batch}))
+            result = make(**({} if batch is None else {"batch": batch}))
         except (Exception, SystemExit) as error:
-            raise _theirs(f"{make.__name__}()", error, "" if real else _HINT) from error
+            raise _user_code_error(
+                f"{make.__name__}()", error, "" if real else _REAL_HINT
+            ) from error
     if (
-        not isinstance(given, tuple)
-        or len(given) not in (2, 3)
-        or not isinstance(given[0], nn.Module)
+        not isinstance(result, tuple)
+        or len(result) not in (2, 3)
+        or not isinstance(result[0], nn.Module)
     ):
         raise UserError(
-            f"{make.__name__}() returned {type(given).__name__}: return (model, inputs) or "
-            "(model, inputs, loss), the model a torch.nn.Module"
+            f"{make.__name__}() returned {type(result).__name__}: return (model, inputs) or "
+            "(model, inputs, loss), where model is a torch.nn.Module"
         )
-    model, inputs, *loss = given
+    model, inputs, *loss = result
     try:
-        return engine(model, inputs, blocks=blocks, loss=loss[0] if loss else None)
+        return trace_model(model, inputs, blocks=blocks, loss=loss[0] if loss else None)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise _theirs("running the model", error, "" if real else _HINT) from error
+        raise _user_code_error("running the model", error, "" if real else _REAL_HINT) from error
 
 
-_HINT = ", or try --real, which gives tensors values"
+_REAL_HINT = ", or use --real, which gives tensors values"
 
 
-def _takes(make: Callable[..., Any], name: str) -> bool:
+def _accepts(make: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(make).parameters.values()
     return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-def _theirs(what: str, error: BaseException, hint: str = "") -> UserError:
-    """A mistake in the user's code: which, and where."""
+def _user_code_error(what: str, error: BaseException, hint: str = "") -> UserError:
+    """Return an error about the user's code, with its place."""
     frames = traceback.extract_tb(error.__traceback__)
     at = next((one for one in reversed(frames) if one.filename.startswith(str(Path.cwd()))), None)
     where = f" at {Path(at.filename).name}:{at.lineno}" if at is not None else ""
     words = " ".join(str(error).split())
     words = words if len(words) <= 300 else f"{words[:297]}..."
-    return UserError(f"{what} raised {type(error).__name__}{where}: {words}; mend it{hint}")
+    return UserError(f"{what} raised {type(error).__name__}{where}: {words}; fix it{hint}")
 
 
-def _show(traced: Traced, out: Path | None) -> None:
+def _print_blocks(traced: TracedModel, out: Path | None) -> None:
     shapes = ", ".join(f"{'x'.join(map(str, one.shape))} {one.dtype}" for one in traced.inputs)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("block", overflow="fold", no_wrap=True)
@@ -175,21 +179,22 @@ def _show(traced: Traced, out: Path | None) -> None:
         table.add_column(title, justify="right")
     for one in traced.blocks:
         table.add_row(
-            one.name, f"{one.parameters:,}", _flops(one.forward.flops), _flops(one.backward.flops),
-            screen.size(one.saved_bytes),
+            one.name, f"{one.parameters:,}", _format_flops(one.forward.flops),
+            _format_flops(one.backward.flops), screen.format_bytes(one.saved_bytes),
         )  # fmt: skip
     saved = sum(one.saved_bytes for one in traced.blocks)
-    screen.say(
-        f"{traced.name}: {traced.parameters:,} parameters, {_flops(traced.flops)} and "
-        f"{screen.size(saved)} of activations a micro-batch of {shapes or 'no tensors'}\n"
+    screen.print_line(
+        f"{traced.name}: {traced.parameters:,} parameters, {_format_flops(traced.flops)} and "
+        f"{screen.format_bytes(saved)} of activations per micro-batch of "
+        f"{shapes or 'no tensors'}\n"
     )
-    screen.show(table)
+    screen.print_table(table)
     if out is not None:
-        screen.say(f"\nwrote {out}")
+        screen.print_line(f"\nwrote {out}")
 
 
-def _flops(flops: float) -> str:
-    """Flops for people: 3.2 GFLOP."""
+def _format_flops(flops: float) -> str:
+    """Return flops as text: 3.2 GFLOP."""
     for unit in ("", "k", "M", "G", "T"):
         if flops < 1000:
             return f"{flops:.0f} FLOP" if not unit else f"{flops:.1f} {unit}FLOP"
@@ -197,53 +202,57 @@ def _flops(flops: float) -> str:
     return f"{flops:.1f} PFLOP"
 
 
-def tell(
-    path: Path, cluster: Cluster, ranks: int, as_json: bool, beside: Mapping[str, object]
+def plan_workload(
+    path: Path, cluster: Cluster, ranks: int, as_json: bool, job_flags: Mapping[str, object]
 ) -> int:
-    """What `moesaic plan --workload PATH` says: time by phase, and memory, of `ranks` copies.
+    """Print the prediction of `moesaic plan --workload PATH`: data parallelism on `ranks` ranks.
 
-    Of what is said of a job, `beside`, nothing may be given.
+    Any of `job_flags` is an error.
     """
-    for flag, value in beside.items():
+    for flag, value in job_flags.items():
         if value:
-            raise ConfigError(f"--workload {path} goes without {flag}, which is for jobs: drop one")
-    facts = predict(load_traced(path), cluster, ranks)
+            raise ConfigError(
+                f"--workload {path} cannot be combined with {flag}, which is for jobs: remove one"
+            )
+    facts = predict_traced(load_traced(path), cluster, ranks)
     if as_json:
-        screen.as_json(facts)
+        screen.print_json(facts)
     else:
-        _print(facts)
+        _print_facts(facts)
     return 0
 
 
-def predict(traced: Traced, cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """What is to be expected of a traced model, as plain data."""
-    from moesaic.policy.cost.step import replicated
-    from moesaic.sim.timeline import run
+def predict_traced(traced: TracedModel, cluster: Cluster, ranks: int) -> dict[str, Any]:
+    """Return the prediction for a traced model as plain data."""
+    from moesaic.policy.cost.step import replicated_events
+    from moesaic.sim.timeline import simulate_events
 
-    timeline = run(replicated(traced_blocks(traced, ranks), ranks, cluster), ranks)
-    outlook.check(cluster.name, timeline.step_s)
-    slowest = timeline.slowest
-    devices = [device_at(cluster, one) for one in place(cluster, ranks)]
+    timeline = simulate_events(
+        replicated_events(traced_blocks(traced, ranks), ranks, cluster), ranks
+    )
+    prediction.check_step_time(cluster.name, timeline.step_s)
+    slowest = timeline.critical_rank
+    devices = [device_at(cluster, one) for one in place_ranks(cluster, ranks)]
     smallest = min(device.memory_bytes for device in devices)
-    needs, learnt = traced_memory(traced), cluster.calibration
+    memory, calibration = traced_memory(traced), cluster.calibration
     return {
-        "cluster": cluster.name, "calibration": learnt and learnt.model_dump(),
+        "cluster": cluster.name, "calibration": calibration and calibration.model_dump(),
         "model": traced.name, "ranks": ranks, "device": devices[slowest].model,
         "parameters": traced.parameters, "flops": traced.flops,
-        "memory_per_rank": {**needs.by_kind(), "peak_bytes": needs.peak_bytes},
+        "memory_per_rank": {**memory.by_kind(), "peak_bytes": memory.peak_bytes},
         "memory_bytes": smallest,
-        "fits": needs.peak_bytes <= smallest,
-        "step_s": timeline.step_s, "phases_s": timeline.by_phase(slowest),
-        "blocks_s": timeline.by_block(slowest),
+        "fits": memory.peak_bytes <= smallest,
+        "step_s": timeline.step_s, "phases_s": timeline.seconds_by_phase(slowest),
+        "blocks_s": timeline.seconds_by_block(slowest),
         "samples_per_s": ranks * traced.batch / timeline.step_s,
     }  # fmt: skip
 
 
-def _print(facts: dict[str, Any]) -> None:
-    outlook.tell(
-        f"{facts['model']} whole on each of {facts['ranks']} ranks on {facts['cluster']} "
+def _print_facts(facts: dict[str, Any]) -> None:
+    prediction.print_prediction(
+        f"{facts['model']}, a replica on each of {facts['ranks']} ranks on {facts['cluster']} "
         f"({facts['device']})",
         facts,
-        {"samples": f"{facts['samples_per_s']:,.1f} a second"},
-        "" if facts["fits"] else ": it does not fit, trace a smaller batch",
+        {"samples": f"{facts['samples_per_s']:,.1f} per second"},
+        "" if facts["fits"] else " (too much: trace a smaller batch)",
     )

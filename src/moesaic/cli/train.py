@@ -1,7 +1,7 @@
-"""`moesaic train`: a job file in, a run directory out.
+"""`moesaic train`: a training run of a job.
 
-Everything that can be checked without the engine is checked here first, in one process, before a
-rank starts or anything is written.
+Everything that can be checked without torch is checked in one process first, before ranks start or
+files are written.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from moesaic.base.errors import ConfigError, DivergedError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.launch import (
-    INTERRUPTED,
-    CutOff,
+    EXIT_INTERRUPTED,
     Nproc,
     RankFailed,
+    RunInterrupted,
+    is_leader,
+    is_torchrun,
     launch,
-    launched,
-    leads,
     num_ranks,
-    tell_bug,
+    print_rank_failure,
 )
-from moesaic.cli.progress import duration
-from moesaic.cli.rank import Part, default_out, encode, take_part
-from moesaic.cli.start import at_once
+from moesaic.cli.progress import format_duration
+from moesaic.cli.start import exit_on_interrupt
+from moesaic.cli.train_worker import TrainTask, default_out, encode, run_train_task
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, idle_words, in_words, planned
-from moesaic.facts.workload import count
-from moesaic.facts.workload.finetune import describe as describe_learnt
-from moesaic.train.jobfile import LoadedJob, check_inputs, load_job, obey, refuse_run
+from moesaic.facts.plan import Plan, describe_plan, idle_ranks_warning, plan_from_job
+from moesaic.facts.workload import count_parameters
+from moesaic.facts.workload.adapters import describe_trainable
+from moesaic.train.job_file import LoadedJob, apply_plan, check_inputs, check_no_run, load_job
 
 if TYPE_CHECKING:
     from moesaic.report import RunFacts
 
 JobFile = Annotated[
-    Path | None, typer.Argument(metavar="JOB.toml", help="The job.", show_default=False)
+    Path | None, typer.Argument(metavar="JOB.toml", help="Job file.", show_default=False)
 ]
 Resume = Annotated[
     str | None,
     typer.Option(
         "--resume", metavar="[auto|PATH]", show_default=False,
-        help="Go on from the newest checkpoint of --out, or from the one at PATH.",
+        help="Continue from the newest checkpoint of --out, or from the one at PATH.",
     ),
 ]  # fmt: skip
 
@@ -58,7 +58,7 @@ PlanFile = Annotated[
     Path | None,
     typer.Option(
         "--plan", metavar="FILE", show_default=False,
-        help="Obey a plan that `moesaic plan --out` wrote, and start its ranks.",
+        help="Use the ranks and layout of a plan from `moesaic plan --out`.",
     ),
 ]  # fmt: skip
 
@@ -74,45 +74,45 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     as_json: Json = False,
     explain: Explain = None,
 ) -> int | None:
-    """Train a model as JOB.toml says."""
+    """Train a model by a job file."""
     if explain is not None:
-        flags.explain_job(flags.JobAndPlan, explain, as_json)
+        flags.print_job_explanation(flags.JobAndPlan, explain, as_json)
         return 0
-    path = flags.need(job, "JOB.toml", "train")
-    chosen, resume = _find_place(path, out, resume)
-    place, by = (str(one) if one else None for one in (chosen, plan))
-    part = Part(str(path), list(sets or ()), place, resume, as_json, sys.argv, by)
-    loaded = load_job(path, part.sets, part.goes_on_with)
+    path = flags.require(job, "JOB.toml", "train")
+    directory, resume = _resolve_run(path, out, resume)
+    out_text, plan_text = (str(one) if one else None for one in (directory, plan))
+    task = TrainTask(str(path), list(sets or ()), out_text, resume, as_json, sys.argv, plan_text)
+    loaded = load_job(path, task.sets, task.resumed_run)
     if plan is not None:
-        loaded = obey(loaded, plan, sets or ())
+        loaded = apply_plan(loaded, plan, sets or ())
     ranks = _count_ranks(loaded, nproc, dry_run=dry_run)
-    ruling = loaded.plan or planned(loaded.job, ranks)
+    used_plan = loaded.plan or plan_from_job(loaded.job, ranks)
     check_inputs(loaded.job, str(path))
-    warnings = _warnings(loaded, ruling, fresh=resume is None)
-    if leads():
+    warnings = _warnings(loaded, used_plan, is_new=resume is None)
+    if is_leader():
         for warning in warnings:
-            screen.warn(warning)
+            screen.print_warning(warning)
     if dry_run:
-        _tell(path, loaded, ruling, warnings, as_json)
+        _print_dry_run(path, loaded, used_plan, warnings, as_json)
         return 0
-    _check_machine(loaded.job, 1 if launched() else ranks)
-    return _run(part, 1 if launched() else ranks)
+    own_ranks = 1 if is_torchrun() else ranks
+    _check_machine(loaded.job, own_ranks)
+    return _run_task(task, own_ranks)
 
 
 def _count_ranks(loaded: LoadedJob, nproc: int | None, *, dry_run: bool) -> int:
-    """How many ranks there will be, are, or would be: as many as the plan has, if there is one."""
-    asked, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
+    """Return the number of ranks: that of the plan, if there is one."""
+    requested, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
     if plan is None:
-        return asked or 1
-    if asked not in (None, plan.ranks):
-        there = f"torchrun started {asked}" if launched() else f"--nproc {asked}"
-        many = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
+        return requested or 1
+    if requested not in (None, plan.ranks):
+        actual = f"torchrun started {requested}" if is_torchrun() else f"--nproc is {requested}"
         raise ConfigError(
-            f"{origin} is for {many}, and {there}: start {plan.ranks}, or plan anew "
-            f"for {asked} (moesaic plan --nproc {asked})"
+            f"{origin} is for {plan.ranks} rank{'s' * (plan.ranks > 1)}, but {actual}: start "
+            f"{plan.ranks}, or plan anew for {requested} (moesaic plan --nproc {requested})"
         )
     hosts = len({place.host for place in plan.places})
-    if hosts > 1 and not launched() and not dry_run:
+    if hosts > 1 and not is_torchrun() and not dry_run:
         raise ConfigError(
             f"{origin} has its ranks on {hosts} hosts: start them on all of them with torchrun, "
             "or plan anew for one host"
@@ -120,19 +120,19 @@ def _count_ranks(loaded: LoadedJob, nproc: int | None, *, dry_run: bool) -> int:
     return plan.ranks
 
 
-def _find_place(job: Path, out: Path | None, resume: str | None) -> tuple[Path | None, str | None]:
-    """The run's directory and the checkpoint to go on from, both as the engine takes them."""
+def _resolve_run(job: Path, out: Path | None, resume: str | None) -> tuple[Path | None, str | None]:
+    """Return the run directory and the checkpoint to resume from, if any."""
     if resume is None:
-        if out is not None and leads():
-            refuse_run(out)
-        return (out or (None if launched() else default_out(job))), None
+        if out is not None and is_leader():
+            check_no_run(out)
+        return (out or (None if is_torchrun() else default_out(job))), None
     if resume == "auto":
         if out is None:
-            raise UserError("--resume needs --out RUN, the run to go on with")
+            raise UserError("--resume needs --out RUN, the run to continue")
         if not _holds_checkpoint(out):
             raise UserError(
-                f"--resume: '{out}' holds no checkpoint to go on from: start without --resume, "
-                "or give another --out"
+                f"--resume: '{out}' has no checkpoint: start without --resume, or give another "
+                "--out"
             )
         return out, "auto"
     return _find_checkpoint(Path(resume), out)
@@ -143,17 +143,17 @@ def _find_checkpoint(path: Path, out: Path | None) -> tuple[Path, str]:
         return path, "auto"
     if not (path / "COMMIT").is_file():
         raise UserError(
-            f"--resume '{path}' is no checkpoint: give a directory such as "
+            f"--resume '{path}' is not a checkpoint: give a directory such as "
             "RUN/checkpoints/step-00000100, or auto"
         )
     run = path.absolute().parent.parent
-    holder = run if (run / "job.json").is_file() else None
+    owner = run if (run / "job.json").is_file() else None
     if out is None:
-        if holder is None:
-            raise UserError(f"--resume '{path}' belongs to no run: say with --out where to go on")
-        return holder, str(path)
-    if holder is None or out.resolve() != holder.resolve():
-        refuse_run(out)
+        if owner is None:
+            raise UserError(f"--resume '{path}' belongs to no run: add --out RUN")
+        return owner, str(path)
+    if owner is None or out.resolve() != owner.resolve():
+        check_no_run(out)
     return out, str(path)
 
 
@@ -161,22 +161,21 @@ def _holds_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/COMMIT"))
 
 
-def _warnings(loaded: LoadedJob, plan: Plan, *, fresh: bool) -> list[str]:
-    """What a person should know before ranks start; only a `fresh` run takes weights that the job
-    starts from."""
-    idle, alone = idle_words(plan, loaded.job), plan.ranks // plan.pp == 1
-    found = [*loaded.warnings, *([] if idle is None else [idle])]
-    if loaded.job.layout.embedding == "columns" and alone:
-        found.append("layout.embedding has no effect: nobody shares the table with another rank")
-    return [*found, *_check_weights(loaded.job)] if fresh else found
+def _warnings(loaded: LoadedJob, plan: Plan, *, is_new: bool) -> list[str]:
+    """Return warnings about the job; a new run also checks its initial weights."""
+    warnings, idle = list(loaded.warnings), idle_ranks_warning(plan, loaded.job)
+    if idle is not None:
+        warnings.append(idle)
+    if loaded.job.layout.embedding == "columns" and plan.ranks // plan.pp == 1:
+        warnings.append("layout.embedding has no effect: each stage has one rank, with all columns")
+    return [*warnings, *_check_weights(loaded.job)] if is_new else warnings
 
 
 def _check_weights(job: Job) -> list[str]:
-    """Hold the headers of the weights that the job starts from against its model; returns what of
-    them is left out."""
+    """Compare the headers of the initial weights with the model; return notes on unused tensors."""
     if job.source is None:
         return []
-    with at_once():
+    with exit_on_interrupt():
         from moesaic.models.hf.reader import HFSource
 
     with HFSource(Path(job.source), job.model) as weights:
@@ -184,42 +183,44 @@ def _check_weights(job: Job) -> list[str]:
 
 
 def _check_machine(job: Job, ranks: int) -> None:
-    """What needs torch or a look into the data: still nothing is written."""
-    with at_once():
-        from moesaic.dist import device
+    """Check devices and data, which needs torch; nothing is written yet."""
+    with exit_on_interrupt():
+        from moesaic.kernels import device
         from moesaic.train.data import check_text
 
     device.resolve(job.train.device, ranks - 1)
     check_text(job.data)
 
 
-def _run(part: Part, ranks: int) -> int:
-    out = Path(part.out) if part.out else None
+def _run_task(task: TrainTask, ranks: int) -> int:
+    out = Path(task.out) if task.out else None
     try:
         if ranks > 1:
-            launch("moesaic.cli.rank", encode(part), ranks)
+            launch("moesaic.cli.train_worker", encode(task), ranks)
         else:
-            with _tidy_end():
-                out, speaks = take_part(part)
-            if not speaks:
+            with _raise_on_sigterm():
+                out, is_rank_zero = run_train_task(task)
+            if not is_rank_zero:
                 return 0
     except RankFailed as error:
-        return tell_bug(error)
+        return print_rank_failure(error)
     except KeyboardInterrupt:
-        raise _cut_off(CutOff("interrupted", INTERRUPTED), part, ranks) from None
-    except CutOff as error:
-        raise _cut_off(error, part, ranks) from None
+        raise _record_interruption(
+            RunInterrupted("interrupted", EXIT_INTERRUPTED), task, ranks
+        ) from None
+    except RunInterrupted as error:
+        raise _record_interruption(error, task, ranks) from None
     assert out is not None
-    _close(out, part.as_json)
+    _write_report(out, task.as_json)
     return 0
 
 
 @contextmanager
-def _tidy_end() -> Iterator[None]:
-    """Let SIGTERM end this process by way of every `finally`."""
+def _raise_on_sigterm() -> Iterator[None]:
+    """Raise RunInterrupted on SIGTERM, so that every `finally` runs."""
 
     def end(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise CutOff("ended by SIGTERM")
+        raise RunInterrupted("ended by SIGTERM")
 
     before = signal.signal(signal.SIGTERM, end)
     try:
@@ -228,33 +229,33 @@ def _tidy_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _cut_off(error: CutOff, part: Part, ranks: int) -> CutOff:
-    """Note in the run's log how it ended, and say how it goes on."""
-    from moesaic.train.directory import note_end
+def _record_interruption(error: RunInterrupted, task: TrainTask, ranks: int) -> RunInterrupted:
+    """Record the end in the run's log; return the error with the command that resumes the run."""
+    from moesaic.train.run_directory import record_run_end
 
-    if part.out and leads():
-        note_end(Path(part.out), str(error))
-    return CutOff(f"{error}{_how_to_go_on(part, ranks)}", error.status)
+    if task.out and is_leader():
+        record_run_end(Path(task.out), str(error))
+    return RunInterrupted(f"{error}{_resume_command(task, ranks)}", error.status)
 
 
-def _how_to_go_on(part: Part, ranks: int) -> str:
-    """The command that goes on from the newest checkpoint, if there is one."""
-    if part.out is None or not _holds_checkpoint(Path(part.out)):
+def _resume_command(task: TrainTask, ranks: int) -> str:
+    """Return the command that resumes from the newest checkpoint; empty without one."""
+    if task.out is None or not _holds_checkpoint(Path(task.out)):
         return ""
-    if launched():
-        return f"; to go on: the same command with {shlex.join(('--out', part.out))} --resume"
-    words = ["moesaic", "train", part.job]
-    if part.plan is not None:
-        words += ["--plan", part.plan]
+    if is_torchrun():
+        return f"; to continue: the same command with {shlex.join(('--out', task.out))} --resume"
+    words = ["moesaic", "train", task.job]
+    if task.plan is not None:
+        words += ["--plan", task.plan]
     elif ranks > 1:
         words += ["--nproc", str(ranks)]
-    words += [word for item in part.sets for word in ("--set", item)]
-    words += ["--json"] if part.as_json else []
-    return f"; to go on: {shlex.join([*words, '--out', part.out, '--resume'])}"
+    words += [word for item in task.sets for word in ("--set", item)]
+    words += ["--json"] if task.as_json else []
+    return f"; to continue: {shlex.join([*words, '--out', task.out, '--resume'])}"
 
 
-def _close(out: Path, as_json: bool) -> None:
-    """Write the report and tell what came of the run."""
+def _write_report(out: Path, as_json: bool) -> None:
+    """Write the report and print a summary of the run."""
     from moesaic.report import RunFacts, summary, write_report
 
     page = out / "report.html"
@@ -262,82 +263,85 @@ def _close(out: Path, as_json: bool) -> None:
     run = RunFacts.read(out)
     facts = summary(run)
     if as_json:
-        screen.as_json({**facts, "report": str(page)})
+        screen.print_json({**facts, "report": str(page)})
     else:
-        _say(out, run, facts, page)
+        _print_summary(out, run, facts, page)
     if facts["skipped"] and facts["skipped"] == facts["step"]:
         raise DivergedError(
-            f"all {facts['step']:,} steps were skipped for an overflow of fp16, and nothing was "
-            f"learnt: the loss scale, {run.steps.loss_scale[-1]:g} in the last one, halves with "
-            "each, so raise train.steps and go on with --resume, or start again with "
+            f"all {facts['step']:,} steps were skipped because fp16 overflowed, so nothing was "
+            f"learnt: the loss scale ({run.steps.loss_scale[-1]:g} in the last step) halves with "
+            "each skipped step; raise train.steps and continue with --resume, or start again with "
             'train.precision = "bf16" or "fp32"'
         )
 
 
-def _say(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) -> None:
-    """What came of the run, for a person."""
-    screen.say(_headline(facts))
+def _print_summary(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) -> None:
+    screen.print_line(_headline(facts))
     chat = " --chat" if run.setting("data.format") == "chat" else ""
     prompt = f'moesaic generate {shlex.quote(str(out))}{chat} --prompt "..."'
     if facts["prediction"] is not None:
         ratio = facts["prediction"]["step_ratio"]
-        screen.say(
-            f"  a step took {ratio:.2f} times what the plan predicted, in the median without the "
-            "first three"
+        screen.print_line(
+            f"  a step took {ratio:.2f} times the predicted time (median without the first three "
+            "steps)"
         )
-    copies = (facts["balance"] or {}).get("verdict")
-    if copies is not None and copies["kind"] != "no_copies":
-        screen.say(f"  {copies['title'][0].lower()}{copies['title'][1:]}")
+    replicas = (facts["balance"] or {}).get("verdict")
+    if replicas is not None and replicas["kind"] != "no_replicas":
+        screen.print_line(f"  {replicas['title'][0].lower()}{replicas['title'][1:]}")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
-        screen.say(f"  {name:<11} {value}")
+        screen.print_line(f"  {name:<11} {value}")
 
 
 def _headline(facts: dict[str, Any]) -> str:
-    text = f"trained {facts['step']:,} steps in {duration(facts['seconds'] or 0.0)}"
+    text = f"trained {facts['step']:,} steps in {format_duration(facts['seconds'] or 0.0)}"
     if facts["skipped"]:
-        text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped for an overflow of fp16"
+        text += f", {facts['skipped']:,} of {facts['step']:,} steps skipped because fp16 overflowed"
     if facts["loss"] is not None:
         text += f": loss {facts['first_loss']:.3f} -> {facts['loss']:.3f}"
     if facts["validation_loss"] is not None:
         text += f", validation loss {facts['validation_loss']:.3f}"
     if facts["tokens_per_s"] is not None:
-        text += f", {facts['tokens_per_s']:,.0f} tokens/s in the median"
+        text += f", {facts['tokens_per_s']:,.0f} tokens/s (median)"
     return text
 
 
-def _tell(path: Path, loaded: LoadedJob, plan: Plan, warnings: list[str], as_json: bool) -> None:
-    """What a run of the job would be."""
-    from moesaic.policy.cost.room import fullest
+def _print_dry_run(
+    path: Path, loaded: LoadedJob, plan: Plan, warnings: list[str], as_json: bool
+) -> None:
+    """Print the resolved job, the plan and the memory of a rank."""
+    from moesaic.policy.cost.memory import fullest_rank
 
-    counts = count(loaded.job.model)
-    needs = fullest(loaded.job, plan)[1]
+    counts = count_parameters(loaded.job.model)
+    memory = fullest_rank(loaded.job, plan)[1]
     if as_json:
-        held = {
-            **needs.by_kind(),
-            "total_bytes": needs.total_bytes,
-            "peak_bytes": needs.peak_bytes,
+        memory_facts = {
+            **memory.by_kind(),
+            "total_bytes": memory.total_bytes,
+            "peak_bytes": memory.peak_bytes,
         }
-        screen.as_json(
+        screen.print_json(
             {
                 "job": loaded.job.model_dump(mode="json", by_alias=True),
                 "plan": plan.decisions(),
                 "parameters": {"total": counts.total, "active": counts.active},
-                "memory_per_rank": held,
+                "memory_per_rank": memory_facts,
                 "warnings": warnings,
             }
         )
         return
-    screen.say(f"# {path}, resolved\n")
-    screen.say(loaded.job.to_toml())
+    screen.print_line(f"# {path}, resolved\n")
+    screen.print_line(loaded.job.to_toml())
     share = f"{counts.active / counts.total:.0%}"
-    screen.say(f"parameters       {counts.total:,} in all, {counts.active:,} active ({share})")
-    for line in describe_learnt(loaded.job) if loaded.job.finetune is not None else ():
-        screen.say(line)
-    screen.say(f"plan             {in_words(plan)}")
-    peak, total = screen.size(needs.peak_bytes), screen.size(needs.total_bytes)
-    screen.say(f"memory per rank  {peak} at one time; {total} in all, of which")
-    for kind, num_bytes in needs.by_kind().items():
+    screen.print_line(
+        f"parameters       {counts.total:,} in total, {counts.active:,} active ({share})"
+    )
+    for line in describe_trainable(loaded.job) if loaded.job.finetune is not None else ():
+        screen.print_line(line)
+    screen.print_line(f"plan             {describe_plan(plan)}")
+    peak, total = screen.format_bytes(memory.peak_bytes), screen.format_bytes(memory.total_bytes)
+    screen.print_line(f"memory per rank  peak {peak}; {total} in total, of which")
+    for kind, num_bytes in memory.by_kind().items():
         name = kind.removesuffix("_bytes")
-        about = " (estimate)" if name in ("activations", "head", "gathered", "working") else ""
-        screen.say(f"  {name:<14} {screen.size(num_bytes)}{about}")
+        remark = " (estimate)" if name in ("activations", "head", "gathered", "working") else ""
+        screen.print_line(f"  {name:<14} {screen.format_bytes(num_bytes)}{remark}")

@@ -1,1 +1,1 @@
-"""Ranks, links, and state that is spread over them."""
+"""Ranks, collectives, transports, sharded state, checkpoints and the hardware probe."""

@@ -1,4 +1,4 @@
-"""A host's clock for what is done over and over: seconds by kind of stretch, added up."""
+"""Host clock that accumulates seconds by kind."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Clock:
-    """Seconds of stretches; what a stretch inside another takes counts for the inner one alone."""
+    """Accumulated seconds by kind; nested intervals count for the inner kind only."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._all_s = 0.0
 
     @contextmanager
-    def during(self, kind: str) -> Iterator[None]:
-        """A stretch of this kind."""
-        before_s, began = self._all_s, time.perf_counter()
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add the time of the block to `kind`."""
+        before_s, start = self._all_s, time.perf_counter()
         try:
             yield
         finally:
-            inside_s = self._all_s - before_s
-            took_s = time.perf_counter() - began - inside_s
+            nested_s = self._all_s - before_s
+            took_s = time.perf_counter() - start - nested_s
             self._seconds[kind] = self._seconds.get(kind, 0.0) + took_s
             self._all_s += took_s
 
-    def told(self) -> dict[str, float]:
-        """Seconds by kind since this was asked last."""
+    def pop_seconds(self) -> dict[str, float]:
+        """Return the seconds by kind since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
-def during(clock: Clock | None, kind: str) -> AbstractContextManager[None]:
-    """A stretch by `clock`, if there is one."""
-    return nullcontext() if clock is None else clock.during(kind)
+def timed(clock: Clock | None, kind: str) -> AbstractContextManager[None]:
+    """Time the block with `clock`, if there is one."""
+    return nullcontext() if clock is None else clock.timed(kind)

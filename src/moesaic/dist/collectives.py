@@ -1,4 +1,4 @@
-"""Collectives with a group of one as the trivial case: no group means nobody else is there."""
+"""Collectives over an optional group: None means this rank alone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.dist.world import Group
-from moesaic.facts.workload.messages import together
-from moesaic.facts.workload.sizes import BUCKET_BYTES, batches
+from moesaic.facts.workload.collectives import split_into_buckets
+from moesaic.facts.workload.sizes import BUCKET_BYTES, row_batches
 
 
-def sum_(tensor: Tensor, group: Group | None) -> Tensor:
-    """Add up `tensor` over the group, in place."""
+def all_reduce_(tensor: Tensor, group: Group | None) -> Tensor:
+    """Sum `tensor` over the group, in place."""
     if group is not None:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def gather(tensor: Tensor, group: Group | None) -> Tensor:
-    """The group's tensors (all of one shape), stacked by rank."""
+def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
+    """Return the tensors of all ranks, all of one shape, stacked by rank."""
     if group is None:
         return tensor[None]
     stacked = tensor.new_empty((group.size(), *tensor.shape))
@@ -30,107 +30,111 @@ def gather(tensor: Tensor, group: Group | None) -> Tensor:
     return stacked
 
 
-def sum_buckets_(
+def all_reduce_buckets_(
     tensors: Sequence[Tensor], group: Group | None, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Add up every tensor over the group, in place, in few messages: copies in flat buckets.
+    """Sum every tensor over the group, in place, through flat buckets to save collectives.
 
-    All are of one dtype. `dist.buckets` does without one of the two copies, where tensors may move.
+    All tensors have one dtype. `dist.buckets` saves a copy where gradients can live in the bucket.
     """
     if group is None:
         return
-    for places in together([tensor.nbytes for tensor in tensors], bucket_bytes):
-        mine = [tensors[number] for number in places.members]
-        if len(mine) == 1 and mine[0].is_contiguous():
-            dist.all_reduce(mine[0], group=group)
+    for layout in split_into_buckets([tensor.nbytes for tensor in tensors], bucket_bytes):
+        members = [tensors[number] for number in layout.members]
+        if len(members) == 1 and members[0].is_contiguous():
+            dist.all_reduce(members[0], group=group)
             continue
-        flat = mine[0].new_zeros(places.num_bytes // mine[0].itemsize)
-        starts = (start // flat.itemsize for start in places.starts)
-        parts = [flat[s : s + t.numel()].view(t.shape) for s, t in zip(starts, mine, strict=True)]
-        torch._foreach_copy_(parts, mine)
+        flat = members[0].new_zeros(layout.num_bytes // members[0].itemsize)
+        starts = (start // flat.itemsize for start in layout.offsets)
+        views = [
+            flat[start : start + tensor.numel()].view(tensor.shape)
+            for start, tensor in zip(starts, members, strict=True)
+        ]
+        torch._foreach_copy_(views, members)
         dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(mine, parts)
+        torch._foreach_copy_(members, views)
 
 
-class JoinRuns(torch.autograd.Function):
-    """The ranks' runs of rows, one after another; backward sums what each has to say of a run."""
+class GatherSequence(torch.autograd.Function):
+    """All-gather of sequence shards; backward is a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, run: Tensor, group: Group) -> Tensor:
-        """All runs."""
+    def forward(ctx: Any, shard: Tensor, group: Group) -> Tensor:
+        """Return the shards of all ranks, concatenated."""
         ctx.group = group
-        return gather(run, group).flatten(0, 1)
+        return all_gather(shard, group).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of this rank's run."""
-        return _sum_runs(grads[0], ctx.group), None
+        """Return the gradient of this rank's shard."""
+        return _reduce_scatter(grads[0], ctx.group), None
 
 
-class SumRuns(torch.autograd.Function):
-    """This rank's run of the sum of all ranks' rows: what `JoinRuns` does backward."""
+class ReduceScatterSequence(torch.autograd.Function):
+    """Reduce-scatter to sequence shards; backward is an all-gather."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
-        """One run."""
+        """Return this rank's shard of the sum over ranks."""
         ctx.group = group
-        return _sum_runs(rows, group)
+        return _reduce_scatter(rows, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of a sum is that of each of its terms: all runs of it."""
-        return gather(grads[0], ctx.group).flatten(0, 1), None
+        """Return the gradients of all shards: each rank's rows enter every one of them."""
+        return all_gather(grads[0], ctx.group).flatten(0, 1), None
 
 
-def _sum_runs(rows: Tensor, group: Group, run: Tensor | None = None) -> Tensor:
-    if run is None:
-        run = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
-    # Older versions of torch have it by another name, which newer ones warn of.
+def _reduce_scatter(rows: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    # Older versions of torch only have the other name, which newer ones deprecate.
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce(run, rows.contiguous(), group=group)
-    return run
+    reduce(out, rows.contiguous(), group=group)
+    return out
 
 
-class JoinColumns(torch.autograd.Function):
-    """A matrix of which each rank has columns; backward sums what each has to say of a rank's.
+class GatherColumns(torch.autograd.Function):
+    """All-gather of the columns of a sharded matrix; backward is a reduce-scatter.
 
-    So many rows at a time that what is not in order yet is no larger than a bucket of gradients.
+    It goes through batches of rows, so that the unordered copy is no larger than a gradient bucket.
     """
 
     @staticmethod
     def forward(ctx: Any, own_VW: Tensor, group: Group, bucket_bytes: int = BUCKET_BYTES) -> Tensor:
-        """The whole matrix, column by column of the ranks in their order."""
+        """Return the whole matrix, columns ordered by rank."""
         ctx.group, ctx.bucket_bytes = group, bucket_bytes
         rows, width = own_VW.shape
         joined = own_VW.new_empty(rows, group.size() * width)
         row_bytes = joined.shape[1] * joined.itemsize
-        for part in batches(rows, row_bytes, bucket_bytes):
-            place = joined[part.start : part.stop].view(len(part), -1, width)
-            place.copy_(gather(own_VW[part.start : part.stop], group).transpose(0, 1))
+        for batch in row_batches(rows, row_bytes, bucket_bytes):
+            target = joined[batch.start : batch.stop].view(len(batch), -1, width)
+            target.copy_(all_gather(own_VW[batch.start : batch.stop], group).transpose(0, 1))
         return joined
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of this rank's columns."""
+        """Return the gradient of this rank's columns."""
         (grad,) = grads
         (rows, columns), ranks = grad.shape, ctx.group.size()
         own = grad.new_empty(rows, columns // ranks)
-        for part in batches(rows, columns * grad.itemsize, ctx.bucket_bytes):
-            by_rank = grad[part.start : part.stop].view(len(part), ranks, -1).transpose(0, 1)
-            _sum_runs(by_rank.flatten(0, 1), ctx.group, own[part.start : part.stop])
+        for batch in row_batches(rows, columns * grad.itemsize, ctx.bucket_bytes):
+            by_rank = grad[batch.start : batch.stop].view(len(batch), ranks, -1).transpose(0, 1)
+            _reduce_scatter(by_rank.flatten(0, 1), ctx.group, own[batch.start : batch.stop])
         return own, None, None
 
 
-class SumShares(torch.autograd.Function):
-    """The sum of the ranks' shares on each of them; each goes on to a share of the loss."""
+class AllReduce(torch.autograd.Function):
+    """All-reduce whose backward is an all-reduce too: each rank uses the sum in its own part of the
+    loss."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Group) -> Tensor:
-        """The sum."""
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Return the sum over ranks."""
         ctx.group = group
-        return sum_(share.clone(), group)
+        return all_reduce_(x.clone(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Every rank's share of the loss hangs on every rank's share of the sum."""
-        return sum_(grads[0].clone(), ctx.group), None
+        """Return the sum of the gradients over ranks."""
+        return all_reduce_(grads[0].clone(), ctx.group), None

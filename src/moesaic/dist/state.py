@@ -1,8 +1,8 @@
-"""State, independent of layout: logical name -> shape, dtype, pieces and owners.
+"""Layout-independent training state: logical name -> shape, dtype, shards and owners.
 
-A rank's state is a list of *pieces*, live views of its parameters and moments. Whatever brings
-values in (initial values, a checkpoint, Hugging Face files, other ranks) is a *source* that fills
-pieces; whatever takes them out reads the same list. Nobody else knows where a tensor lives.
+A rank's state is a list of `TensorShard`s, live views of its parameters and moments. A `Source`
+fills shards: initialization, a checkpoint, Hugging Face files or other ranks. Writers read the same
+list.
 """
 
 from __future__ import annotations
@@ -21,70 +21,72 @@ FIRST_MOMENT = "first_moment"
 SECOND_MOMENT = "second_moment"
 FIRST_CODES, FIRST_SCALES = "first_moment_codes", "first_moment_scales"
 ROOT_CODES, ROOT_SCALES = "second_moment_root_codes", "second_moment_root_scales"
-"""Moments of eight bits: a code an element, a scale a block of a row; of the second, its root."""
+"""8-bit moments: a code per element and a scale per block of a row; the root of the second moment.
+"""
 
-ROWS = "rows"
-"""Not of a tensor, but what came to each expert of a layer since homes were last decided on."""
-MAY_BEGIN = frozenset({ROWS})
-"""What a run begins with, as zeros, if what it goes on from has none of it."""
+EXPERT_ROWS = "rows"
+"""Tokens per expert of a layer since the last placement decision; not a model tensor."""
+OPTIONAL_KINDS = frozenset({EXPERT_ROWS})
+"""Kinds that start as zeros if the source lacks them."""
 
 PRECISIONS = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
-"""torch's types by the names that users write."""
+"""torch dtypes by their names in settings."""
 
 
-def is_shared_out(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether ranks have parts of it; who has none such never imports torch's slow modules."""
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether `tensor` is a DTensor, without importing torch's slow DTensor modules."""
     return hasattr(tensor, "device_mesh")
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or gradient, detached, sharing memory."""
-    if not is_shared_out(tensor):
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a parameter or gradient, detached, sharing memory."""
+    if not is_dtensor(tensor):
         return tensor.detach()
-    with torch.no_grad():  # Or each makes a DTensor first, whose writes nobody counts.
+    # With gradients each call makes a DTensor whose version counter misses writes.
+    with torch.no_grad():
         return tensor.to_local().detach()
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box cut out of one logical tensor, held on this rank."""
+class TensorShard:
+    """Box of a logical tensor, held on this rank."""
 
     kind: str
-    """PARAMETER, FIRST_MOMENT or another of the constants above."""
+    """PARAMETER, FIRST_MOMENT or another constant of this module."""
     name: str
     """Logical name, as in `facts.workload`."""
     shape: tuple[int, ...]
-    """Shape of the whole logical tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the box starts."""
+    """Start of the box in each dimension."""
     tensor: torch.Tensor
-    """A live view of the values; its shape is the box's. It may be strided."""
+    """Live view of the values, with the shape of the box; may be strided."""
     owners: tuple[int, ...]
-    """Ranks that hold this very box, the same on each of them."""
+    """Ranks that hold this box, the same list on each."""
 
     @property
     def key(self) -> str:
-        """kind/name: one tensor of the state."""
+        """Key of the tensor in the state: kind/name."""
         return f"{self.kind}/{self.name}"
 
 
 @dataclass
 class State:
-    """Everything that training goes on from."""
+    """All that a run needs to continue."""
 
-    pieces: list[Piece]
+    shards: list[TensorShard]
     counters: dict[str, int] = field(default_factory=dict)
-    """step, samples, tokens: position in the run and in the data."""
+    """Steps, samples and tokens: position in the run and in the data."""
 
 
 class Source(Protocol):
-    """Something that knows the values of state."""
+    """Provider of values for state."""
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Write values into every piece's tensor; an error names what is missing, unless it
-        `MAY_BEGIN`."""
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Write values into every shard's tensor. Raise StoreError for missing tensors, except
+        `OPTIONAL_KINDS`."""
 
 
 def overlap(
@@ -93,12 +95,12 @@ def overlap(
     other_offset: Sequence[int],
     other_size: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The common part of two boxes of one tensor, as slices into each; None if they are apart."""
-    mine, theirs = [], []
+    """Return the intersection of two boxes of a tensor, as slices into each; None if disjoint."""
+    slices, other_slices = [], []
     for a, n, b, m in zip(offset, size, other_offset, other_size, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if low >= high:
             return None
-        mine.append(slice(low - a, high - a))
-        theirs.append(slice(low - b, high - b))
-    return tuple(mine), tuple(theirs)
+        slices.append(slice(low - a, high - a))
+        other_slices.append(slice(low - b, high - b))
+    return tuple(slices), tuple(other_slices)

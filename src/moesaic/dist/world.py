@@ -1,8 +1,7 @@
-"""The world: which ranks work together, in which generation, with what patience.
+"""World: the ranks that train together, their device, groups, store and timeout.
 
-A world is joined and left explicitly, any number of times in one process; each generation meets
-under its own prefix of one store. torch keeps a default process group for its own use (device
-meshes need it); nothing of ours reads it: groups come from here.
+A process can join and leave worlds repeatedly; each generation uses its own prefix of one store.
+torch needs a default process group for device meshes, but moesaic takes its groups from here.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from moesaic.base import errors
 from moesaic.base.errors import ConfigError, UserError
-from moesaic.dist import device as devices
-from moesaic.dist.exchange import ByGroup, Carrier
-from moesaic.dist.shared import carrier_of
+from moesaic.dist.all_to_all import GroupAllToAll, Transport
+from moesaic.dist.shm_all_to_all import make_transport
+from moesaic.kernels import device as devices
 
-_TENSORS = "torch.distributed.tensor"
-_REMEMBERED = (
+_DTENSOR_MODULE = "torch.distributed.tensor"
+_DTENSOR_CACHES = (
     ("debug", "_clear_sharding_prop_cache"),
     ("_redistribute", "clear_redistribute_planner_cache"),
     ("_redistribute", "_gen_transform_infos.cache_clear"),
     ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
 )
-"""Where torch remembers meshes, and what makes it forget them."""
+"""Caches of torch that keep meshes alive, and the functions that clear them."""
 Group = dist.ProcessGroup
-"""A set of ranks that collectives run over; None stands for a set of one."""
+"""Process group of several ranks; None means one rank."""
 
-_LOST = re.compile(
+_PEER_LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection was likely closed|failed to recv"
     r"|remote process exited|connection refused",
     re.IGNORECASE,
 )
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Whether `error` is what gloo, NCCL or the store say on a rank whose peer is gone."""
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+def is_peer_lost(error: BaseException) -> bool:
+    """Return whether `error` is how gloo, NCCL or the store report a lost peer."""
+    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
 
 
 @dataclass
@@ -59,16 +58,17 @@ class World:
     size: int
     device: torch.device
     generation: int
-    deadline: timedelta
+    timeout: timedelta
     store: Store
-    everyone: Group | None = None
+    group: Group | None = None
     _groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
-    """Groups made so far, by purpose and ranks; the same on every rank but for membership."""
-    _carriers: dict[Group, Carrier] = field(default_factory=dict)
+    """Groups by purpose and ranks; all ranks have the same keys, except for groups that exclude
+    them."""
+    _transports: dict[Group, Transport] = field(default_factory=dict)
 
     @classmethod
     def solo(cls, device: torch.device | None = None) -> World:
-        """A world of one rank, without any process group."""
+        """Return a world of one rank, without a process group."""
         device = device or torch.device("cpu")
         devices.activate(device)
         return cls(0, 1, device, 0, timedelta(minutes=10), HashStore())
@@ -81,154 +81,158 @@ class World:
         store: Store,
         device: torch.device | None = None,
         generation: int = 0,
-        deadline: timedelta = timedelta(minutes=10),
+        timeout: timedelta = timedelta(minutes=10),
     ) -> World:
-        """Meet `size - 1` others in `generation`; returns when all have come."""
+        """Return the world after all `size` ranks of `generation` have joined."""
         device = device or torch.device("cpu")
         devices.activate(device)
         prefixed = PrefixStore(f"generation-{generation}", store)
         dist.init_process_group(
-            devices.backend(device), store=prefixed, rank=rank, world_size=size, timeout=deadline,
-            device_id=device if device.type != "cpu" else None,
+            devices.collective_backend(device), store=prefixed, rank=rank, world_size=size,
+            timeout=timeout, device_id=device if device.type != "cpu" else None,
         )  # fmt: skip
-        everyone = dist.group.WORLD
-        if device.type == "cpu":  # Others may still be joining theirs, and miss who leaves at once.
+        world_group = dist.group.WORLD
+        if device.type == "cpu":  # A rank that left at once would be missed by ranks still joining.
             dist.barrier()
-        return cls(rank, size, device, generation, deadline, prefixed, everyone)
+        return cls(rank, size, device, generation, timeout, prefixed, world_group)
 
     @classmethod
     def from_launcher(
         cls,
         device_name: str = "auto",
-        deadline: timedelta | None = None,
+        timeout: timedelta | None = None,
         key: str = "train.device",
     ) -> World:
-        """The world that torchrun set up in the environment; a solo world where it did not.
+        """Return the world that torchrun set up in the environment, or a solo world.
 
-        `key` is the setting that named the device.
+        `key` is the setting that named the device, for error messages.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = devices.resolve(device_name, local_rank, key)
         if size == 1:
             return cls.solo(device)
-        deadline = deadline or timedelta(minutes=10)
+        timeout = timeout or timedelta(minutes=10)
         try:
             rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
             port = int(os.environ["MASTER_PORT"])
         except KeyError as missing:
             raise ConfigError(
-                f"WORLD_SIZE = {size} without {missing.args[0]} in the environment: start the "
-                "ranks with torchrun, or with --nproc"
+                f"WORLD_SIZE = {size} without {missing.args[0]} in the environment; start the "
+                "ranks with torchrun or --nproc"
             ) from None
-        # torchrun's agent may serve the store itself; then rank 0 joins as a client too.
+        # torchrun's agent may serve the store; then rank 0 is a client too.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = TCPStore(
-            host, port, size, is_master=rank == 0 and not served, timeout=deadline,
+            host, port, size, is_master=rank == 0 and not served, timeout=timeout,
             multi_tenant=True,
         )  # fmt: skip
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefixed = PrefixStore(f"attempt-{attempt}", store)
-        return cls.join(rank, size, prefixed, device, deadline=deadline)
+        return cls.join(rank, size, prefixed, device, timeout=timeout)
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for all (writes shared files, draws the progress bar)."""
+    def is_rank_zero(self) -> bool:
+        """True on the rank that writes shared files and draws the progress bar."""
         return self.rank == 0
 
     def partition(self, groups: Sequence[Sequence[int]], purpose: str = "") -> Group | None:
-        """The group of this rank among sets of ranks, made on first use; None for a set of one.
+        """Return the group of this rank among sets of ranks, created on first use; None for a set
+        of one.
 
-        Every rank of the world must call this with the same sets, in the same order. What is said
-        beside all else, at times that ranks need not agree on, has groups for a `purpose` of its
-        own.
+        Collective over the world: all ranks pass the same sets, in the same order. Collectives that
+        ranks issue at unrelated times need separate groups, named by `purpose`.
         """
-        mine: Group | None = None
+        own: Group | None = None
         for ranks in groups:
             if len(ranks) < 2:
                 continue
             if len(ranks) == self.size and not purpose:
-                mine = self.everyone
+                own = self.group
                 continue
             key = purpose, tuple(ranks)
             if key not in self._groups:
-                self._groups[key] = dist.new_group(list(ranks), timeout=self.deadline)
+                self._groups[key] = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
-                mine = self._groups[key]
-        return mine
+                own = self._groups[key]
+        return own
 
-    def carrier(self, groups: Sequence[Sequence[int]]) -> Carrier | None:
-        """What carries rows in the group of this rank among sets of ranks; None for a set of one.
+    def transport(self, groups: Sequence[Sequence[int]]) -> Transport | None:
+        """Return the transport in the group of this rank among sets of ranks; None for a set of
+        one.
 
-        Every rank of the world must call this with the same sets, in the same order.
+        Collective over the world: all ranks pass the same sets, in the same order.
         """
         group = self.partition(groups)
         if group is None:
             return None
-        if group not in self._carriers:
-            carrier: Carrier = ByGroup(group)
+        if group not in self._transports:
+            transport: Transport = GroupAllToAll(group)
             if self.device.type == "cpu":
-                carrier = carrier_of(group, self.deadline.total_seconds())
-            self._carriers[group] = carrier
-        return self._carriers[group]
+                transport = make_transport(group, self.timeout.total_seconds())
+            self._transports[group] = transport
+        return self._transports[group]
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        if self.everyone is not None:
-            dist.barrier(group=self.everyone)
+        if self.group is not None:
+            dist.barrier(group=self.group)
 
-    def led(self, work: Callable[[], str]) -> str:
-        """What `work` returns on rank 0, on every rank; what it refuses is raised on every rank."""
-        if self.everyone is None:
+    def run_on_rank_zero(self, work: Callable[[], str]) -> str:
+        """Return the result of `work` on rank 0 to every rank, or raise its UserError on every
+        rank."""
+        if self.group is None:
             return work()
-        word = ["", "", ""]
-        if self.leads:
+        reply = ["", "", ""]
+        if self.is_rank_zero:
             try:
-                word[0] = work()
+                reply[0] = work()
             except UserError as error:
-                word[1:] = type(error).__name__, str(error)
-        dist.broadcast_object_list(word, src=0, group=self.everyone)
-        if word[1]:
-            kind: type[UserError] = getattr(errors, word[1])
-            raise kind(word[2])
-        return word[0]
+                reply[1:] = type(error).__name__, str(error)
+        dist.broadcast_object_list(reply, src=0, group=self.group)
+        if reply[1]:
+            kind: type[UserError] = getattr(errors, reply[1])
+            raise kind(reply[2])
+        return reply[0]
 
-    def await_words(self, store: Store, names: list[str]) -> bool:
-        """Wait for `names` to be set in `store`; whether that was before the deadline.
+    def wait_for_keys(self, store: Store, keys: list[str]) -> bool:
+        """Wait for `keys` in `store`; return False after the timeout.
 
-        The store's own wait would not hear signals: an interrupt would come through at its end.
+        It polls, because the store's own wait would delay an interrupt until its end.
         """
-        until, pause_s = time.monotonic() + self.deadline.total_seconds(), 0.001
-        while not store.check(names):
+        until, pause_s = time.monotonic() + self.timeout.total_seconds(), 0.001
+        while not store.check(keys):
             if time.monotonic() > until:
                 return False
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
         return True
 
-    def abandon(self) -> None:
-        """Let go of what peers would wait for, after an error: whoever has said so much is to end
-        its process. Sums may be under way that will never end, and leaving would wait for them."""
-        for carrier in self._carriers.values():
-            carrier.close()
-        self._carriers.clear()
+    def close_transports(self) -> None:
+        """Close the transports after an error, so that peers waiting for this rank fail too.
+
+        The process must end next. `leave` would wait for collectives that may never finish."""
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
 
     def leave(self) -> None:
-        """End this generation in this process."""
-        self.abandon()
-        if self.everyone is not None:
+        """Leave this generation."""
+        self.close_transports()
+        if self.group is not None:
             dist.destroy_process_group()
-            _forget_meshes()
-        self.everyone = None
+            _clear_mesh_caches()
+        self.group = None
         self._groups.clear()
 
 
-def _forget_meshes() -> None:
-    """Torch remembers what it has worked out for DTensors, and with that their meshes, whose groups
-    live on: threads that wake a hundred times in a second each, and are taken for those of the next
-    world's meshes of the same ranks."""
-    if _TENSORS not in sys.modules:
+def _clear_mesh_caches() -> None:
+    """Clear torch's DTensor caches, which keep meshes and their groups alive.
+
+    Each leftover group has threads that wake a hundred times a second. The next world's meshes over
+    the same ranks would also reuse it."""
+    if _DTENSOR_MODULE not in sys.modules:
         return
-    for where, forget in _REMEMBERED:
-        with suppress(AttributeError):  # A version that has no such memory, or another name for it.
-            attrgetter(forget)(import_module(f"{_TENSORS}.{where}"))()
+    for module, clear in _DTENSOR_CACHES:
+        with suppress(AttributeError):  # Other versions of torch lack this cache.
+            attrgetter(clear)(import_module(f"{_DTENSOR_MODULE}.{module}"))()

@@ -1,1 +1,1 @@
-"""What is: plain data that can be written to a file and read back. No torch."""
+"""Plain data that can be written to a file and read back. No torch."""

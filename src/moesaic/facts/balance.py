@@ -1,4 +1,4 @@
-"""Who computes what of an expert layer where some of its experts have copies for a step."""
+"""Inputs and result of balancing one expert layer in one step."""
 
 from __future__ import annotations
 
@@ -7,79 +7,81 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
-class Setting(NamedTuple):
-    """What an expert layer costs on the ranks that share out its experts; D ranks, E experts."""
+class BalanceProblem(NamedTuple):
+    """Costs and limits of one expert layer in its EP group; D ranks, E experts."""
 
-    homes: Ints
-    """The rank of each expert, [E]."""
-    ranks: int
-    """D."""
-    rows_per_s: float
-    """That a rank's experts take forward; backward is twice the work."""
-    row_bytes: float
-    """Of a row that travels, each way."""
+    owners: IntArray
+    """Owner rank of each expert, [E]."""
+    num_ranks: int
+    """Ranks of the EP group (D)."""
+    expert_tokens_per_s: float
+    """Tokens a second that one rank's experts process in forward; backward is twice the work."""
+    token_bytes: float
+    """Bytes of one routed token in one exchange."""
     bytes_per_s: float
-    """That a rank sends, and receives."""
+    """Bytes a second that a rank sends while it receives as many."""
     expert_bytes: float
-    """Of an expert's parameters."""
+    """Bytes of one expert's parameters."""
     gradient_bytes: float
-    """Of their gradients."""
+    """Bytes of one expert's gradients."""
     latency_s: float = 0.0
-    """Of a message."""
-    beside_s: float = 0.0
-    """What a rank computes forward between two expert layers; backward is twice the work."""
-    matrices_s: float = 0.0
-    """What a rank's own experts take forward beside rows; backward is twice the work."""
-    hides: bool = True
-    """Whether copies travel while ranks compute; else these move all bytes themselves, both who
-    sends them and who gets them."""
-    handling_s: float = 0.0
-    """Of a rank's computing that a byte of a copy takes which travels meanwhile, at both ends;
-    without a meaning where ranks move bytes themselves."""
-    forwards: int = 1
-    """Times that a layer is computed forward: twice, if backward computes it again."""
-    relays: bool = False
-    """Whether ranks that have got a copy hand it on, so that an expert's home sends it once; else
-    it sends every copy itself, and adds up what comes back."""
-    room: int | None = None
-    """Copies that a rank has memory for; None: of all experts."""
-    sends: int | None = None
-    """Copies that a rank sends at most; None: any number."""
-    least_rows: int = 0
-    """Of a copy: products of fewer are no faster."""
+    """Seconds of latency per message."""
+    dense_compute_s: float = 0.0
+    """Seconds of a rank's forward compute between two expert layers; backward is twice the work."""
+    weight_read_s: float = 0.0
+    """Seconds that a rank's experts need in forward to read their weights, whatever the number of
+    tokens; backward is twice the work."""
+    overlaps: bool = True
+    """True if replicas are sent while ranks compute. Otherwise sender and receiver copy the bytes
+    themselves."""
+    cpu_s_per_byte: float = 0.0
+    """CPU seconds per byte of overlapped replica traffic, for both sender and receiver. Unused
+    without `overlaps`."""
+    num_forwards: int = 1
+    """Forward passes of a layer in a step: two if backward recomputes it."""
+    uses_relays: bool = False
+    """True if receivers of a replica pass it on, so that the owner rank sends it once. Otherwise
+    the owner sends every replica and sums all returned gradients."""
+    max_replicas: int | None = None
+    """Most replicas that a rank has memory for; None: no limit."""
+    max_replicas_sent: int | None = None
+    """Most replicas that a rank sends; None: no limit."""
+    min_replica_tokens: int = 0
+    """Fewest tokens of a replica; smaller matmuls are no faster."""
 
     @property
-    def passes(self) -> int:
-        """As many times as forward all computing takes: backward is twice the work."""
-        return self.forwards + 2
+    def num_passes(self) -> int:
+        """All compute of a step in units of one forward pass; backward is twice the work."""
+        return self.num_forwards + 2
 
     @property
-    def exchanges(self) -> int:
-        """Of rows, there and back, with their gradients."""
-        return 2 * self.forwards + 2
+    def num_exchanges(self) -> int:
+        """Exchanges of tokens in a step: dispatch and combine, in each forward and in backward."""
+        return 2 * self.num_forwards + 2
 
     @property
-    def own(self) -> float:
-        """Experts that are at home on a rank."""
-        return len(self.homes) / self.ranks
+    def experts_per_rank(self) -> float:
+        """Experts owned by one rank."""
+        return len(self.owners) / self.num_ranks
 
 
-class Balance(NamedTuple):
-    """What is done about it in one step; nothing of it outlives the step."""
+class BalanceDecision(NamedTuple):
+    """Replicas and rerouted tokens of one layer in one step."""
 
-    copies: Ints
-    """(expert, rank), [C, 2], in that order: who gets an expert's parameters beside its home."""
-    diverted: Ints
-    """(expert, source, target, rows), [M, 4], in any order: rows of a rank that are computed where
-    a copy is; all others are computed at their expert's home."""
-    ahead: Bools | None = None
-    """Which of the copies, [C], leave under experts of the layer before; None: none."""
+    replicas: IntArray
+    """Pairs (expert, rank), sorted, [C, 2]: ranks that get an expert's parameters besides its
+    owner."""
+    rerouted: IntArray
+    """Rows (expert, source, target, tokens), [M, 4], in any order: tokens of rank `source` that the
+    replica on rank `target` computes. All other tokens go to the owner rank."""
+    prefetched: BoolArray | None = None
+    """Mask of the replicas that are sent during the previous layer's experts, [C]; None: none."""
 
 
-def unchanged() -> Balance:
-    """Everything is computed at home."""
-    return Balance(np.zeros((0, 2), np.int64), np.zeros((0, 4), np.int64))
+def no_replicas() -> BalanceDecision:
+    """Return a decision without replicas."""
+    return BalanceDecision(np.zeros((0, 2), np.int64), np.zeros((0, 4), np.int64))

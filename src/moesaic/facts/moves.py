@@ -1,7 +1,7 @@
-"""Moves: which piece of what goes from which rank to which.
+"""Moves: which tensor box or expert goes from which rank to which.
 
-Boxes of tensors, from any layout to any other, are moved by `dist.transfer`. Whole experts, all of
-one size, which leave for a step or for good, travel as rows by `dist.exchange`.
+`dist.transfer` moves boxes of tensors from any layout to any other. `dist.all_to_all` moves whole
+experts, all of one size, for a step or for good.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.facts.balance import Ints
+from moesaic.facts.balance import IntArray
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of one tensor of the state, and the rank that holds or wants it."""
+    """A box of one state tensor, and the rank that holds or wants it."""
 
     key: str
     offset: tuple[int, ...]
@@ -24,47 +24,47 @@ class Box:
     rank: int
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """The box, whoever holds it."""
+    def region(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The box without its rank."""
         return self.key, self.offset, self.size
 
 
 @dataclass(frozen=True)
 class Move:
-    """Copy the common part of a held and a wanted box."""
+    """A copy of the overlap of a held and a wanted box."""
 
-    have: Box
-    want: Box
+    source: Box
+    target: Box
 
 
-class Share(NamedTuple):
-    """What one rank of a group has to do with moves."""
+class RankMoves(NamedTuple):
+    """Experts that one rank of a group sends and receives."""
 
-    leaves: Ints
-    """Experts that it sends: those to each rank in turn."""
-    comes: Ints
-    """Experts that it gets: those from each rank in turn."""
-    send: list[int]
-    """How many to each."""
-    receive: list[int]
-    """And from each."""
+    send_experts: IntArray
+    """Experts to send, ordered by target rank."""
+    receive_experts: IntArray
+    """Experts to receive, ordered by source rank."""
+    send_counts: list[int]
+    """Number of experts to each rank."""
+    receive_counts: list[int]
+    """Number of experts from each rank."""
 
 
 class ExpertMoves(NamedTuple):
-    """Experts between ranks of a group, any of them to any; all that one rank has for another is
-    one message."""
+    """Experts that move between ranks of a group; all experts from one rank to another are one
+    message."""
 
-    experts: Ints
-    sources: Ints
-    targets: Ints
+    experts: IntArray
+    sources: IntArray
+    targets: IntArray
 
-    def share(self, rank: int, ranks: int) -> Share:
-        """That of one of so many ranks. Between any two experts keep the order they have here."""
-        leaving, coming = (np.flatnonzero(at == rank) for at in (self.sources, self.targets))
-        to, of = self.targets[leaving], self.sources[coming]
-        return Share(
-            self.experts[leaving[np.argsort(to, kind="stable")]],
-            self.experts[coming[np.argsort(of, kind="stable")]],
-            np.bincount(to, minlength=ranks).tolist(),
-            np.bincount(of, minlength=ranks).tolist(),
+    def rank_moves(self, rank: int, num_ranks: int) -> RankMoves:
+        """Return the moves of `rank`; experts from one rank to another keep their order."""
+        sent, received = (np.flatnonzero(at == rank) for at in (self.sources, self.targets))
+        targets, sources = self.targets[sent], self.sources[received]
+        return RankMoves(
+            self.experts[sent[np.argsort(targets, kind="stable")]],
+            self.experts[received[np.argsort(sources, kind="stable")]],
+            np.bincount(targets, minlength=num_ranks).tolist(),
+            np.bincount(sources, minlength=num_ranks).tolist(),
         )

@@ -1,1 +1,1 @@
-"""Whole networks as lists of named blocks, and their weights to and from Hugging Face."""
+"""Language models, their tokenizers and chat templates, and conversion to and from Hugging Face."""

@@ -1,12 +1,11 @@
-"""Chat templates: from messages to the text that a model was taught to answer.
+"""Chat templates: render messages as the text that a model was trained on.
 
-Of a whole conversation they also tell what the assistant says. A template that marks it
-(`{% generation %}`) is taken by its word. Of any other, the beginnings of the conversation are
-rendered too: an answer is what the text gains from where the model is asked for it.
+For a whole conversation they also find the assistant's answers. A template may mark them with `{%
+generation %}`. For any other template, each prefix of the conversation is rendered too: an answer
+is the text after its generation prompt.
 
-A template is a Jinja program that came with a model's files, so it runs in Jinja's sandbox, with
-the settings and the few functions that templates are written for. It sees the messages, the tools
-that may be called, the tokenizer's special tokens, and nothing else.
+A template is a Jinja program from a model's files, so it runs in Jinja's sandbox. It sees the
+messages, the tools, the tokenizer's special tokens and the few functions that templates expect.
 """
 
 from __future__ import annotations
@@ -29,301 +28,323 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from moesaic.base.errors import DataError
-from moesaic.models.calls import CALLS, Marked, Messages, Tools
 from moesaic.models.tokenizer import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
     TOOL_USE_FILE,
     FileTokenizer,
 )
+from moesaic.models.tool_calls import TOOL_CALLS, MarkedConversation, Messages, Tools
 
 TOKENS_FILE = "special_tokens_map.json"
-DEFAULT = "default"
-"""The name of the one that is used where a model has several templates."""
-TOOL_USE = "tool_use"
-"""The name of the one that goes before it for conversations with tools."""
-Span = tuple[int, int]
-"""A stretch of text: from here up to there."""
+DEFAULT_TEMPLATE = "default"
+"""Name of the template to use if a model has several."""
+TOOL_USE_TEMPLATE = "tool_use"
+"""Name of the preferred template for conversations with tools."""
+TextSpan = tuple[int, int]
+"""Characters [start, stop) of a text."""
 
-_ANSWER = "Quite so."
-_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_SAMPLE_ANSWER = "Quite so."
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-class _Program(NamedTuple):
-    """A template that is ready to run."""
+class _CompiledTemplate(NamedTuple):
+    """Compiled template."""
 
     origin: str
-    """Where it was found, in words."""
+    """Its source, for messages."""
     template: Template
-    marked: bool
-    """Whether it marks what the assistant says."""
-    calls: bool
-    """Whether it knows that an assistant may call tools."""
+    marks_answers: bool
+    """True if it marks the assistant's answers."""
+    supports_tool_calls: bool
+    """True if it mentions tool calls."""
 
 
 class ChatTemplate:
-    """The template that lies beside a tokenizer."""
+    """Chat template beside a tokenizer."""
 
-    def __init__(self, tokenizer: Path, otherwise: str, *, clock: bool = True) -> None:
+    def __init__(self, tokenizer: Path, fallback_hint: str, *, has_clock: bool = True) -> None:
         """Read the template.
 
         Args:
-            tokenizer: the tokenizer's file, or the directory that holds it.
-            otherwise: what a user can do who has no template.
-            clock: whether the template may ask for the time; without it, the same messages always
-                give the same text.
+            tokenizer: the tokenizer's file, or its directory.
+            fallback_hint: advice in the error message if there is no template.
+            has_clock: whether the template may read the time; without it, rendering is
+                reproducible.
         """
         directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
-        settings = _read(directory / SETTINGS_FILE)
-        found = _find(directory, settings, otherwise)
-        self._tokens = _special_tokens(directory, settings)
-        stated = json.dumps([*(text for _, text in found), self._tokens], sort_keys=True)
-        self.digest = hashlib.sha256(stated.encode(errors="surrogatepass")).hexdigest()
-        """Hash of all that decides the text of messages, time aside."""
-        environment = _environment(clock)
-        self._mark: str = getattr(environment, _Generation.MARK)
-        self._programs = [_program(environment, origin, text) for origin, text in found]
+        settings = _read_json(directory / SETTINGS_FILE)
+        found = _find_templates(directory, settings, fallback_hint)
+        self._special_tokens = _special_tokens(directory, settings)
+        state = json.dumps([*(text for _, text in found), self._special_tokens], sort_keys=True)
+        self.digest = hashlib.sha256(state.encode(errors="surrogatepass")).hexdigest()
+        """Hash of everything that determines the rendered text, except the time."""
+        environment = _make_environment(has_clock)
+        self._marker: str = getattr(environment, _GenerationExtension.MARKER)
+        self._templates = [_compile_template(environment, origin, text) for origin, text in found]
 
     def render(self, messages: Messages) -> str:
-        """`messages` as text, up to where the model's answer begins."""
-        return self._run(messages, None, answered=False).replace(self._mark, "")
+        """Return `messages` as text, up to the start of the model's answer."""
+        return self._render(messages, None, is_complete=False).replace(self._marker, "")
 
-    def answers(
-        self, messages: Messages, ends: Sequence[str], tools: Tools = None
-    ) -> tuple[str, list[Span]]:
-        """A whole conversation as text, and where in it the assistant speaks.
+    def render_with_answers(
+        self, messages: Messages, turn_ends: Sequence[str], tools: Tools = None
+    ) -> tuple[str, list[TextSpan]]:
+        """Return a whole conversation as text, and the spans of the assistant's answers.
 
         Args:
             messages: the conversation.
-            ends: texts that may end a turn. Blanks that the template writes after one of them
-                are not the assistant's.
-            tools: what the assistant may call.
+            turn_ends: texts that may end a turn; whitespace after one of them is not part of the
+                answer.
+            tools: tools of the conversation.
         """
-        program = self._program(tools)
-        if not program.calls and any(message.get(CALLS) for message in messages):
+        program = self._template_for(tools)
+        if not program.supports_tool_calls and any(message.get(TOOL_CALLS) for message in messages):
             raise DataError(
-                f"{program.origin} knows no '{CALLS}', and would write an answer without its "
-                "calls: take a model whose template does, or write them into the answer's content"
+                f"{program.origin} knows no '{TOOL_CALLS}' and would drop the calls of an answer: "
+                "use a model whose template supports them, or put them into the answer's content"
             )
-        parts = self._run(messages, tools, answered=True).split(self._mark)
-        self._check(messages, tools, parts)
+        parts = self._render(messages, tools, is_complete=True).split(self._marker)
+        self._check_nothing_lost(messages, tools, parts)
         text = "".join(parts)
-        if program.marked:
-            stops = [0, *accumulate(len(part) for part in parts)]
-            spans = [(stops[i], stops[i + 1]) for i in range(1, len(parts), 2)]
+        if program.marks_answers:
+            offsets = [0, *accumulate(len(part) for part in parts)]
+            spans = [(offsets[i], offsets[i + 1]) for i in range(1, len(parts), 2)]
         else:
-            said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            spans = [self._answer(messages[: i + 1], tools, text, tuple(ends)) for i in said]
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [
+                self._find_answer(messages[: i + 1], tools, text, tuple(turn_ends)) for i in answers
+            ]
         return text, [(start, stop) for start, stop in spans if start < stop]
 
-    def closing(self, ends: Sequence[str]) -> str | None:
-        """Which of `ends` the template closes an answer by; None: by none of them."""
+    def find_turn_end(self, turn_ends: Sequence[str]) -> str | None:
+        """Return the longest of `turn_ends` that the template writes after an answer, or None."""
         messages = [
             {"role": "user", "content": "Are you there?"},
-            {"role": "assistant", "content": _ANSWER},
+            {"role": "assistant", "content": _SAMPLE_ANSWER},
         ]
         try:
-            text = self._run(messages, None, answered=True).replace(self._mark, "")
-        except DataError:  # It takes no talk as plain as this.
+            text = self._render(messages, None, is_complete=True).replace(self._marker, "")
+        except DataError:  # The template rejects this minimal conversation.
             return None
-        _, found, rest = text.rpartition(_ANSWER)
-        closing = [end for end in ends if found and end and rest.lstrip().startswith(end)]
+        _, answer, rest = text.rpartition(_SAMPLE_ANSWER)
+        closing = [end for end in turn_ends if answer and end and rest.lstrip().startswith(end)]
         return max(closing, key=len, default=None)
 
-    def _check(self, messages: Messages, tools: Tools, parts: Sequence[str]) -> None:
-        """That the template leaves out no tool, call, result or message of the system of what it
-        wrote in `parts`."""
-        program, marked = self._program(tools), Marked(messages, tools)
-        if not marked.marks:
+    def _check_nothing_lost(self, messages: Messages, tools: Tools, parts: Sequence[str]) -> None:
+        """Raise if the template dropped a tool, call, result or system message from `parts`."""
+        program, marked = self._template_for(tools), MarkedConversation(messages, tools)
+        if not marked.markers:
             return
-        sought = [mark.text for mark in marked.marks]
+        expected = [marker.text for marker in marked.markers]
         try:
-            parts = self._run(marked.messages, marked.tools, answered=True).split(self._mark)
-        except DataError:  # It takes no names or arguments but those it knows: these have to do.
-            sought = [mark.name for mark in marked.marks]
+            parts = self._render(marked.messages, marked.tools, is_complete=True).split(
+                self._marker
+            )
+        # The template rejects unknown names or arguments, so look for the plain names.
+        except DataError:
+            expected = [marker.name for marker in marked.markers]
         text = "".join(parts)
-        said = "".join(parts[1::2]) if program.marked else text
-        for mark, words in zip(marked.marks, sought, strict=True):
-            if words not in (said if mark.said else text):
-                raise DataError(f"{program.origin} {mark.lost}")
+        answers = "".join(parts[1::2]) if program.marks_answers else text
+        for marker, needle in zip(marked.markers, expected, strict=True):
+            if needle not in (answers if marker.by_assistant else text):
+                raise DataError(f"{program.origin} {marker.error}")
 
-    def _program(self, tools: Tools) -> _Program:
-        """The one for conversations with `tools`."""
-        return self._programs[0 if tools is None else -1]
+    def _template_for(self, tools: Tools) -> _CompiledTemplate:
+        """Return the template for conversations with or without `tools`."""
+        return self._templates[0 if tools is None else -1]
 
-    def _answer(self, messages: Messages, tools: Tools, text: str, ends: tuple[str, ...]) -> Span:
-        """Where in `text`, which begins with `messages`, the last one of them stands."""
-        before = self._run(messages[:-1], tools, answered=False)
-        after = self._run(messages, tools, answered=True)
+    def _find_answer(
+        self, messages: Messages, tools: Tools, text: str, turn_ends: tuple[str, ...]
+    ) -> TextSpan:
+        """Return the span in `text` of the last of `messages`, with which `text` starts."""
+        before = self._render(messages[:-1], tools, is_complete=False)
+        after = self._render(messages, tools, is_complete=True)
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"{self._program(tools).origin} writes message {len(messages)}, an answer, in "
-                "other words than it asks the model for it, or rewrites it as the conversation "
-                "goes on (thoughts that come or go?): put {% generation %} and {% endgeneration %} "
-                "around what the assistant says there"
+                f"{self._template_for(tools).origin} writes message {len(messages)}, an answer, in "
+                "other words later in the conversation (does it drop thoughts?), or not right "
+                "after its generation prompt: put {% generation %} and {% endgeneration %} around "
+                "the answers in the template"
             )
         bare = after.rstrip()
-        return len(before), len(bare if bare.endswith(ends) else after)
+        return len(before), len(bare if bare.endswith(turn_ends) else after)
 
-    def _run(self, messages: Messages, tools: Tools, answered: bool) -> str:
-        """What the template writes, with a mark at both ends of what it marks."""
-        stated = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        program = self._program(tools)
+    def _render(self, messages: Messages, tools: Tools, is_complete: bool) -> str:
+        """Render the template, with a marker at both ends of each marked answer."""
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        program = self._template_for(tools)
         try:
             return program.template.render(
                 **{
-                    **self._tokens, "messages": stated, "tools": tools, "documents": None,
-                    "add_generation_prompt": not answered,
+                    **self._special_tokens, "messages": given, "tools": tools, "documents": None,
+                    "add_generation_prompt": not is_complete,
                 }
             )  # fmt: skip
         except SecurityError as error:
             raise DataError(
-                f"{program.origin} does what no template may ({error}): use none from that source"
+                f"{program.origin} is unsafe ({error}): use no template from that source"
             ) from None
         except TemplateRefusal as error:
-            raise DataError(f"{program.origin} does not take these messages: {error}") from None
+            raise DataError(f"{program.origin} rejects these messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template may fail in any way
             raise DataError(
-                f"{program.origin} fails ({type(error).__name__}: {error}): {_remedy(messages)}"
+                f"{program.origin} fails ({type(error).__name__}: {error}): "
+                f"{_suggest_fix(messages)}"
             ) from None
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: FileTokenizer) -> int | None:
-    """The token by which `template` closes an answer; None: it closes answers by plain text."""
-    closing = template.closing(tokenizer.added())
-    ids = [] if closing is None else tokenizer.encode(closing, whole=True)
+def end_of_turn_id(template: ChatTemplate, tokenizer: FileTokenizer) -> int | None:
+    """Return the token with which `template` ends an answer; None if it is not one token."""
+    closing = template.find_turn_end(tokenizer.added_token_texts())
+    ids = [] if closing is None else tokenizer.encode(closing, with_special_tokens=True)
     return ids[0] if len(ids) == 1 else None
 
 
 class TemplateRefusal(TemplateError):
-    """A template has called `raise_exception`."""
+    """Error that a template raised with `raise_exception`."""
 
 
-def _remedy(messages: Messages) -> str:
-    """What to do about a template that fails: not all take calls in every form."""
+def _suggest_fix(messages: Messages) -> str:
+    """Return advice for a template that fails: not all support every form of tool calls."""
     for number, message in enumerate(messages, start=1):
-        if message.get(CALLS) and message.get("content") is None:
+        if message.get(TOOL_CALLS) and message.get("content") is None:
             return (
-                f"it may not take message {number}, which has '{CALLS}' and no 'content': give it "
-                f"some (\"\" is enough for most), or let the template write '{CALLS}' without"
+                f"it may not support message {number}, which has '{TOOL_CALLS}' and no 'content': "
+                f'give it some ("" is enough for most), or make the template accept '
+                f"'{TOOL_CALLS}' alone"
             )
-    if any(message.get(CALLS) for message in messages):
+    if any(message.get(TOOL_CALLS) for message in messages):
         return (
-            f"give 'arguments' of '{CALLS}' in the form that it takes, text or object, or mend it"
+            f"give 'arguments' of '{TOOL_CALLS}' in the form that it supports, text or object, or "
+            "fix the template"
         )
-    return "mend it, or take it from the model's publisher again"
+    return "fix it, or download it again from the model's publisher"
 
 
-def _program(environment: Environment, origin: str, text: str) -> _Program:
+def _compile_template(environment: Environment, origin: str, text: str) -> _CompiledTemplate:
     try:
         template = environment.from_string(text)
     except TemplateError as error:
         raise DataError(
-            f"{origin} is no Jinja template ({error}): mend it, or take it from the model's "
-            "publisher again"
+            f"{origin} is no Jinja template ({error}): fix it, or download it again from the "
+            "model's publisher"
         ) from None
-    return _Program(origin, template, bool(_MARKED.search(text)), CALLS in text)
+    return _CompiledTemplate(
+        origin, template, bool(_GENERATION_TAG.search(text)), TOOL_CALLS in text
+    )
 
 
-def _find(directory: Path, settings: dict[str, Any], otherwise: str) -> list[tuple[str, str]]:
-    """The template, in words and as text: a file of its own goes before the settings.
+def _find_templates(
+    directory: Path, settings: dict[str, Any], fallback_hint: str
+) -> list[tuple[str, str]]:
+    """Return (source, text) of the template, and of the tool template if there is one.
 
-    Where conversations with tools have another one, that is the second.
+    A template file takes precedence over the settings.
     """
     files = [directory / name for name in (TEMPLATE_FILE, TOOL_USE_FILE)]
-    own, more = ([(f"'{path}'", _text(path))] if path.is_file() else [] for path in files)
-    return [*own, *more] if own else [*_stated(directory, settings, otherwise), *more]
+    own, tool_use = ([(f"'{path}'", _read_text(path))] if path.is_file() else [] for path in files)
+    return (
+        [*own, *tool_use]
+        if own
+        else [*_templates_in_settings(directory, settings, fallback_hint), *tool_use]
+    )
 
 
-def _stated(directory: Path, settings: dict[str, Any], otherwise: str) -> list[tuple[str, str]]:
-    """Templates of the settings."""
+def _templates_in_settings(
+    directory: Path, settings: dict[str, Any], fallback_hint: str
+) -> list[tuple[str, str]]:
+    """Return (source, text) of the templates in the tokenizer settings."""
     own = directory / TEMPLATE_FILE
     origin = f"chat_template of '{directory / SETTINGS_FILE}'"
-    stated = settings.get("chat_template")
-    found = [stated]
-    if isinstance(stated, list):
-        named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
-        if DEFAULT not in named:
+    setting = settings.get("chat_template")
+    candidates = [setting]
+    if isinstance(setting, list):
+        by_name = {one.get("name"): one.get("template") for one in setting if isinstance(one, dict)}
+        if DEFAULT_TEMPLATE not in by_name:
             raise DataError(
-                f"{origin} is a list without '{DEFAULT}': write the one to use into '{own}'"
+                f"{origin} is a list without '{DEFAULT_TEMPLATE}': write the template to use into "
+                f"'{own}'"
             )
-        found = [named[name] for name in (DEFAULT, TOOL_USE) if name in named]
-    if found[0] is None:
+        candidates = [
+            by_name[name] for name in (DEFAULT_TEMPLATE, TOOL_USE_TEMPLATE) if name in by_name
+        ]
+    if candidates[0] is None:
         raise DataError(
-            f"the tokenizer in '{directory}' has no chat template: {otherwise}, or write the "
+            f"the tokenizer in '{directory}' has no chat template: {fallback_hint}, or write the "
             f"model's template into '{own}'"
         )
-    texts = [one for one in found if isinstance(one, str)]
-    if len(texts) < len(found):
-        raise DataError(f"{origin} is no text: mend it, or write the template into '{own}'")
+    texts = [one for one in candidates if isinstance(one, str)]
+    if len(texts) < len(candidates):
+        raise DataError(f"{origin} is no text: fix it, or write the template into '{own}'")
     return [(origin, text) for text in texts]
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The texts of bos_token, eos_token and their kin."""
-    # The older file counts only beside settings of its own age, which list no added tokens.
-    newer = "added_tokens_decoder" in settings
-    stated = settings if newer else {**settings, **_read(directory / TOKENS_FILE)}
-    tokens = {key: value for key, value in stated.items() if key.endswith("_token")}
+    """Return the texts of bos_token, eos_token and the other special tokens."""
+    # The older file only applies to settings of its age, which list no added tokens.
+    is_newer = "added_tokens_decoder" in settings
+    declared = settings if is_newer else {**settings, **_read_json(directory / TOKENS_FILE)}
+    tokens = {key: value for key, value in declared.items() if key.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(_text(path))
+        content = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' is not JSON ({error}): mend or remove it") from None
+        raise DataError(f"'{path}' is not JSON ({error}): fix or remove it") from None
     return content if isinstance(content, dict) else {}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{path}' cannot be read ({error}): restore it") from None
 
 
-def _environment(clock: bool) -> ImmutableSandboxedEnvironment:
+def _make_environment(has_clock: bool) -> ImmutableSandboxedEnvironment:
     result = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationExtension, loopcontrols]
     )
     result.filters["tojson"] = _to_json
     result.globals |= {
-        "raise_exception": _refuse, "namespace": _Names, "dict": _table,
+        "raise_exception": _raise_exception, "namespace": _SafeNamespace, "dict": _make_dict,
     }  # fmt: skip
-    if clock:
-        result.globals["strftime_now"] = _now
+    if has_clock:
+        result.globals["strftime_now"] = _strftime_now
     return result
 
 
-class _Generation(Extension):
-    """`{% generation %}`, which marks what a model says."""
+class _GenerationExtension(Extension):
+    """Jinja extension for `{% generation %}`, which marks an assistant's answer."""
 
-    MARK = "generation_mark"
+    MARKER = "generation_mark"
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
-        # No message can hold it, as nobody knows it.
-        environment.extend(**{self.MARK: f"\ufdd0{uuid4().hex}\ufdd1"})
+        # Random, so that no message can contain it.
+        environment.extend(**{self.MARKER: f"\ufdd0{uuid4().hex}\ufdd1"})
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The statements up to `{% endgeneration %}`, with variables of their own."""
+        """Parse the statements up to `{% endgeneration %}`, in a scope of their own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        mark = nodes.TemplateData(getattr(self.environment, self.MARK), lineno=line)
+        mark = nodes.TemplateData(getattr(self.environment, self.MARKER), lineno=line)
         ends = [nodes.Output([mark], lineno=line) for _ in range(2)]
         return nodes.Scope([ends[0], *body, ends[1]], lineno=line)
 
 
-class _Names(Namespace):
-    """Variables that live beyond a loop; no name may lead into Python's own."""
+class _SafeNamespace(Namespace):
+    """Jinja namespace without private names, which could reach Python internals."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        for name in dict(*args[1:], **values):  # the first is self, which may also name a value
+        for name in dict(*args[1:], **values):  # args[0] is self; a value may also be named self.
             _check_name(name)
         Namespace.__init__(*args, **values)
 
@@ -337,16 +358,16 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"it sets {name!r} of a namespace")
 
 
-def _table(*args: Any, **values: Any) -> dict[Any, Any]:
-    """`dict` without the attributes of a class."""
+def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
+    """Return a dict without exposing the attributes of the class."""
     return dict(*args, **values)
 
 
-def _refuse(message: object) -> None:
+def _raise_exception(message: object) -> None:
     raise TemplateRefusal(str(message))
 
 
-def _now(form: str) -> str:
+def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
@@ -357,7 +378,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As the `json` module has it: Jinja's own filter escapes what HTML would misread."""
+    """Return `value` as the `json` module writes it; Jinja's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

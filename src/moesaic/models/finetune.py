@@ -1,29 +1,29 @@
-"""A model made ready for fine-tuning: what does not learn is frozen, adapters are put in."""
+"""Preparation of a model for fine-tuning: freezes parameters and adds LoRA adapters."""
 
 from __future__ import annotations
 
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import expert_name, parameters
-from moesaic.facts.workload.finetune import A, adapters, learns
+from moesaic.facts.workload.adapters import A, adapters, is_trainable
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import logical
+from moesaic.models.state import logical_name
 from moesaic.nn.attention import Linear
 
 
-def prepare(model: LanguageModel, finetune: FinetuneConfig) -> None:
-    """Leave gradients, and put adapters, where `facts.workload.finetune` says."""
+def prepare_for_finetuning(model: LanguageModel, finetune: FinetuneConfig) -> None:
+    """Freeze parameters and add adapters as `facts.workload.adapters` decides."""
     config = model.config
-    learning = {one.name for one in parameters(config) if learns(finetune, one)}
-    adapted = {one.name.removesuffix(A) for one in adapters(config, finetune)}
+    trainable = {param.name for param in parameters(config) if is_trainable(finetune, param)}
+    adapted = {param.name.removesuffix(A) for param in adapters(config, finetune)}
     for block, module in model.blocks():
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(logical(config, f"{block}.{name}") in learning)
-        for name, part in module.named_modules():
-            if isinstance(part, Linear) and f"{block}.{name}" in adapted:
-                part.adapt(finetune.rank, finetune.scale)
-    for layer, bank in model.banks():
-        # All that is in an arena is of one parameter: what is true of one matrix is of all.
+            parameter.requires_grad_(logical_name(config, f"{block}.{name}") in trainable)
+        for name, submodule in module.named_modules():
+            if isinstance(submodule, Linear) and f"{block}.{name}" in adapted:
+                submodule.add_adapters(finetune.rank, finetune.scale)
+    for layer, bank in model.expert_banks():
+        # One arena holds all experts of a layer, so one matrix decides for all of them.
         name = expert_name(layer, bank.experts[0], "gate")
-        bank.arena.requires_grad_(name in learning)
+        bank.arena.requires_grad_(name in trainable)
         if name in adapted:
-            bank.adapt(finetune.rank, finetune.scale)
+            bank.add_adapters(finetune.rank, finetune.scale)

@@ -1,7 +1,7 @@
-"""The decoder language model: a list of named blocks `(x, context) -> x`.
+"""Decoder language model: a list of named blocks `(x, context) -> x`.
 
-embed, layers.0 ... layers.N-1, head. The names of its parameters are the logical names of
-`facts.workload`, but for the experts, which live in the arenas of their banks.
+The blocks are embed, layers.0 ... layers.N-1 and head. Parameter names are the logical names of
+`facts.workload`. Experts are the exception: they are views of their bank's arena.
 """
 
 from __future__ import annotations
@@ -16,45 +16,49 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan, block_names
 from moesaic.nn.attention import Attention, FeedForward
-from moesaic.nn.bank import Bank
-from moesaic.nn.columns import ALONE, Columns
 from moesaic.nn.context import Context, Rotary, compute_dtype
-from moesaic.nn.dispatch import Dispatcher
-from moesaic.nn.latent import LatentAttention
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.latent_attention import LatentAttention
 from moesaic.nn.loss import HeadLoss
 from moesaic.nn.moe import MoE
-from moesaic.nn.norm import RMSNorm, SlicedNorm
+from moesaic.nn.norm import RMSNorm, TensorParallelRMSNorm
 from moesaic.nn.router import Router, SigmoidRouter
-from moesaic.nn.slices import WHOLE, Slices, here
-from moesaic.nn.travel import Ranks
+from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
+from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors; of several slices each has words of its own, or each rank has columns
-    of all words."""
+    """Token embedding. Tensor parallelism shards it by vocabulary, `column_shard` by hidden
+    dimension."""
 
     def __init__(
-        self, vocab: int, hidden: int, slices: Slices = WHOLE, columns: Columns = ALONE
+        self,
+        vocab: int,
+        hidden: int,
+        tp: TensorParallel = NO_TP,
+        column_shard: ShardedEmbedding = UNSHARDED,
     ) -> None:
         super().__init__()
-        self.slices, self.columns = slices, columns
-        self.weight = slices.parameter(vocab, hidden // columns.count, cut=0)
+        self.tp, self.column_shard = tp, column_shard
+        self.weight = tp.parameter(vocab, hidden // column_shard.num_ranks, shard_dim=0)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Look up."""
+        """Return embeddings [batch, sequence, hidden] of the token ids `x`."""
         del context
-        if self.slices.group is None:
-            return self.columns.look_up(x, self.weight)
-        weight = here(self.weight)
-        words = weight.shape[0]
-        x = x - self.slices.index * words
-        absent = (x < 0) | (x >= self.slices.end(words))
-        found = F.embedding(x.masked_fill(absent, 0), weight)
-        return self.slices.sum_runs(found.masked_fill(absent[..., None], 0.0))
+        if self.tp.group is None:
+            return self.column_shard.look_up(x, self.weight)
+        weight = to_local(self.weight)
+        vocab_rows = weight.shape[0]
+        x = x - self.tp.rank * vocab_rows
+        outside = (x < 0) | (x >= self.tp.vocab_end(vocab_rows))
+        embeddings = F.embedding(x.masked_fill(outside, 0), weight)
+        return self.tp.reduce_scatter(embeddings.masked_fill(outside[..., None], 0.0))
 
 
-class Layer(nn.Module):
-    """Attention and feed-forward network, each behind a norm and added to the stream."""
+class DecoderLayer(nn.Module):
+    """Decoder layer: attention and feed-forward network, each with a pre-norm and a residual."""
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Layer(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Compute, or with `recompute` keep only the input and compute again in backward."""
+        """Return the layer's output; with `recompute`, keep only the input for backward."""
         if self.recompute and torch.is_grad_enabled():
             result: Tensor = checkpoint(
                 self._compute, x, context, use_reentrant=False, preserve_rng_state=False
@@ -82,7 +86,7 @@ class Layer(nn.Module):
 
     def _compute(self, x: Tensor, context: Context) -> Tensor:
         if self.moe is not None:
-            self.moe.begin(context, compute_dtype(x))
+            self.moe.start_replicas(context, compute_dtype(x))
         x = x + self.attention(self.attention_norm(x), context)
         normed = self.ffn_norm(x)
         inner = self.moe if self.moe is not None else self.ffn
@@ -91,187 +95,195 @@ class Layer(nn.Module):
         return result
 
 
-class Head(nn.Module):
-    """The last norm and the projection onto the vocabulary; with targets, the loss instead."""
+class LMHead(nn.Module):
+    """Final norm and projection onto the vocabulary; with targets, the loss instead of logits."""
 
     def __init__(
         self,
         weight: nn.Parameter,
         width: int,
         epsilon: float,
-        slices: Slices = WHOLE,
-        columns: Columns = ALONE,
+        tp: TensorParallel = NO_TP,
+        column_shard: ShardedEmbedding = UNSHARDED,
     ) -> None:
-        """With columns of a tied weight, which come together while they are multiplied by."""
+        """Create the head; a tied column-sharded `weight` is gathered when it is multiplied."""
         super().__init__()
         self.norm = RMSNorm(width, epsilon)
-        self.weight, self.slices, self.columns = weight, slices, columns
+        self.weight, self.tp, self.column_shard = weight, tp, column_shard
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
-        x = self.slices.join(self.norm(x))
+        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
+        x = self.tp.gather_tokens(self.norm(x))
         if context.targets is None:
-            return F.linear(x, self.columns.join(here(self.weight)))
-        rows = x.flatten(0, 1).to(compute_dtype(x))
+            return F.linear(x, self.column_shard.gather_table(to_local(self.weight)))
+        tokens = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             targets = context.targets.flatten()
-            weight = here(self.weight if torch.is_grad_enabled() else self.weight.detach())
-            # Nobody else holds what has come together: with the loss it goes.
+            weight = to_local(self.weight if torch.is_grad_enabled() else self.weight.detach())
+            # Only the loss refers to the gathered table, so it is freed together with the loss.
             loss: Tensor = HeadLoss.apply(
-                rows, self.columns.join(weight), targets, context.loss_scale, self.slices
+                tokens, self.column_shard.gather_table(weight), targets, context.loss_scale, self.tp
             )
         return loss
 
 
 class LanguageModel(nn.Module):
-    """A decoder of any family, or the blocks of one that a part of a pipeline has."""
+    """Decoder of any family, or the blocks of one pipeline rank."""
 
     def __init__(
         self,
         config: ModelConfig,
         routing: RoutingConfig | None = None,
         plan: Plan | None = None,
-        ranks: Ranks | None = None,
-        slices: Slices = WHOLE,
-        names: Sequence[str] | None = None,
-        columns: Columns = ALONE,
+        ranks: DispatchGroups | None = None,
+        tp: TensorParallel = NO_TP,
+        blocks: Sequence[str] | None = None,
+        column_shard: ShardedEmbedding = UNSHARDED,
     ) -> None:
-        """With the blocks of such `names`, in the order of the model; absent: all of them."""
+        """Create the blocks named in `blocks`, in the order of the model; None creates all."""
         super().__init__()
-        self.config, self.slices = config, slices
-        self.names = block_names(config) if names is None else list(names)
+        self.config, self.tp = config, tp
+        self.block_names = block_names(config) if blocks is None else list(blocks)
         routing = routing or RoutingConfig()
-        plan = plan or Plan(ranks=1, ep=1, shard=1, experts=config.experts)
-        ranks = ranks or Ranks()
-        if "embed" in self.names:
-            self.embed = Embedding(config.vocab, config.hidden, slices, columns)
-        self.indices = [i for i in range(config.layers) if f"layers.{i}" in self.names]
+        plan = plan or Plan(ranks=1, ep=1, dp_shard=1, experts=config.experts)
+        ranks = ranks or DispatchGroups()
+        if "embed" in self.block_names:
+            self.embed = Embedding(config.vocab, config.hidden, tp, column_shard)
+        self.layer_indices = [i for i in range(config.layers) if f"layers.{i}" in self.block_names]
         self.layers = nn.ModuleList(
-            self._layer(index, routing, plan, ranks) for index in self.indices
+            self._make_layer(index, routing, plan, ranks) for index in self.layer_indices
         )
-        if "head" in self.names:
-            shared_out = columns if config.tied else ALONE
-            weight = slices.parameter(config.vocab, config.hidden // shared_out.count, cut=0)
-            self.head = Head(weight, config.hidden, config.norm_epsilon, slices, shared_out)
+        if "head" in self.block_names:
+            head_shard = column_shard if config.tied else UNSHARDED
+            weight = tp.parameter(config.vocab, config.hidden // head_shard.num_ranks, shard_dim=0)
+            self.head = LMHead(weight, config.hidden, config.norm_epsilon, tp, head_shard)
         self.tie()
 
-    def _attention(self, index: int) -> Attention | LatentAttention:
+    def _make_attention(self, index: int) -> Attention | LatentAttention:
         config = self.config
         if config.latent is not None:
             return LatentAttention(
                 index, config.hidden, config.heads, config.head_dim, config.latent,
-                config.rope_scaling, self.slices,
+                config.rope_scaling, self.tp,
             )  # fmt: skip
         return Attention(
             index, config.hidden, config.heads, config.kv_heads, config.head_dim,
-            norms=_head_norms(config, self.slices), clip=config.clip_qkv, slices=self.slices,
+            norms=_qk_norms(config, self.tp), clip=config.clip_qkv, tp=self.tp,
         )  # fmt: skip
 
-    def _layer(self, index: int, routing: RoutingConfig, plan: Plan, ranks: Ranks) -> Layer:
+    def _make_layer(
+        self, index: int, routing: RoutingConfig, plan: Plan, ranks: DispatchGroups
+    ) -> DecoderLayer:
         config = self.config
         ffn: FeedForward | MoE
         if index in config.expert_layers:
-            homes, sizes = plan.homes_at(ranks.rank, index), (config.hidden, config.ffn)
-            bank = Bank(homes, *sizes, ranks.slices, plan.grouped_mm)
+            local_experts, sizes = plan.experts_at(ranks.rank, index), (config.hidden, config.ffn)
+            bank = ExpertBank(local_experts, *sizes, ranks.tp, plan.grouped_mm)
             dispatcher = Dispatcher(
-                config.experts, ranks, routing.capacity, plan.slots(index),
-                visits=plan.dispatch == "visits", chunks=plan.chunks,
-                local_first=plan.local == "first",
+                config.experts, ranks, routing.capacity_factor, plan.slot_experts(index),
+                dedup=plan.dispatch == "dedup", num_chunks=plan.chunks,
+                overlap_local=plan.overlap_local,
             )  # fmt: skip
-            beside = config.shared * config.ffn
-            shared = FeedForward(config.hidden, beside, self.slices) if beside else None
-            ffn = MoE(self._router(index, routing), bank, dispatcher, shared)
+            shared_width = config.shared_experts * config.ffn
+            shared = FeedForward(config.hidden, shared_width, self.tp) if shared_width else None
+            ffn = MoE(self._make_router(index, routing), bank, dispatcher, shared)
         else:
-            ffn = FeedForward(config.hidden, config.inner(index), self.slices)
-        return Layer(self._attention(index), ffn, config.hidden, config.norm_epsilon)
+            ffn = FeedForward(config.hidden, config.ffn_width(index), self.tp)
+        return DecoderLayer(self._make_attention(index), ffn, config.hidden, config.norm_epsilon)
 
-    def _router(self, index: int, routing: RoutingConfig) -> Router:
+    def _make_router(self, index: int, routing: RoutingConfig) -> Router:
         config, kind = self.config, routing.router
         sizes = (index, config.hidden, config.experts, config.top_k)
-        if config.score == "softmax":
+        if config.score_function == "softmax":
             return Router(*sizes, kind=kind, renormalise=config.renormalise, noise=routing.noise)
         assert kind in ("top-k", "balanced"), "the job refuses others"
         return SigmoidRouter(
             *sizes, kind=kind, renormalise=config.renormalise,
-            groups=(config.groups, config.top_groups), scale=config.scale,
+            groups=(config.expert_groups, config.top_expert_groups),
+            scale=config.routed_scaling_factor,
         )  # fmt: skip
 
     def tie(self) -> None:
-        """Make the head use the embedding's weight, if the model is tied and both are here."""
-        if self.config.tied and {"embed", "head"} <= set(self.names):
+        """Share the embedding's weight with the head, if the model is tied and both are present."""
+        if self.config.tied and {"embed", "head"} <= set(self.block_names):
             self.head.weight = self.embed.weight
 
     def materialise(self, device: torch.device) -> None:
-        """Give every parameter and buffer memory on `device`, its values to be filled in.
+        """Allocate every parameter and buffer on `device`, uninitialised.
 
-        `to_empty` does so too, but for a model on `meta` it first imports half of torch's compiler.
+        `to_empty` does the same, but for a model on `meta` it first imports half of torch's
+        compiler.
         """
         memory: dict[int, nn.Parameter] = {}
         for module in self.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 if id(old) not in memory:
-                    new = _memory_for(old.detach(), device)
+                    new = _allocate_like(old.detach(), device)
                     memory[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
                 setattr(module, name, memory[id(old)])
             for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, _memory_for(buffer, device))
+                setattr(module, name, _allocate_like(buffer, device))
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """The named blocks, in order."""
+        """Yield (name, block) in forward order."""
         layers = iter(self.layers)
-        for name in self.names:
+        for name in self.block_names:
             yield name, next(layers) if name.startswith("layers.") else getattr(self, name)
 
     def expert_layers(self) -> Iterator[tuple[int, MoE]]:
-        """The networks of experts by layer."""
-        for index, layer in zip(self.indices, self.decoder_layers(), strict=True):
+        """Yield (layer index, MoE) for every layer with experts."""
+        for index, layer in zip(self.layer_indices, self.decoder_layers(), strict=True):
             if layer.moe is not None:
                 yield index, layer.moe
 
-    def banks(self) -> Iterator[tuple[int, Bank]]:
-        """The expert banks by layer."""
+    def expert_banks(self) -> Iterator[tuple[int, ExpertBank]]:
+        """Yield (layer index, expert bank) for every layer with experts."""
         for index, moe in self.expert_layers():
             yield index, moe.bank
 
     def sigmoid_routers(self) -> Iterator[tuple[int, SigmoidRouter]]:
-        """The routers that have a bias, by layer."""
+        """Yield (layer index, router) for every router with a bias."""
         for index, moe in self.expert_layers():
             if isinstance(moe.router, SigmoidRouter):
                 yield index, moe.router
 
-    def decoder_layers(self) -> Iterator[Layer]:
-        """The layers between embedding and head."""
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
+        """Yield the decoder layers."""
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, DecoderLayer)
             yield layer
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """Rotary angles at `positions` [batch, sequence], in the model's dtype."""
+        """Return rotary angles at `positions` [batch, sequence], in the model's dtype."""
         config, dtype = self.config, next(self.parameters()).dtype
-        return Rotary.at(positions, config.turned, config.rope_theta, dtype, config.rope_scaling)
+        return Rotary.at_positions(
+            positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling
+        )
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """All blocks in turn."""
+        """Run all blocks in order and return the last output."""
         x = tokens
         for _, block in self.blocks():
             x = block(x, context)
         return x
 
 
-def _head_norms(config: ModelConfig, slices: Slices) -> tuple[RMSNorm, RMSNorm] | None:
-    if config.normed is None:
+def _qk_norms(config: ModelConfig, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:
+    if config.qk_norm is None:
         return None
     width, epsilon = config.head_dim, config.norm_epsilon
-    if config.normed == "heads":
+    if config.qk_norm == "heads":
         return RMSNorm(width, epsilon), RMSNorm(width, epsilon)
     query, key = config.heads * width, config.kv_heads * width
-    if slices.count == 1:
+    if tp.size == 1:
         return RMSNorm(query, epsilon), RMSNorm(key, epsilon)
-    return SlicedNorm(query, epsilon, slices), SlicedNorm(key, epsilon, slices)
+    return TensorParallelRMSNorm(query, epsilon, tp), TensorParallelRMSNorm(key, epsilon, tp)
 
 
-def _memory_for(one: Tensor, device: torch.device) -> Tensor:
-    """As much on `device`; `empty_like`, which slices need, imports as much as `to_empty` does."""
-    if type(one) is Tensor:
-        return torch.empty(one.shape, dtype=one.dtype, device=device)
-    return torch.empty_like(one, device=device)
+def _allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return uninitialised memory like `tensor` on `device`.
+
+    DTensors need `empty_like`, which imports as much of torch's compiler as `to_empty` does."""
+    if type(tensor) is Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)

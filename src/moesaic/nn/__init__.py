@@ -1,1 +1,1 @@
-"""Layers: attention, router, dispatch, expert bank, losses, and randomness by counter."""
+"""Layers: attention, router, token dispatch, experts, norms, and losses."""

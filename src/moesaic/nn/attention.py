@@ -9,82 +9,84 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moesaic.dist.loops import by_onednn
-from moesaic.dist.products import product
+from moesaic.kernels.cpu_gemm import uses_onednn
+from moesaic.kernels.grouped_mm import matmul
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.halves import asked_for
 from moesaic.nn.norm import RMSNorm
-from moesaic.nn.slices import WHOLE, Slices, here
+from moesaic.nn.split_backward import needs_grad
+from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
 
-OUTPUTS, INPUTS = 0, 1
+OUTPUT_DIM, INPUT_DIM = 0, 1
 """Dimensions of a weight."""
 
 
 class Linear(nn.Module):
-    """x @ weight.T, without bias; adapted, x @ (weight + scale * B A).T with A and B to learn."""
+    """x @ weight.T, without bias; with LoRA, x @ (weight + scale * B A).T."""
 
     def __init__(
-        self, inputs: int, outputs: int, slices: Slices = WHOLE, *, cut: int = OUTPUTS
+        self, inputs: int, outputs: int, tp: TensorParallel = NO_TP, *, shard_dim: int = OUTPUT_DIM
     ) -> None:
-        """Of several slices each has outputs of its own, or inputs if those are `cut`."""
+        """Create the weight; TP ranks shard its outputs or inputs, as `shard_dim` says."""
         super().__init__()
-        self.extents, self._slices, self._cut = (outputs, inputs), slices, cut
-        self.weight = slices.parameter(outputs, inputs, cut=cut)
+        self.weight_shape, self._tp, self._shard_dim = (outputs, inputs), tp, shard_dim
+        self.weight = tp.parameter(outputs, inputs, shard_dim=shard_dim)
         self.lora_a: nn.Parameter | None = None
         self.lora_b: nn.Parameter | None = None
         self.scale = 0.0
 
-    def adapt(self, rank: int, scale: float) -> None:
-        """Put the low-rank pair A [rank, inputs] and B [outputs, rank] beside the weight."""
-        outputs, inputs = self.extents
-        cut, whole = self._slices, WHOLE
-        by_inputs, by_outputs = (cut, whole) if self._cut == INPUTS else (whole, cut)
-        self.lora_a = by_inputs.parameter(rank, inputs, cut=INPUTS)
-        self.lora_b = by_outputs.parameter(outputs, rank, cut=OUTPUTS)
+    def add_adapters(self, rank: int, scale: float) -> None:
+        """Add a LoRA pair, A [rank, inputs] and B [outputs, rank]."""
+        outputs, inputs = self.weight_shape
+        sharded, replicated = self._tp, NO_TP
+        by_inputs, by_outputs = (
+            (sharded, replicated) if self._shard_dim == INPUT_DIM else (replicated, sharded)
+        )
+        self.lora_a = by_inputs.parameter(rank, inputs, shard_dim=INPUT_DIM)
+        self.lora_b = by_outputs.parameter(outputs, rank, shard_dim=OUTPUT_DIM)
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        result = multiply(x, here(self.weight))
+        """Return the product, [..., outputs]."""
+        result = linear(x, to_local(self.weight))
         if self.lora_a is None or self.lora_b is None:
             return result
-        narrow = F.linear(x, here(self.lora_a)) * self.scale
-        return result + F.linear(narrow, here(self.lora_b))
+        narrow = F.linear(x, to_local(self.lora_a)) * self.scale
+        return result + F.linear(narrow, to_local(self.lora_b))
 
 
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply by weight.T over the last dimension.
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T over the last dimension.
 
-    The engine for recurring sizes does it only where autograd records, as those of training are, so
-    that last digits may be others where it does not.
+    oneDNN is used only where autograd records, since training repeats its sizes. Without autograd
+    the last digits may therefore differ.
     """
-    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not learning or torch.is_autocast_enabled(x.device.type) or not by_onednn(x, weight):
+    records_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not records_grad or torch.is_autocast_enabled(x.device.type) or not uses_onednn(x, weight):
         return F.linear(x, weight)
-    result: Tensor = _Multiplied.apply(x.reshape(-1, x.shape[-1]), weight)
+    result: Tensor = _OneDNNLinear.apply(x.reshape(-1, x.shape[-1]), weight)
     return result.view(*x.shape[:-1], weight.shape[0])
 
 
-class _Multiplied(torch.autograd.Function):
-    """Products of sizes that are the same in every step, by what multiplies those fastest."""
+class _OneDNNLinear(torch.autograd.Function):
+    """Matmul by oneDNN, for sizes that recur in every step."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        """Multiply by weight.T."""
+        """Return rows @ weight.T."""
         ctx.save_for_backward(rows, weight)
-        return product(rows, weight, transposed=True)
+        return matmul(rows, weight, transposed=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of rows and weight; in a backward that comes in halves, of one of them."""
+        """Return the gradients of rows and weight; split backward requests one at a time."""
         rows, weight = ctx.saved_tensors
-        of_rows = product(grads[0], weight, transposed=False) if asked_for(ctx, 0) else None
-        return of_rows, grads[0].T @ rows if asked_for(ctx, 1) else None
+        grad_rows = matmul(grads[0], weight, transposed=False) if needs_grad(ctx, 0) else None
+        return grad_rows, grads[0].T @ rows if needs_grad(ctx, 1) else None
 
 
 class Attention(nn.Module):
-    """Attention of one layer; of several slices each has heads of its own."""
+    """Attention of one layer; heads are sharded over TP ranks."""
 
     def __init__(
         self,
@@ -96,26 +98,26 @@ class Attention(nn.Module):
         *,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         clip: float | None = None,
-        slices: Slices = WHOLE,
+        tp: TensorParallel = NO_TP,
     ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.groups, self.clip = layer, head_dim, heads // kv_heads, clip
-        self.slices = slices
-        self.q = Linear(hidden, heads * head_dim, slices)
-        self.k = Linear(hidden, kv_heads * head_dim, slices)
-        self.v = Linear(hidden, kv_heads * head_dim, slices)
-        self.o = Linear(heads * head_dim, hidden, slices, cut=INPUTS)
-        # Over all channels of queries and of keys, or over those of each head.
+        self.tp = tp
+        self.q = Linear(hidden, heads * head_dim, tp)
+        self.k = Linear(hidden, kv_heads * head_dim, tp)
+        self.v = Linear(hidden, kv_heads * head_dim, tp)
+        self.o = Linear(heads * head_dim, hidden, tp, shard_dim=INPUT_DIM)
+        # Norms cover all channels of queries and keys, or those of each head.
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Attend."""
-        (x,) = self.slices.samples(context, x)
+        """Return the attention output for this rank's tokens."""
+        (x,) = self.tp.gather_samples(context, x)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
+            q, k = _norm_heads(q, self.q_norm), _norm_heads(k, self.k_norm)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         q, k, v = (self._split(t) for t in (q, k, v))
@@ -125,7 +127,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         attended = attend(q, self._repeat(k), self._repeat(v), context.mask)
-        return self.slices.sum_runs(self.o(attended.transpose(1, 2).flatten(2)))
+        return self.tp.reduce_scatter(self.o(attended.transpose(1, 2).flatten(2)))
 
     def _split(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(2, (-1, self.head_dim))
@@ -135,18 +137,18 @@ class Attention(nn.Module):
         return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=1)
 
 
-def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
-    """Every run of as many channels as the norm is wide, on its own."""
-    normed: Tensor = norm(x.unflatten(2, (-1, here(norm.weight).shape[0])))
+def _norm_heads(x: Tensor, norm: RMSNorm) -> Tensor:
+    """Normalise consecutive groups of channels, each as wide as the norm."""
+    normed: Tensor = norm(x.unflatten(2, (-1, to_local(norm.weight).shape[0])))
     return normed.flatten(2)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """softmax(q k^T * scale) v, causal where there is no mask; scale: 1 / sqrt(d) if not given."""
+    """Return softmax(q k^T * scale) v, causal without a mask; `scale` defaults to 1 / sqrt(d)."""
     if q.shape[0] == 0:
-        # Nothing to attend to, yet gradients of this rank must exist (as zeros).
+        # No samples here, but parameters on this rank still need (zero) gradients.
         return q + k[:, :, : q.shape[2]] * 0 + v[:, :, : q.shape[2]] * 0
     causal = mask is None and q.shape[2] > 1
     assert not causal or q.shape[2] == k.shape[2], "several queries over a cache need a mask"
@@ -154,49 +156,49 @@ def attend(
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn channel pairs (i, i + d/2) of [batch, heads, sequence, d] by the positions' angles."""
-    turned: Tensor = _Turned.apply(x, rotary.cosine, rotary.sine)
-    return turned
+    """Rotate channel pairs (i, i + d/2) of [batch, heads, sequence, d] by the positions' angles."""
+    rotated: Tensor = _Rotate.apply(x, rotary.cosine, rotary.sine)
+    return rotated
 
 
-class _Turned(torch.autograd.Function):
-    """Backward turns back."""
+class _Rotate(torch.autograd.Function):
+    """Rotary rotation; backward rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Turn; the result lies in memory as `x` does."""
+        """Return the rotated `x`, with its memory layout."""
         ctx.save_for_backward(cosine, sine)
         ctx.dtype = x.dtype
-        return _turn(x, cosine, sine, 1.0, torch.promote_types(x.dtype, cosine.dtype))
+        return _rotate(x, cosine, sine, 1.0, torch.promote_types(x.dtype, cosine.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient, turned back."""
+        """Return the gradient, rotated back."""
         cosine, sine = ctx.saved_tensors
-        return _turn(grads[0], cosine, sine, -1.0, ctx.dtype), None, None
+        return _rotate(grads[0], cosine, sine, -1.0, ctx.dtype), None, None
 
 
-def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float, dtype: torch.dtype) -> Tensor:
     wide = x.to(cosine.dtype)
-    turned = torch.empty_like(wide)
-    (left, right), (first, second) = wide.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    rotated = torch.empty_like(wide)
+    (left, right), (first, second) = wide.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     torch.mul(left, cosine, out=first).addcmul_(right, sine, value=-sign)
     torch.mul(right, cosine, out=second).addcmul_(left, sine, value=sign)
-    return turned.to(dtype)
+    return rotated.to(dtype)
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)); of several slices each has inner channels of its own."""
+    """down(silu(gate(x)) * up(x)); FFN channels are sharded over TP ranks."""
 
-    def __init__(self, hidden: int, ffn: int, slices: Slices = WHOLE) -> None:
+    def __init__(self, hidden: int, ffn: int, tp: TensorParallel = NO_TP) -> None:
         super().__init__()
-        self.slices = slices
-        self.gate, self.up = Linear(hidden, ffn, slices), Linear(hidden, ffn, slices)
-        self.down = Linear(ffn, hidden, slices, cut=INPUTS)
+        self.tp = tp
+        self.gate, self.up = Linear(hidden, ffn, tp), Linear(hidden, ffn, tp)
+        self.down = Linear(ffn, hidden, tp, shard_dim=INPUT_DIM)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Compute; the context is the same as an expert layer's and not used."""
+        """Return the output for this rank's tokens; `context` is unused, as MoE layers have it."""
         del context
-        x = self.slices.join(x)
-        return self.slices.sum_runs(self.down(F.silu(self.gate(x)) * self.up(x)))
+        x = self.tp.gather_tokens(x)
+        return self.tp.reduce_scatter(self.down(F.silu(self.gate(x)) * self.up(x)))

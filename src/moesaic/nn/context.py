@@ -1,8 +1,8 @@
-"""What the blocks of a model share while one micro-batch passes through them.
+"""State of one micro-batch on its way through the blocks of a model.
 
-The context carries facts down (positions, masks, counters for randomness) and takes facts up
-(auxiliary losses, counts of tokens by expert). What goes up is keyed by layer, so that a layer that
-is computed twice, as under activation checkpointing, says it once.
+The context hands down positions, masks, and counters for randomness. It collects auxiliary losses
+and counts of tokens by expert. These are keyed by layer, so that a layer recomputed under
+activation checkpointing reports once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moesaic.facts.balance import Balance
+from moesaic.facts.balance import BalanceDecision
 from moesaic.facts.job.model import RopeScaling
-from moesaic.nn.guests import Guests
-from moesaic.nn.rope import frequencies, sharpness
+from moesaic.nn.experts.replicas import Replicas
+from moesaic.nn.rope import attention_factor, frequencies
 
 
 class Cache(Protocol):
-    """What attention remembers of earlier positions: keys and values, or what stands for both."""
+    """Cache of attention for earlier positions: keys and values, or a latent of both."""
 
     def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append new positions of one layer and return all of them.
+        """Append new positions of one layer, and return all of them.
 
         Each tensor is [batch, heads, positions, channels].
         """
@@ -38,7 +38,7 @@ class Rotary:
     sine: Tensor
 
     @classmethod
-    def at(
+    def at_positions(
         cls,
         positions: Tensor,
         head_dim: int,
@@ -46,88 +46,93 @@ class Rotary:
         dtype: torch.dtype,
         scaling: RopeScaling | None = None,
     ) -> Rotary:
-        """Rotary angles at `positions`, computed in fp32 or better."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        places, factor = positions[:, None, :, None].to(wide), sharpness(scaling)
-        angles = places * frequencies(head_dim, theta, scaling, places)
+        """Return the rotary angles at `positions`, computed in fp32 or wider."""
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        positions, factor = positions[:, None, :, None].to(dtype), attention_factor(scaling)
+        angles = positions * frequencies(head_dim, theta, scaling, positions)
         return cls((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one expert layer reports of one micro-batch."""
+    """Report of one MoE layer for one micro-batch."""
 
-    balance: Tensor
-    """This rank's share of the load-balance loss; shares add up to the loss. Carries gradient."""
-    z: Tensor
-    """This rank's share of the z-loss. Carries gradient."""
-    asked: Tensor
-    """Assignments to each expert over all ranks before drops, [experts]; on the host, or on the
-    device if nothing has waited for it."""
+    balance_loss: Tensor
+    """This rank's share of the load-balance loss; the shares of all ranks add up. With gradient."""
+    z_loss: Tensor
+    """This rank's share of the z-loss. With gradient."""
+    requested: Tensor
+    """Assignments per expert over all ranks before drops, [experts]; on the host, or on the device
+    if the host has not waited."""
     counts: Tensor
-    """Tokens sent to each expert by each rank after drops, [ranks, experts]; likewise."""
-    dropped: int
-    """Assignments dropped for want of capacity, over all ranks."""
-    visits: Tensor | None
-    """Tokens of each rank that stop at each rank of its group, and at each host, where they travel
-    once; on the host."""
-    flips: int
+    """Assignments of each rank to each expert after drops, [ranks, experts]; on host or device
+    alike."""
+    num_dropped: int
+    """Assignments dropped by capacity, over all ranks."""
+    dedup_counts: Tensor | None
+    """Deduplicated tokens of each rank for each EP rank, then for each host, [ranks, destinations];
+    on the host. None without deduplication."""
+    num_replay_mismatches: int
     """This rank's assignments in which a replayed choice differs from the router's own."""
-    spread: Balance | None = None
-    """Which experts had copies, and who computed what; None: nobody was asked."""
+    balance_decision: BalanceDecision | None = None
+    """Replicas and rerouted rows; None without balancing."""
 
 
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What matrix products take in each precision that is not as wide as the parameters."""
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Matmul dtype of each precision narrower than the parameters."""
 
 
-def computing_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """A stretch in which matrix products take `precision`; parameters keep what they are in."""
-    if precision not in NARROW:
+def autocast_to(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return an autocast context with matmuls in `precision`; parameters keep their dtype."""
+    if precision not in LOW_PRECISION:
         return nullcontext()
-    # Every weight is cast once a pass; the cache would only keep what layers have let go.
-    return torch.autocast(device.type, NARROW[precision], cache_enabled=False)
+    # Weights are cast once per pass, so the autocast cache would only hold memory.
+    return torch.autocast(device.type, LOW_PRECISION[precision], cache_enabled=False)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that matrix products take here: autocast's where it is on, else that of `x`."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """Return the matmul dtype here: autocast's where it is on, else that of `x`."""
+    device_type = x.device.type
+    return (
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    )
 
 
 class Context:
-    """One micro-batch on its way through the blocks.
+    """Context of one micro-batch.
 
-    Not a dataclass on purpose: FSDP rebuilds dataclasses among a module's inputs, dictionaries and
-    all, and what layers report would be lost in the copy.
+    It is no dataclass on purpose: FSDP copies dataclasses among a module's inputs, with their
+    dictionaries, and layer reports would be lost.
     """
 
     def __init__(self, rotary: Rotary) -> None:
         self.rotary = rotary
-        self.run = slice(None)
-        """Which of the micro-batch's tokens, sample after sample, the stream has on this rank."""
+        self.token_slice = slice(None)
+        """Tokens of the micro-batch that this rank has, as a range over samples in order."""
         self.mask: Tensor | None = None
-        """Which keys each query sees, bool, broadcastable to [batch, heads, queries, keys]; None:
-        causal."""
+        """Keys that each query attends to, bool, broadcastable to [batch, heads, queries, keys];
+        None: causal."""
         self.training = False
         self.seed = 0
         self.step = 0
         self.samples: Tensor | None = None
         """Global sample index of each row, [batch]."""
         self.positions: Tensor | None = None
-        """Place of each token in its sample, [sequence]; with `samples` it names any token."""
+        """Position of each token in its sample, [sequence]; with `samples` it identifies a token.
+        """
         self.targets: Tensor | None = None
-        """Tokens to predict, [batch, sequence], -100 where none; the head then returns a loss."""
+        """Tokens to predict, [batch, sequence], -100 for none; if set, the head returns a loss."""
         self.loss_scale = 1.0
-        """Factor on the summed loss: one over the global number of targets, times fp16's scale."""
+        """Factor on the summed loss: one over the global number of targets, times the fp16 loss
+        scale."""
         self.cache: Cache | None = None
         self.replay: dict[int, Tensor] | None = None
-        """Recorded choices by layer, [tokens, choices], as in `choices`; empty: none."""
+        """Recorded choices by layer, [tokens, choices], encoded as in `choices`; empty: none."""
         self.keep_choices = False
-        """Whether expert layers leave their choices in `choices`."""
+        """True if MoE layers record their choices in `choices`."""
         self.choices: dict[int, Tensor] = {}
-        """Experts chosen by layer, [tokens, choices]; -1 - e where e was chosen and given up."""
-        self.guests: dict[int, Guests | None] = {}
-        """Experts that are on their way to this rank, by layer, until that comes."""
-        self.layers: dict[int, LayerFacts] = {}
-        """What each expert layer reports."""
+        """Chosen experts by layer, [tokens, choices]; -1 - e where the router dropped expert e."""
+        self.replicas: dict[int, Replicas | None] = {}
+        """Replicas in transfer to this rank by layer, until the layer takes them."""
+        self.layer_facts: dict[int, LayerFacts] = {}
+        """Report of each MoE layer."""

@@ -1,4 +1,4 @@
-"""The expert layer: router, dispatch, experts, combine, and what every token visits."""
+"""Mixture-of-experts layer: router, dispatch, experts, combine, and an optional shared expert."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.clock import Clock
-from moesaic.facts.balance import Balance, Ints
+from moesaic.facts.balance import BalanceDecision, IntArray
 from moesaic.nn.attention import FeedForward
-from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, LayerFacts, compute_dtype
-from moesaic.nn.dispatch import Counted, Dispatcher, Placed
-from moesaic.nn.guests import Guests
-from moesaic.nn.router import Router, Routing, balance_share, z_share
+from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher, TokenSlots
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.replicas import Replicas
+from moesaic.nn.router import Router, Routing, load_balance_loss, router_z_loss
 
 
 class Balancer(Protocol):
-    """Says who computes what, the same on each of the ranks that share out experts."""
+    """Balancing policy of one layer; all EP ranks decide the same."""
 
     early: bool
-    """Whether it decides on copies before rows are known."""
+    """True if replicas are chosen before counts are known."""
 
-    def ahead(self) -> Balance:
-        """Those copies, and none of their rows yet."""
+    def early_replicas(self) -> BalanceDecision:
+        """Return the replicas of this step, without rerouted rows."""
 
-    def think(self) -> None:
-        """Decide on those of the next time, if it decides early: tokens are under way."""
+    def plan_next(self) -> None:
+        """Choose the next step's replicas, if it is early; overlaps the exchange of tokens."""
 
-    def __call__(self, counts: Ints) -> Balance:
-        """Who computes what of rows [ranks, experts]; with those copies, if it is early."""
+    def __call__(self, counts: IntArray) -> BalanceDecision:
+        """Return the decision for the row counts, [ranks, experts]; an early policy keeps its
+        replicas."""
 
-    def rehome(self, homes: Ints) -> None:
-        """These are the ranks of all experts from now on."""
+    def set_owners(self, owners: IntArray) -> None:
+        """Set the owner rank of each expert, [experts]."""
 
 
 class MoE(nn.Module):
-    """A feed-forward network of experts, beside one that is `shared` by all tokens.
+    """Mixture-of-experts feed-forward network, with an optional `shared` network for all tokens.
 
-    Where the experts' matrices are cut, the slices' tokens are joined on their way to them, and
-    what comes back are sums over the slices, of each slice's own tokens.
+    With expert tensor parallelism, TP ranks gather their tokens before dispatch. The results are
+    sums over TP ranks, reduce-scattered to each rank's own tokens.
     """
 
     def __init__(
         self,
         router: Router,
-        bank: Bank,
+        bank: ExpertBank,
         dispatcher: Dispatcher,
         shared: FeedForward | None = None,
     ) -> None:
@@ -56,145 +57,158 @@ class MoE(nn.Module):
         self.router, self.bank, self.dispatcher = router, bank, dispatcher
         self.shared = shared
         self.balancer: Balancer | None = None
-        """Whom to ask; nobody: every row is computed at its expert's home."""
-        self.next: tuple[MoE, ...] = ()
-        """The layer, if there is one, whose experts may leave while those of this one compute."""
+        """Balancing policy; None: every row is computed on its expert's owner rank."""
+        self.next_layers: tuple[MoE, ...] = ()
+        """Next MoE layer, if any; its replicas may be prefetched under this layer's experts."""
         self.clock: Clock | None = None
-        """What training has experts take, and wait for copies, goes to it."""
+        """Clock of training: time of the experts, and time that replicas block this rank."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Each token through its experts."""
-        asked = self._asked(context)
-        early = asked is not None and asked.early
-        if early and self.router.layer not in context.guests:
-            self.begin(context, compute_dtype(x))
-        guests = context.guests.pop(self.router.layer, None)
+        """Return the output of the layer, in the shape of `x`."""
+        balancer = self._active_balancer(context)
+        early = balancer is not None and balancer.early
+        if early and self.router.layer not in context.replicas:
+            self.start_replicas(context, compute_dtype(x))
+        replicas = context.replicas.pop(self.router.layer, None)
         tokens_TH = x.reshape(-1, x.shape[-1])
-        routing, slices = self.router(tokens_TH, context), self.bank.slices
-        experts_TK, weights_TK = slices.rows(routing.experts_TK), slices.rows(routing.weights_TK)
-        whole = routing.whole and asked is None
-        by = self.bank.grouped_mm(compute_dtype(x))
-        counted = self.dispatcher.count(experts_TK, training=context.training, whole=whole, by=by)
-        balance = self._balance(counted, context)
-        placed = self.dispatcher.place(counted, balance)
-        report = partial(self._report, context, routing, counted, placed, balance)
-        if counted.placed is None:
+        routing, tp = self.router(tokens_TH, context), self.bank.tp
+        experts_TK, weights_TK = (
+            tp.gather_rows(routing.experts_TK),
+            tp.gather_rows(routing.weights_TK),
+        )
+        is_complete = routing.is_complete and balancer is None
+        backend = self.bank.grouped_mm(compute_dtype(x))
+        counts = self.dispatcher.count(
+            experts_TK, training=context.training, is_complete=is_complete, backend=backend
+        )
+        balance = self._decide_balance(counts, context)
+        token_slots = self.dispatcher.assign_slots(counts, balance)
+        report = partial(self._report, context, routing, counts, token_slots, balance)
+        if counts.token_slots is None:
             report()
-        tokens_TH = slices.rows(tokens_TH.to(compute_dtype(x)))
-        sent = self.dispatcher.start(tokens_TH, weights_TK, placed)
-        if balance is not None and not early:  # Behind the tokens, which come first.
-            guests = self._invite(balance, tokens_TH.dtype)
-        for later in self.next:
-            later.begin_ahead(context, tokens_TH.dtype)
-        if asked is not None and early:
-            asked.think()
-        shared = None if self.shared is None else self.shared(x, context)  # While tokens travel.
+        tokens_TH = tp.gather_rows(tokens_TH.to(compute_dtype(x)))
+        dispatch = self.dispatcher.start_dispatch(tokens_TH, weights_TK, token_slots)
+        if balance is not None and not early:  # Tokens go first; they are on the critical path.
+            replicas = self._send_replicas(balance, tokens_TH.dtype)
+        for layer in self.next_layers:
+            layer.start_early_replicas(context, tokens_TH.dtype)
+        if balancer is not None and early:
+            balancer.plan_next()
+        shared = None if self.shared is None else self.shared(x, context)  # Overlaps the exchange.
         clock = self.clock if context.training else None
-        with self.bank.at_work(self.dispatcher.computations, guests, clock) as compute:
-            combined = slices.sum_runs(sent.through(compute)).view(x.shape)
-        if counted.placed is not None:  # Experts compute while the host launches this.
+        with self.bank.expert_function(
+            self.dispatcher.num_computations, replicas, clock
+        ) as compute:
+            combined = tp.reduce_scatter(dispatch.run_experts(compute)).view(x.shape)
+        if counts.token_slots is not None:  # Experts compute while the host launches this.
             report()
         return combined if shared is None else combined + shared
 
-    def rehome(self, slots: Sequence[int]) -> None:
-        """These are the experts of all slots of the group from now on, between two steps; whoever
-        says so has put those of this rank there."""
-        self.dispatcher.rehome(slots)
-        ranks, homes = self.dispatcher.ranks, self.dispatcher.homes
-        first = ranks.group_ranks.index(ranks.rank) * homes.each
-        self.bank.rehome(homes.slots[first : first + homes.each])
-        if self.balancer is not None:
-            self.balancer.rehome(homes.places // homes.each)
+    def set_slot_experts(self, slot_experts: Sequence[int]) -> None:
+        """Set the expert of each slot of the EP group, between two steps.
 
-    def _asked(self, context: Context) -> Balancer | None:
-        """Who says who computes what: in training alone, for what a policy goes by and what is told
-        of it are of that."""
+        The caller has moved the parameters of this rank's slots.
+        """
+        self.dispatcher.set_slot_experts(slot_experts)
+        groups, placement = self.dispatcher.groups, self.dispatcher.placement
+        first = groups.ep_ranks.index(groups.rank) * placement.slots_per_rank
+        self.bank.set_experts(placement.slot_experts[first : first + placement.slots_per_rank])
+        if self.balancer is not None:
+            self.balancer.set_owners(placement.slot_of_expert // placement.slots_per_rank)
+
+    def _active_balancer(self, context: Context) -> Balancer | None:
+        """Return the balancer in training; its statistics exclude evaluation."""
         return self.balancer if context.training else None
 
-    def _balance(self, counted: Counted, context: Context) -> Balance | None:
-        """Who computes what; where the layer is recomputed, what it was the first time."""
-        known = context.layers.get(self.router.layer)
-        if known is not None:
-            return known.spread
-        asked = self._asked(context)
-        if asked is None:
+    def _decide_balance(self, counts: DispatchCounts, context: Context) -> BalanceDecision | None:
+        """Return the balancing decision; a recomputed layer repeats its first one."""
+        facts = context.layer_facts.get(self.router.layer)
+        if facts is not None:
+            return facts.balance_decision
+        balancer = self._active_balancer(context)
+        if balancer is None:
             return None
-        ranks = list(self.dispatcher.ranks.group_ranks)
-        return asked(counted.counts_RE[ranks].numpy())
+        ep_ranks = list(self.dispatcher.groups.ep_ranks)
+        return balancer(counts.counts_RE[ep_ranks].numpy())
 
-    def begin(self, context: Context, dtype: torch.dtype) -> None:
-        """Launch experts that are to be computed elsewhere, or what has not left of them, if they
-        are decided on before rows are known; what is computed until then is computed while they
-        travel."""
-        layer, asked = self.router.layer, self._asked(context)
-        if asked is None or not asked.early:
+    def start_replicas(self, context: Context, dtype: torch.dtype) -> None:
+        """Start to send replicas that are chosen before counts are known, or those not yet sent.
+
+        The transfer overlaps whatever is computed until the experts.
+        """
+        layer, balancer = self.router.layer, self._active_balancer(context)
+        if balancer is None or not balancer.early:
             return
-        known = context.layers.get(layer)
-        if known is not None:  # The layer is recomputed.
-            assert known.spread is not None
-            context.guests[layer] = self._invite(known.spread, dtype)
-        elif layer in context.guests:
-            self._leave(context.guests[layer])
+        facts = context.layer_facts.get(layer)
+        if facts is not None:  # Recomputation in backward.
+            assert facts.balance_decision is not None
+            context.replicas[layer] = self._send_replicas(facts.balance_decision, dtype)
+        elif layer in context.replicas:
+            self._send_late_replicas(context.replicas[layer])
         else:
-            context.guests[layer] = self._invite(asked.ahead(), dtype)
+            context.replicas[layer] = self._send_replicas(balancer.early_replicas(), dtype)
 
-    def begin_ahead(self, context: Context, dtype: torch.dtype) -> None:
-        """Launch those of them that leave under experts of the layer before."""
-        asked = self._asked(context)
-        if asked is not None and asked.early:
-            guests = self._awaits(asked.ahead(), dtype)
-            if guests is not None:
-                guests.leave(ahead=True)
-            context.guests[self.router.layer] = guests
+    def start_early_replicas(self, context: Context, dtype: torch.dtype) -> None:
+        """Start to send the prefetched replicas, during the experts of the previous layer."""
+        balancer = self._active_balancer(context)
+        if balancer is not None and balancer.early:
+            replicas = self._make_replicas(balancer.early_replicas(), dtype)
+            if replicas is not None:
+                replicas.send(early=True)
+            context.replicas[self.router.layer] = replicas
 
-    def _invite(self, balance: Balance, dtype: torch.dtype) -> Guests | None:
-        """All at once."""
-        guests = self._awaits(balance, dtype)
-        if guests is not None:
-            guests.leave(ahead=True)
-        self._leave(guests)
-        return guests
+    def _send_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
+        replicas = self._make_replicas(balance, dtype)
+        if replicas is not None:
+            replicas.send(early=True)
+        self._send_late_replicas(replicas)
+        return replicas
 
-    def _awaits(self, balance: Balance, dtype: torch.dtype) -> Guests | None:
-        """Those who are to come, if there are any."""
-        ranks = self.dispatcher.ranks
-        if not len(balance.copies):
+    def _make_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
+        """Return the replicas of this rank, not yet sent; None if the group has none."""
+        groups = self.dispatcher.groups
+        if not len(balance.replicas):
             return None
-        assert ranks.straight is not None
-        mine = ranks.group_ranks.index(ranks.rank)
-        arena, homes = self.bank.acquire(), self.dispatcher.homes
-        return Guests(arena, balance, homes, mine, ranks.straight, dtype, self.clock)
+        assert groups.replica_transport is not None
+        ep_rank = groups.ep_ranks.index(groups.rank)
+        arena, placement = self.bank.acquire(), self.dispatcher.placement
+        return Replicas(
+            arena, balance, placement, ep_rank, groups.replica_transport, dtype, self.clock
+        )
 
     @staticmethod
-    def _leave(guests: Guests | None) -> None:
-        """Launch the rest."""
-        if guests is not None:
-            guests.leave(ahead=False)
+    def _send_late_replicas(replicas: Replicas | None) -> None:
+        if replicas is not None:
+            replicas.send(early=False)
 
     def _report(
         self,
         context: Context,
         routing: Routing,
-        counted: Counted,
-        placed: Placed,
-        balance: Balance | None,
+        counts: DispatchCounts,
+        token_slots: TokenSlots,
+        balance: BalanceDecision | None,
     ) -> None:
-        facts = self._facts(routing, counted, placed, balance)
-        # A layer that is recomputed in backward must not leave its second graph here.
-        context.layers.setdefault(self.router.layer, facts)
+        facts = self._layer_facts(routing, counts, token_slots, balance)
+        # Recomputation in backward must not overwrite this with its second graph.
+        context.layer_facts.setdefault(self.router.layer, facts)
 
-    def _facts(
-        self, routing: Routing, counted: Counted, placed: Placed, balance: Balance | None
+    def _layer_facts(
+        self,
+        routing: Routing,
+        counts: DispatchCounts,
+        token_slots: TokenSlots,
+        balance: BalanceDecision | None,
     ) -> LayerFacts:
-        asked_E = counted.asked_E
-        first_E = counted.asked_KE[0] if self.router.kind == "gshard" else asked_E
+        requested_E = counts.requested_E
+        first_E = counts.requested_KE[0] if self.router.kind == "gshard" else requested_E
         return LayerFacts(
-            balance=balance_share(routing, first_E, counted.num_tokens),
-            z=z_share(routing, counted.num_tokens),
-            asked=asked_E,
-            counts=counted.counts_RE,
-            dropped=counted.dropped,
-            visits=placed.visits_RP,
-            flips=routing.flips,
-            spread=balance,
+            balance_loss=load_balance_loss(routing, first_E, counts.num_tokens),
+            z_loss=router_z_loss(routing, counts.num_tokens),
+            requested=requested_E,
+            counts=counts.counts_RE,
+            num_dropped=counts.num_dropped,
+            dedup_counts=token_slots.dedup_counts_RP,
+            num_replay_mismatches=routing.num_replay_mismatches,
+            balance_decision=balance,
         )

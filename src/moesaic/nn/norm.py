@@ -1,4 +1,4 @@
-"""RMS norm, of whole rows and of rows whose channels lie on several slices."""
+"""RMS norm, over whole rows and over channels that are sharded by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moesaic.facts.workload.sizes import NORM_BYTES
-from moesaic.nn.slices import Slices, here
+from moesaic.facts.workload.sizes import NORM_CHUNK_BYTES
+from moesaic.nn.tensor_parallel import TensorParallel, to_local
 
 
 class RMSNorm(nn.Module):
@@ -22,23 +22,24 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        wide = x.to(self.weight.dtype)  # Under autocast it may be narrower.
-        if (
-            x.device.type != "cpu" or wide.itemsize < 4
-        ):  # Torch has a kernel, or widens rows itself.
+        """Return the normalised `x`, in the dtype of the weight."""
+        wide = x.to(self.weight.dtype)  # Autocast may have narrowed `x`.
+        # PyTorch has a fused kernel on a GPU, and widens narrow rows itself.
+        if x.device.type != "cpu" or wide.itemsize < 4:
             return F.rms_norm(wide, (x.shape[-1],), self.weight, self.epsilon)
-        normed: Tensor = _Normed.apply(wide, self.weight, self.epsilon)
+        normed: Tensor = _BlockedRMSNorm.apply(wide, self.weight, self.epsilon)
         return normed
 
 
-class _Normed(torch.autograd.Function):
-    """RMS norm by blocks of rows, between whose passes they stay in the cache; only the input and
-    a factor a row are kept."""
+class _BlockedRMSNorm(torch.autograd.Function):
+    """RMS norm by blocks of rows, which stay in the cache between passes.
+
+    Only the input and one factor per row are saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Normalise."""
+        """Return the normalised `x`."""
         rows, normed = _as_rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
         factors = rows.new_empty((len(rows), 1))
         for row, factor, result in _blocks(rows, factors, _as_rows(normed)):
@@ -52,7 +53,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Gradients of input and weight."""
+        """Return the gradients of input and weight."""
         x, weight, factors = ctx.saved_tensors
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_weight = torch.zeros_like(weight)
@@ -60,10 +61,10 @@ class _Normed(torch.autograd.Function):
         for row, factor, grad, result in _blocks(*tensors):
             torch.mul(grad, row, out=result)
             grad_weight += result.mul_(factor).sum(dim=0)
-            along = result.mul_(weight).sum(dim=1, keepdim=True)
-            along.mul_(factor.square()).div_(-x.shape[-1])
+            dot = result.mul_(weight).sum(dim=1, keepdim=True)
+            dot.mul_(factor.square()).div_(-x.shape[-1])
             torch.mul(grad, weight, out=result)
-            result.mul_(factor).addcmul_(row, along)
+            result.mul_(factor).addcmul_(row, dot)
         return grad_x, grad_weight, None
 
 
@@ -72,22 +73,22 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _blocks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
-    """Tensors of as many rows, as wide as the first at most, a block of rows at a time."""
-    rows = max(1, NORM_BYTES // max(1, tensors[0][:1].nbytes))
+    """Yield blocks of rows of all tensors, sized by the first one, the widest."""
+    rows = max(1, NORM_CHUNK_BYTES // max(1, tensors[0][:1].nbytes))
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
-class SlicedNorm(RMSNorm):
-    """The same over channels that lie on several slices."""
+class TensorParallelRMSNorm(RMSNorm):
+    """RMS norm over channels that are sharded over TP ranks."""
 
-    def __init__(self, width: int, epsilon: float, slices: Slices) -> None:
+    def __init__(self, width: int, epsilon: float, tp: TensorParallel) -> None:
         super().__init__(width, epsilon)
-        self.weight = slices.parameter(width, cut=0)
-        self.slices = slices
+        self.weight = tp.parameter(width, shard_dim=0)
+        self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Return the normalised `x`, this rank's channels."""
         wide = x.to(self.weight.dtype)
-        squares = self.slices.sum(wide.square().sum(dim=-1, keepdim=True))
-        mean = squares / (x.shape[-1] * self.slices.count)
-        return wide * torch.rsqrt(mean + self.epsilon) * here(self.weight)
+        squares = self.tp.sum(wide.square().sum(dim=-1, keepdim=True))
+        mean = squares / (x.shape[-1] * self.tp.size)
+        return wide * torch.rsqrt(mean + self.epsilon) * to_local(self.weight)

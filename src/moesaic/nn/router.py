@@ -1,11 +1,13 @@
-"""Routers: which experts a token visits, with what weight, and the losses that keep them even.
+"""Routers: choice and weights of each token's experts, and the auxiliary losses.
 
-top-k: the best by softmax. switch: top-1 (Fedus et al.), scores optionally multiplied by noise.
-gshard: top-2 (Lepikhin et al.), the second expert kept at random in proportion to its weight.
-balanced: experts in turn. Routing is computed in fp32 or better, whatever the layer computes in.
+- top-k: the best experts by softmax.
+- switch: top-1 (Fedus et al.), with optional multiplicative noise on the scores.
+- gshard: top-2 (Lepikhin et al.); the second expert is kept at random, with probability 2 * weight.
+- balanced: experts in turn, for benchmarks.
 
-`SigmoidRouter` (DeepSeek-AI, DeepSeek-V3) takes sigmoids for softmax, chooses within a few groups
-of experts, and has a bias by expert that evens out loads where a loss would bend the gradient.
+`SigmoidRouter` (DeepSeek-V3) uses sigmoids, chooses within a few groups of experts, and balances
+loads by a bias per expert instead of a loss. Routing is computed in fp32 or wider, whatever the
+dtype of the layer.
 """
 
 from __future__ import annotations
@@ -18,42 +20,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.facts.job.model import BEST_OF_GROUP
+from moesaic.facts.job.model import GROUP_TOP_K
+from moesaic.kernels.randomness import uniform
 from moesaic.nn.context import Context
-from moesaic.nn.randomness import uniform
 
-NOBODY = -1
-"""Stands where a token visits no expert."""
-_LEAST = 1e-20
-"""Added to a sum of sigmoids, which may all be zero."""
+NO_EXPERT = -1
+"""Stands for a choice without an expert."""
+_EPSILON = 1e-20
+"""Added to a sum of sigmoids, which may be zero."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What one router said of one micro-batch; T tokens, K choices, E experts."""
+    """Router output for one micro-batch; T tokens, K choices, E experts."""
 
     experts_TK: Tensor
-    """Chosen experts; NOBODY where a choice was given up."""
+    """Chosen experts; NO_EXPERT where a choice was dropped."""
     weights_TK: Tensor
-    """Their weights; carries gradient."""
+    """Weights of the chosen experts; with gradient."""
     probabilities_TE: Tensor
-    """The odds of each expert, which add up to one; carries gradient."""
+    """Probability of each expert; rows sum to one; with gradient."""
     scores_TE: Tensor
-    """What softmax or sigmoid are taken of; carries gradient."""
-    flips: int
-    """Replayed choices that the router would not have made."""
-    whole: bool = False
-    """No choice was given up, and no loss tells first choices from others."""
+    """Logits before softmax or sigmoid; with gradient."""
+    num_replay_mismatches: int
+    """Replayed choices that differ from the router's own."""
+    is_complete: bool = False
+    """True if no choice was dropped, and no loss distinguishes first choices from others."""
 
 
 class Router(nn.Module):
-    """A linear router over one layer's experts."""
+    """Linear router over the experts of one layer."""
 
     def __init__(
         self,
         layer: int,
         hidden: int,
-        experts: int,
+        num_experts: int,
         top_k: int,
         *,
         kind: Literal["top-k", "switch", "gshard", "balanced"] = "top-k",
@@ -61,91 +63,95 @@ class Router(nn.Module):
         noise: float = 0.0,
     ) -> None:
         super().__init__()
-        self.layer, self.experts, self.top_k = layer, experts, top_k
+        self.layer, self.num_experts, self.top_k = layer, num_experts, top_k
         self.kind, self.noise = kind, noise
         self.renormalise = renormalise or kind == "gshard"
-        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether it gives up no choice, and no loss tells first choices from others."""
+    def keeps_all_choices(self) -> bool:
+        """True if the router drops no choice, and no loss distinguishes first choices."""
         return self.kind != "gshard"
 
     def forward(self, tokens_TH: Tensor, context: Context) -> Routing:
-        """Route tokens."""
-        wide = torch.promote_types(tokens_TH.dtype, torch.float32)
+        """Return the routing of `tokens_TH`, or the replayed one of `context`."""
+        dtype = torch.promote_types(tokens_TH.dtype, torch.float32)
         with torch.autocast(tokens_TH.device.type, enabled=False):
-            scores_TE = F.linear(tokens_TH.to(wide), self.weight.to(wide))
+            scores_TE = F.linear(tokens_TH.to(dtype), self.weight.to(dtype))
         if self.noise and context.training:
-            scores_TE = scores_TE * self._noise(scores_TE, context)
-        affinities_TE, probabilities_TE = self._judge(scores_TE)
+            scores_TE = scores_TE * self._noise_factors(scores_TE, context)
+        affinities_TE, probabilities_TE = self._affinities(scores_TE)
         own_TK = self._choose(affinities_TE, context)
-        chosen_TK, given_up_TK, flips = own_TK, None, 0
+        chosen_TK, dropped_TK, num_mismatches = own_TK, None, 0
         if context.replay:
             recorded_TK = context.replay[self.layer]
-            given_up_TK = recorded_TK < 0
-            chosen_TK = torch.where(given_up_TK, -1 - recorded_TK, recorded_TK)
+            dropped_TK = recorded_TK < 0
+            chosen_TK = torch.where(dropped_TK, -1 - recorded_TK, recorded_TK)
             kept = (chosen_TK[:, :, None] == own_TK[:, None, :]).any(-1)
-            flips = int((~kept).sum())
-        weights_TK = self._weigh(affinities_TE.gather(1, chosen_TK))
-        if given_up_TK is None and self.kind == "gshard" and context.training:
-            given_up_TK = self._give_up_second(weights_TK, context)
+            num_mismatches = int((~kept).sum())
+        weights_TK = self._scale_weights(affinities_TE.gather(1, chosen_TK))
+        if dropped_TK is None and self.kind == "gshard" and context.training:
+            dropped_TK = self._drop_second(weights_TK, context)
         experts_TK = chosen_TK
-        if given_up_TK is not None:
-            experts_TK = chosen_TK.masked_fill(given_up_TK, NOBODY)
+        if dropped_TK is not None:
+            experts_TK = chosen_TK.masked_fill(dropped_TK, NO_EXPERT)
         if context.keep_choices:
             context.choices[self.layer] = torch.where(
-                experts_TK == NOBODY, -1 - chosen_TK, chosen_TK
+                experts_TK == NO_EXPERT, -1 - chosen_TK, chosen_TK
             )
-        whole = given_up_TK is None and self.keeps_all
-        return Routing(experts_TK, weights_TK, probabilities_TE, scores_TE, flips, whole)
+        is_complete = dropped_TK is None and self.keeps_all_choices
+        return Routing(
+            experts_TK, weights_TK, probabilities_TE, scores_TE, num_mismatches, is_complete
+        )
 
-    def _judge(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """What experts are chosen and weighed by, and the same as odds."""
+    def _affinities(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values that choose and weigh experts, and probabilities, both [T, E]."""
         probabilities_TE = scores_TE.softmax(dim=-1)
         return probabilities_TE, probabilities_TE
 
     def _choose(self, affinities_TE: Tensor, context: Context) -> Tensor:
         if self.kind == "balanced":
-            sample, position = _places(affinities_TE, context)
+            sample, position = _token_ids(affinities_TE, context)
             first = (sample + position) * self.top_k
-            return (first[:, None] + torch.arange(self.top_k, device=first.device)) % self.experts
-        return self._best(affinities_TE)
+            return (
+                first[:, None] + torch.arange(self.top_k, device=first.device)
+            ) % self.num_experts
+        return self._select_top_k(affinities_TE)
 
-    def _best(self, affinities_TE: Tensor) -> Tensor:
+    def _select_top_k(self, affinities_TE: Tensor) -> Tensor:
         return affinities_TE.topk(self.top_k, dim=-1).indices
 
-    def _weigh(self, weights_TK: Tensor) -> Tensor:
+    def _scale_weights(self, weights_TK: Tensor) -> Tensor:
         return weights_TK / weights_TK.sum(-1, keepdim=True) if self.renormalise else weights_TK
 
-    def _noise(self, scores_TE: Tensor, context: Context) -> Tensor:
-        sample, position = _places(scores_TE, context)
-        channel = torch.arange(self.experts, device=scores_TE.device)
+    def _noise_factors(self, scores_TE: Tensor, context: Context) -> Tensor:
+        sample, position = _token_ids(scores_TE, context)
+        channel = torch.arange(self.num_experts, device=scores_TE.device)
         draws = uniform(
             context.seed, f"router noise {self.layer}", context.step,
-            sample[:, None], position[:, None] * self.experts + channel,
+            sample[:, None], position[:, None] * self.num_experts + channel,
         )  # fmt: skip
         return (1.0 + self.noise * (2.0 * draws - 1.0)).to(scores_TE.dtype)
 
-    def _give_up_second(self, weights_TK: Tensor, context: Context) -> Tensor:
-        """Which choices are given up: a second one with the odds of 1 - 2 * its weight."""
-        sample, position = _places(weights_TK, context)
+    def _drop_second(self, weights_TK: Tensor, context: Context) -> Tensor:
+        """Return the mask of dropped choices: a second one with probability 1 - 2 * weight."""
+        sample, position = _token_ids(weights_TK, context)
         draws = uniform(context.seed, f"second expert {self.layer}", context.step, sample, position)
-        lost = 2.0 * weights_TK[:, 1].detach() <= draws
-        return torch.stack((torch.zeros_like(lost), lost), dim=1)
+        is_dropped = 2.0 * weights_TK[:, 1].detach() <= draws
+        return torch.stack((torch.zeros_like(is_dropped), is_dropped), dim=1)
 
 
 class SigmoidRouter(Router):
-    """A router by sigmoids, with groups of experts and a bias that balances their loads."""
+    """Sigmoid router with groups of experts and a bias per expert that balances loads."""
 
     bias: Tensor
-    """Added to affinities where experts are chosen, not where they are weighed, [experts]."""
+    """Added to affinities for the choice of experts, not for their weights, [experts]; fp32."""
 
     def __init__(
         self,
         layer: int,
         hidden: int,
-        experts: int,
+        num_experts: int,
         top_k: int,
         *,
         kind: Literal["top-k", "balanced"] = "top-k",
@@ -153,69 +159,73 @@ class SigmoidRouter(Router):
         groups: tuple[int, int] = (1, 1),
         scale: float = 1.0,
     ) -> None:
-        """With so many `groups`, of which a token's experts come from so many."""
-        super().__init__(layer, hidden, experts, top_k, kind=kind, renormalise=renormalise)
+        """Create a router; `groups` is (number of groups, groups that a token may use)."""
+        super().__init__(layer, hidden, num_experts, top_k, kind=kind, renormalise=renormalise)
         (self.groups, self.top_groups), self.scale = groups, scale
-        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SigmoidRouter:
-        """Have everything but the bias in another type, where its small steps could be lost."""
-        exact = self.bias
+        """Keep the bias in fp32 when the module changes dtype: its small steps would be lost."""
+        bias = self.bias
         super()._apply(fn, recurse)
-        if self.bias.dtype != exact.dtype:
-            self.bias = exact.to(self.bias.device)
+        if self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)
         return self
 
-    def _judge(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def _affinities(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         affinities_TE = scores_TE.sigmoid()
-        return affinities_TE, affinities_TE / (affinities_TE.sum(-1, keepdim=True) + _LEAST)
+        return affinities_TE, affinities_TE / (affinities_TE.sum(-1, keepdim=True) + _EPSILON)
 
-    def _best(self, affinities_TE: Tensor) -> Tensor:
-        """The best within the groups whose best two are best together, all by biased affinities."""
+    def _select_top_k(self, affinities_TE: Tensor) -> Tensor:
+        """Return the best experts by biased affinity, within the groups with the largest top-2
+        sums."""
         biased_TE = affinities_TE.detach() + self.bias
         if self.top_groups < self.groups:
             by_group = biased_TE.unflatten(1, (self.groups, -1))
-            offers = by_group.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
-            taken = offers.topk(self.top_groups, dim=-1).indices
-            left_out = torch.ones_like(offers, dtype=torch.bool).scatter_(1, taken, False)
-            biased_TE = by_group.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)
-        return super()._best(biased_TE)
+            group_scores = by_group.topk(GROUP_TOP_K, dim=-1).values.sum(dim=-1)
+            kept_groups = group_scores.topk(self.top_groups, dim=-1).indices
+            is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(
+                1, kept_groups, False
+            )
+            biased_TE = by_group.masked_fill(is_excluded[:, :, None], -torch.inf).flatten(1)
+        return super()._select_top_k(biased_TE)
 
-    def _weigh(self, weights_TK: Tensor) -> Tensor:
+    def _scale_weights(self, weights_TK: Tensor) -> Tensor:
         if self.renormalise:
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _LEAST)
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
         return weights_TK * self.scale
 
     @torch.no_grad()
-    def rebalance(self, asked_E: Tensor, step: float) -> None:
-        """Move the bias by `step`: up where fewer assignments than the mean were asked, or down."""
-        behind_E = asked_E.sum() - self.experts * asked_E
-        self.bias.add_(behind_E.sign().to(self.bias), alpha=step)
+    def update_bias(self, requested_E: Tensor, step: float) -> None:
+        """Raise the bias of experts with fewer assignments than the mean by `step`, and lower
+        others'."""
+        deficit_E = requested_E.sum() - self.num_experts * requested_E
+        self.bias.add_(deficit_E.sign().to(self.bias), alpha=step)
 
 
-def _places(tokens: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-    """(global sample, position) of every token, which names it whatever the layout."""
+def _token_ids(tokens: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    """Return (global sample, position) of every token, which identify it in any layout."""
     if context.samples is None or context.positions is None:
         flat = torch.arange(tokens.shape[0], device=tokens.device)
         return torch.zeros_like(flat), flat
     sample = context.samples[:, None].expand(-1, context.positions.shape[0])
     position = context.positions.expand(sample.shape)
-    return sample.reshape(-1)[context.run], position.reshape(-1)[context.run]
+    return sample.reshape(-1)[context.token_slice], position.reshape(-1)[context.token_slice]
 
 
-def balance_share(routing: Routing, asked_E: Tensor, num_tokens: int) -> Tensor:
-    """This rank's share of experts * sum(share of assignments * mean probability); 1 when even.
+def load_balance_loss(routing: Routing, requested_E: Tensor, num_tokens: int) -> Tensor:
+    """Return this rank's share of E * sum(fraction of assignments * mean probability); 1 when even.
 
     Args:
         routing: this rank's routing.
-        asked_E: assignments by expert over all ranks, before drops.
+        requested_E: assignments by expert over all ranks, before drops.
         num_tokens: tokens over all ranks.
     """
-    share_E = asked_E.to(routing.probabilities_TE) / asked_E.sum().clamp(min=1)
+    fraction_E = requested_E.to(routing.probabilities_TE) / requested_E.sum().clamp(min=1)
     mean_E = routing.probabilities_TE.sum(dim=0) / max(num_tokens, 1)
-    return routing.probabilities_TE.shape[1] * (share_E * mean_E).sum()
+    return routing.probabilities_TE.shape[1] * (fraction_E * mean_E).sum()
 
 
-def z_share(routing: Routing, num_tokens: int) -> Tensor:
-    """This rank's share of the mean squared log-sum-exp of the scores."""
+def router_z_loss(routing: Routing, num_tokens: int) -> Tensor:
+    """Return this rank's share of the mean squared log-sum-exp of the logits."""
     return routing.scores_TE.logsumexp(dim=-1).square().sum() / max(num_tokens, 1)

@@ -1,1 +1,1 @@
-"""What to do: pure functions from facts to decisions. No torch."""
+"""Policies: pure functions from facts to decisions, without torch."""

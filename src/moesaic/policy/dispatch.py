@@ -1,4 +1,4 @@
-"""How tokens had best travel between the ranks that share out the experts."""
+"""Choice of the dispatch method: how tokens travel between expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,56 +8,69 @@ from itertools import groupby
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 
-_CUTS = (2, 4, 8)
-_LEAST_TOKENS = 16
-"""Of a chunk: below, its exchanges are all latency."""
+_CHUNK_COUNTS = (2, 4, 8)
+_MIN_CHUNK_TOKENS = 16
+"""Tokens per chunk, at least; the exchanges of smaller chunks are pure latency."""
 
 
-def ways(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
-    """`plan` with every way that tokens can travel between ranks on these `hosts`, rank by rank.
+def dispatch_methods(plan: Plan, hosts: Sequence[str]) -> list[Plan]:
+    """Return `plan` with every dispatch method that ranks on `hosts` (one host per rank) can use.
 
-    The first is straight and once for each expert.
+    The first one is the flat all-to-all, one message per token and expert.
     """
     if plan.ep == 1:
         return [plan]
-    found = [("rows", 1), ("visits", 1)]
-    several = hosts_of(plan, hosts)
-    if 1 < several < plan.ep:
-        found += [("rows", several), ("visits", several)]
-    return [plan.model_copy(update={"dispatch": by, "hosts": num}) for by, num in found]
-
-
-def cuts(plan: Plan, job: Job) -> list[Plan]:
-    """`plan` with every other way to compute while tokens travel that `job` leaves open: what is
-    local first, and all numbers of chunks that the tokens of its ranks may go in."""
-    tokens = job.train.batch // job.train.micro_batches * job.data.sequence // plan.span
-    chunks, local = [plan.chunks], [plan.local]
-    if job.layout.chunks == "auto":
-        chunks = [num for num in (1, *_CUTS) if num == 1 or num * _LEAST_TOKENS <= tokens]
-    if job.layout.local == "auto":
-        local = ["along", "first"]
-    found = [{"chunks": num, "local": order} for order in local for num in chunks]
+    methods = [("all_to_all", 1), ("dedup", 1)]
+    num_hosts = hosts_per_expert_group(plan, hosts)
+    if 1 < num_hosts < plan.ep:
+        methods += [("all_to_all", num_hosts), ("dedup", num_hosts)]
     return [
-        plan.model_copy(update=one)
-        for one in found
-        if (one["chunks"], one["local"]) != (plan.chunks, plan.local)
+        plan.model_copy(update={"dispatch": method, "dispatch_hosts": num})
+        for method, num in methods
     ]
 
 
-def usual(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:
-    """`plan` with the way that is as a rule the best, where nobody knows the links: between hosts
-    each token once, within a host straight to each expert."""
-    apart = any(len({hosts[rank] for rank in group}) > 1 for group in plan.expert_groups())
-    if top_k == 1 or not apart:
+def overlap_options(plan: Plan, job: Job) -> list[Plan]:
+    """Return `plan` with every other overlap setting that `job` leaves open.
+
+    The settings are `overlap_local` and the number of chunks of a rank's tokens.
+    """
+    tokens = job.train.batch // job.train.micro_batches * job.data.sequence // plan.ranks_per_stage
+    chunks, local = [plan.chunks], [plan.overlap_local]
+    if job.layout.chunks == "auto":
+        chunks = [
+            num for num in (1, *_CHUNK_COUNTS) if num == 1 or num * _MIN_CHUNK_TOKENS <= tokens
+        ]
+    if job.layout.overlap_local == "auto":
+        local = [False, True]
+    options = [{"chunks": num, "overlap_local": order} for order in local for num in chunks]
+    return [
+        plan.model_copy(update=one)
+        for one in options
+        if (one["chunks"], one["overlap_local"]) != (plan.chunks, plan.overlap_local)
+    ]
+
+
+def default_dispatch(plan: Plan, hosts: Sequence[str], top_k: int) -> Plan:
+    """Return `plan` with the usual best dispatch method, for links of unknown speed.
+
+    Between hosts tokens are deduplicated; within one host the flat all-to-all is kept.
+    """
+    spans_hosts = any(len({hosts[rank] for rank in group}) > 1 for group in plan.ep_groups())
+    if top_k == 1 or not spans_hosts:
         return plan
-    return next(one for one in reversed(ways(plan, hosts)) if one.dispatch == "visits")
+    return next(
+        option for option in reversed(dispatch_methods(plan, hosts)) if option.dispatch == "dedup"
+    )
 
 
-def hosts_of(plan: Plan, hosts: Sequence[str]) -> int:
-    """On how many hosts each group of those ranks is, if it has as many of them on each, host after
-    host; else 1."""
+def hosts_per_expert_group(plan: Plan, hosts: Sequence[str]) -> int:
+    """Return the number of hosts per expert-parallel group.
+
+    The result is 1 unless each group has equally many consecutive ranks on every host.
+    """
     found = set()
-    for group in plan.expert_groups():
+    for group in plan.ep_groups():
         runs = [(host, len(list(run))) for host, run in groupby(hosts[rank] for rank in group)]
         equal = len({size for _, size in runs}) == 1 and len({host for host, _ in runs}) == len(
             runs

@@ -1,6 +1,6 @@
-"""Reports: reads run directories, nothing else, and says in pictures and words what happened.
+"""Report of a run: charts, findings and headline numbers, read from run directories alone.
 
-`write_report` writes one self-contained HTML file, `summary` the same headline as plain JSON.
+`write_report` writes one self-contained HTML file; `summary` returns the headline as plain JSON.
 """
 
 from moesaic.report.facts import RunFacts

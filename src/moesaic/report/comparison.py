@@ -1,4 +1,4 @@
-"""Several runs on one page: their headline figures, loss and speed, one colour a run."""
+"""Comparison of several runs: headline numbers, loss and speed, one colour per run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ from moesaic.report.wording import (
     timing,
 )
 
-_OF_BALANCE = ("copies", "busiest_before", "busiest_after")
+_BALANCE = ("replicas", "imbalance_before", "imbalance_after")
+_HEADLINES = "Headline of each run. Look for the lowest validation loss and the most tokens/s."
+_DIFFERENCES = "Loss of each run beside that of the first. Look for the first step that differs."
+_BALANCES = "Means over steps. Look for the busiest rank nearest to 1, and for the verdict."
+_SETTINGS = "Keys of job.json and plan.json. Look here for the cause of a difference above."
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def render(runs: list[RunFacts]) -> str:
-    """The comparison of `runs` as HTML."""
+    """Return the comparison of `runs` as HTML."""
     names, facts = _names(runs), [summary(run) for run in runs]
     pairs = [(name, run) for name, run in zip(names, runs, strict=True) if len(run.steps)]
     figures = [_losses(pairs), _speeds(pairs)] if pairs else []
@@ -40,10 +44,11 @@ def render(runs: list[RunFacts]) -> str:
         f'<header><div class="brand">{MARK}<div><p>moesaic comparison</p>'
         f"<h1>{html.escape(listing(names, 3))}</h1></div></div></header><main>"
         f'<section><div class="bar"><h2>{plural(len(runs), "run")}</h2></div>'
-        f'<div class="card flat">{_table(names, facts)}</div></section>'
-        f"{_section('Where the runs differ', _differences(names, runs))}"
-        f"{_section('Balance', _balance(names, facts))}"
-        f"{_section('Settings that differ', _settings(names, runs))}"
+        f'<div class="card flat"><p class="guide">{_HEADLINES}</p>{_table(names, facts)}</div>'
+        "</section>"
+        f"{_section('Where the runs differ', _DIFFERENCES, _differences(names, runs))}"
+        f"{_section('Balance', _BALANCES, _balance(names, facts))}"
+        f"{_section('Settings that differ', _SETTINGS, _settings(names, runs))}"
         f'<section><div class="grid">{"".join(card(figure) for figure in figures)}</div></section>'
         "</main>"
     )
@@ -56,7 +61,7 @@ def render(runs: list[RunFacts]) -> str:
 
 
 def _names(runs: list[RunFacts]) -> list[str]:
-    """The directories' names, with as many parents as it takes to tell them apart."""
+    """Return directory names, with enough parents to be unique."""
     paths = [run.directory.resolve().parts for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-depth:]) for path in paths]
@@ -91,12 +96,15 @@ def _table(names: list[str], every: list[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-def _section(title: str, body: str) -> str:
-    return f'<section><h2>{title}</h2><div class="card flat">{body}</div></section>' if body else ""
+def _section(title: str, guide: str, body: str) -> str:
+    if not body:
+        return ""
+    content = f'<div class="card flat"><p class="guide">{guide}</p>{body}</div>'
+    return f'<section><div class="bar"><h2>{title}</h2></div>{content}</section>'
 
 
 def _differences(names: list[str], runs: list[RunFacts]) -> str:
-    """How far each run's loss is from the first one's, over the steps that both have."""
+    """Compare the loss of each run with the first one, over common steps."""
     first, rows = runs[0].steps, []
     for name, run in zip(names[1:], runs[1:], strict=True):
         common, mine, theirs = np.intersect1d(first.step, run.steps.step, return_indices=True)
@@ -111,34 +119,34 @@ def _differences(names: list[str], runs: list[RunFacts]) -> str:
                 f"{name} against {names[0]}", f"{len(common):,}",
                 f"{int(common[unequal[0]]):,}" if len(unequal) else "none",
                 f"{apart[worst]:.3g} at step {int(common[worst]):,}", f"{apart[-1]:.3g}",
-                f"{int(np.nansum(run.steps.flips)):,}",
+                f"{int(np.nansum(run.steps.num_replay_mismatches)):,}",
             )
         )  # fmt: skip
     header = (
-        "loss of", "steps in common", "first step that differs", "largest difference",
-        "at the last step", "flips",
+        "runs", "common steps", "first step that differs", "largest difference",
+        "at the last step", "replay mismatches",
     )  # fmt: skip
     return table(header, rows) if rows else ""
 
 
 def _balance(names: list[str], every: list[dict[str, Any]]) -> str:
-    """What became of copies, of runs in which a policy was asked."""
+    """Compare the replicas of runs with a balance policy."""
     rows = []
     for name, facts in zip(names, every, strict=True):
-        told = facts["balance"]
-        if told is not None:
-            numbers = (three(figure_or_unknown(told[key])) for key in _OF_BALANCE)
-            planning = timing(figure_or_unknown(told["planning_s"]))
-            rows.append((name, *numbers, planning, told["verdict"]["title"]))
+        means = facts["balance"]
+        if means is not None:
+            numbers = (three(figure_or_unknown(means[key])) for key in _BALANCE)
+            planning = timing(figure_or_unknown(means["planning_s"]))
+            rows.append((name, *numbers, planning, means["verdict"]["title"]))
     header = (
-        "run", "copies a step", "busiest rank over the mean, in the least even layer at home",
-        "the same with copies", "deciding", "whether they paid",
+        "run", "replicas a step", "busiest rank over the mean, without replicas", "with replicas",
+        "planning", "verdict",
     )  # fmt: skip
     return table(header, rows) if rows else ""
 
 
 def _settings(names: list[str], runs: list[RunFacts]) -> str:
-    """The keys of jobs and plans in which the runs are not alike."""
+    """List the keys of jobs and plans that differ between the runs."""
     plans = [
         {key: value for key, value in run.plan.items() if key != "predictions"} for run in runs
     ]
@@ -190,7 +198,14 @@ def _losses(pairs: list[tuple[str, RunFacts]]) -> Figure:
             )  # fmt: skip
     alt = "Smoothed training loss by step of " + listing([name for name, _ in pairs]) + "."
     return Figure(
-        "loss", "Loss", "training, smoothed; diamonds: validation", alt, data, layout(), 12, 460
+        "loss",
+        "Loss",
+        "Training loss, smoothed; diamonds are validations. Look for the step where curves part.",
+        alt,
+        data,
+        layout(),
+        12,
+        460,
     )
 
 
@@ -205,7 +220,7 @@ def _speeds(pairs: list[tuple[str, RunFacts]]) -> Figure:
     return Figure(
         "tokens-per-second",
         "Tokens per second",
-        "all ranks together, smoothed",
+        "All ranks together, smoothed. Look for a run that is slower or declines.",
         "Tokens per second by step of " + listing([name for name, _ in pairs]) + ".",
         data,
         layout(yaxis={"rangemode": "tozero", "tickformat": "~s"}),

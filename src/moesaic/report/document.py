@@ -1,7 +1,7 @@
-"""The shell of a report: one HTML file that asks for nothing from outside.
+"""Shell of a report: one self-contained HTML file.
 
-Style, script and Plotly are inlined. A content security policy lets exactly these scripts run and
-forbids every request, so nothing that a run wrote into its own names can act.
+Style, script and Plotly are inlined. A content security policy allows exactly these scripts and
+forbids every request, so markup in the names of a run cannot execute.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import html
 import json
 from importlib.resources import files
 from typing import Any
-
-from moesaic.base.errors import MoesaicError
 
 MARK = (
     '<svg class="mark" viewBox="0 0 40 40" width="40" height="40" role="img" '
@@ -29,7 +27,7 @@ MARK = (
     '<rect class="m1" x="30" y="29" width="9" height="9" rx="2" transform="rotate(14 34 33)"/>'
     "</svg>"
 )
-"""Nine tiles, the last not yet in place."""
+"""Logo of the page as SVG."""
 
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 40 40">'
@@ -43,7 +41,7 @@ _ICON = (
 
 
 def document(title: str, body: str, data: dict[str, Any]) -> str:
-    """The whole file; `body` is HTML, `title` text, `data` what the page's script draws."""
+    """Return the whole file: `body` is HTML, `title` is text, `data` is what `page.js` draws."""
     plotly, script = _inline(plotly_source()), _inline(_asset("page.js"))
     policy = (
         f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; "
@@ -67,19 +65,14 @@ def document(title: str, body: str, data: dict[str, Any]) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that may stand inside a script element whatever its strings hold."""
+    """Return `data` as JSON that is safe inside a script element, whatever its strings hold."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def plotly_source() -> str:
-    """The script of the installed plotly package."""
-    try:
-        return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    except (ModuleNotFoundError, FileNotFoundError):
-        raise MoesaicError(
-            "plotly.min.js is not installed, so no charts can be drawn: pip install 'plotly>=6'"
-        ) from None
+    """Return the plot library: the cartesian bundle of plotly.js, vendored in `assets/`."""
+    return _asset("plotly-cartesian.min.js")
 
 
 def _asset(name: str) -> str:
@@ -87,7 +80,7 @@ def _asset(name: str) -> str:
 
 
 def _inline(script: str) -> str:
-    # Inside strings and regular expressions, where alone it can stand, "<\/" means "</".
+    # These sequences occur only in strings and regular expressions, where "<\/" means "</".
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 

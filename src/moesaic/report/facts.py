@@ -1,9 +1,8 @@
-"""What a run directory says of its run, read once and typed.
+"""Facts of one run, read once from its directory and typed.
 
-Only files of the run are read: `job.json`, `plan.json`, `versions.json`, `events/`, `loads/`
-and `balance/`.
-A log is appended to on resume: what an earlier part wrote of the steps that the later part does
-again is void. Every column is a float array; what an event lacks is NaN.
+Sources are `job.json`, `plan.json`, `versions.json`, `events/`, `loads/` and `balance/`. A resume
+appends to the log: steps that it repeats replace the earlier ones. Every column is a float array;
+a value that an event lacks is NaN.
 """
 
 from __future__ import annotations
@@ -18,61 +17,85 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.base.errors import StoreError
+from moesaic.report.balance_stats import BalanceStats, read_balance_stats
 from moesaic.report.loads import Loads, read_loads
-from moesaic.report.log import Checkpoint, Log, Moves, Part, Steps, Validation, read_log, read_rank
+from moesaic.report.log import (
+    Checkpoint,
+    Log,
+    Migration,
+    Part,
+    Steps,
+    Validation,
+    read_log,
+    read_rank,
+)
 from moesaic.report.prediction import Prediction, read_prediction
-from moesaic.report.spreads import Spreads, read_spreads
 
 Floats = npt.NDArray[np.float64]
 Status = Literal["finished", "running", "stopped"]
 
 SILENCE_S = 120.0
-"""A run without an end that has been silent for this long, and for many steps, has stopped."""
+"""Seconds without an event after which an unfinished run counts as stopped ..."""
 SILENT_STEPS = 20
+"""... if that is also longer than this many steps."""
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank says of its own steps."""
+    """Steps as one rank logged them."""
 
     rank: int
+    """Global rank."""
     step: Floats
+    """Step numbers, ascending."""
     memory_bytes: Floats
+    """Memory held after each step."""
     peak_bytes: Floats
+    """Peak memory of each step."""
     phases: dict[str, Floats]
-    """Seconds of each phase, step by step."""
+    """Seconds of each phase, by step."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run, as its directory tells it."""
+    """One run."""
 
     name: str
+    """Name of the run directory."""
     directory: Path
+    """Path as given."""
     job: dict[str, Any]
+    """Content of `job.json`."""
     plan: dict[str, Any]
+    """Content of `plan.json`."""
     versions: dict[str, Any]
+    """Content of `versions.json`."""
     parts: list[Part]
-    """From one start to the end or the next start; more than one for a resumed run."""
+    """Launches of the run, first to last; a resumed run has more than one."""
     steps: Steps
+    """Steps as rank 0 logged them."""
     validations: list[Validation]
+    """Validation passes, by step."""
     checkpoints: list[Checkpoint]
+    """Saves, by step."""
     ranks: list[RankSteps]
+    """Steps of each rank that has a log."""
     loads: Loads | None
-    """Expert loads; none for a dense model, or before the first were written."""
-    spreads: Spreads | None
-    """What a policy of balance made of each layer; none where nobody was asked."""
+    """Expert loads; None for a dense model or before the first record."""
+    balance: BalanceStats | None
+    """Balance of each layer; None if no balance policy ran."""
     prediction: Prediction | None
-    """What its plan predicted, and what came of it; none where nothing was predicted."""
-    moves: tuple[Moves, ...]
-    """Experts that changed their ranks for good."""
+    """Predicted and measured steps; None if the plan predicted nothing."""
+    migrations: tuple[Migration, ...]
+    """Experts that migrated to another rank."""
     ended: str
-    """Why it ended; empty while its log has no end."""
+    """Why the run ended; empty while its log has no end."""
     read_at_s: float
+    """Time of the reading, in seconds since the epoch."""
 
     @property
-    def laid_out_at(self) -> int:
-        """Steps that were finished when it began to be on such ranks, in such a layout, as now."""
+    def layout_since(self) -> int:
+        """Steps that were finished when the current ranks and layout came into use."""
         found = 0
         for part in reversed(self.parts):
             now = self.parts[-1]
@@ -86,13 +109,13 @@ class RunFacts:
         """Read `run_dir`; `now_s` (default: the clock) tells a silent run from a running one."""
         if not run_dir.is_dir():
             raise StoreError(
-                f"there is no run directory '{run_dir}': give the one that `moesaic train` wrote"
+                f"there is no run directory '{run_dir}': name one that `moesaic train` wrote"
             )
         log_path = run_dir / "events" / "rank-0.jsonl"
         if not log_path.is_file():
             raise StoreError(
-                f"'{run_dir}' has no events/rank-0.jsonl, so it is not the directory of a started "
-                "run: give the one that `moesaic train` wrote"
+                f"'{run_dir}' has no events/rank-0.jsonl, so no run started in it: name a "
+                "directory that `moesaic train` wrote"
             )
         job, plan, versions = (
             _read_json(run_dir, name) for name in ("job.json", "plan.json", "versions.json")
@@ -113,15 +136,15 @@ class RunFacts:
             ranks=ranks,
             prediction=read_prediction(plan, log, _peaks(ranks)),
             loads=read_loads(run_dir / "loads", last_step),
-            spreads=read_spreads(run_dir / "balance", last_step),
-            moves=log.moves,
+            balance=read_balance_stats(run_dir / "balance", last_step),
+            migrations=log.migrations,
             ended=log.ended,
             read_at_s=time.time() if now_s is None else now_s,
         )
 
     @property
     def status(self) -> Status:
-        """Whether the run finished, is going on, or fell silent before its end."""
+        """State of the run: finished, running, or stopped before its end."""
         if self.ended:
             return "finished" if self.ended == "finished" else "stopped"
         step_s = float(np.nanmedian(self.steps.step_s)) if len(self.steps) else 0.0
@@ -130,33 +153,33 @@ class RunFacts:
 
     @property
     def last_event_s(self) -> float:
-        """When the run last wrote of itself; 0 if it never did."""
+        """Time of the last event, in seconds since the epoch; 0 if there is none."""
         return self.parts[-1].end_s if self.parts else 0.0
 
     @property
     def last_step(self) -> int:
-        """Finished optimizer steps; 0 before the first."""
+        """Number of finished optimizer steps."""
         return int(self.steps.step[-1]) if len(self.steps) else 0
 
     @property
     def planned_steps(self) -> int | None:
-        """Steps that the job asks for."""
+        """Steps that the job requests."""
         steps = self.setting("train.steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def seconds(self) -> float:
-        """Time over all parts, work that a resume threw away included."""
+        """Seconds over all launches, including steps that a resume repeated."""
         return sum(part.end_s - part.start_s for part in self.parts)
 
     @property
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The committed checkpoint of the greatest step."""
+        """Committed checkpoint of the latest step."""
         done = [checkpoint for checkpoint in self.checkpoints if checkpoint.state == "done"]
         return done[-1] if done else None
 
     def setting(self, key: str) -> Any:
-        """The value of a dotted key of the job; None where there is none."""
+        """Return the value of a dotted key of the job; None if it is absent."""
         value: Any = self.job
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -169,8 +192,8 @@ def _read_json(run_dir: Path, name: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StoreError(
-            f"'{run_dir}' has no {name}, which every run writes before its first step: "
-            "restore the file, or report another run"
+            f"'{run_dir}' has no {name}, which a run writes before its first step: restore the "
+            "file, or report another run"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"'{path}' is not readable JSON ({error}): restore the file") from None

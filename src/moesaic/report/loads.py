@@ -1,7 +1,7 @@
-"""Expert loads of a run, read part by part so that memory does not grow with the run.
+"""Expert loads of a run, read file by file so that memory does not grow with the run.
 
-Counts are summed into a bounded number of columns of neighbouring steps; with fewer recorded steps
-than columns a column is a step. A step that was recorded twice counts as in its later part.
+Counts are summed into a bounded number of columns of neighbouring steps. If a step was recorded
+twice, the later record counts.
 """
 
 from __future__ import annotations
@@ -25,122 +25,128 @@ Bools = npt.NDArray[np.bool_]
 COLUMNS = {"step": pa.int64(), "layer": pa.int64(), "counts": pa.list_(pa.int64())}
 MAX_COLUMNS = 400
 """Columns of the heat map over steps."""
-MAX_CELLS = 400_000
+MAX_CELLS = 40_000
 """Cells of the heat maps of all layers together; many experts get fewer columns."""
+_MIN_COLUMNS = 16
+"""Columns of the heat maps, however many experts there are."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Tokens that each expert took."""
+    """Tokens routed to each expert."""
 
     steps: Ints
-    """Recorded steps."""
+    """Recorded steps, ascending."""
     layers: Ints
+    """Recorded layers, ascending."""
     first_step: Ints
     """First step of each column."""
     last_step: Ints
     """Last step of each column."""
     counts: Floats
-    """[columns, layers, experts], summed over the steps of a column."""
+    """Tokens by expert, summed over the steps of a column, [columns, layers, experts]."""
     recent: Floats
-    """[layers, experts], summed over the last quarter of recorded steps."""
+    """Tokens by expert over the last quarter of recorded steps, [layers, experts]."""
     imbalance: Floats
-    """[steps, layers]: load of the busiest expert over the mean."""
+    """Tokens of the busiest expert over the mean, [steps, layers]."""
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer."""
+        """Number of experts in a layer."""
         return int(self.recent.shape[1])
 
     @property
     def recent_steps(self) -> Ints:
-        """The last quarter of recorded steps, at least one."""
+        """Last quarter of the recorded steps, at least one."""
         return self.steps[len(self.steps) - -(-len(self.steps) // 4) :]
 
     def utilisation(self) -> Floats:
-        """[columns, layers, experts]: load over the even share; NaN where nothing was recorded."""
+        """Return load over the even share, [columns, layers, experts]; NaN if not recorded."""
         return over_mean(self.counts)
 
     def recent_utilisation(self) -> Floats:
-        """[layers, experts]: load over the even share in the last quarter of recorded steps."""
+        """Return load over the even share in the last quarter, [layers, experts]."""
         return over_mean(self.recent)
 
 
 def over_mean(counts: Floats) -> Floats:
-    """`counts` over their mean along the last axis; NaN where all are zero."""
+    """Divide `counts` by their mean along the last axis; NaN where all are zero."""
     mean = counts.mean(axis=-1, keepdims=True)
     share: Floats = np.divide(counts, mean, out=np.full(counts.shape, np.nan), where=mean > 0)
     return share
 
 
 def read_loads(directory: Path, last_step: int, max_columns: int = MAX_COLUMNS) -> Loads | None:
-    """The loads of `directory` up to `last_step`; None if there are none."""
-    recorded = Recorded(directory, COLUMNS, last_step)
-    draft: Loads | None = None
-    for step, layer, chosen, table in recorded.parts():
-        if chosen.any():
-            counts = side_by_side(table, "counts", directory, ("loads", "experts"))[chosen]
-            num_experts = counts.shape[1]
-            draft = draft or _empty(recorded.steps, recorded.layers, num_experts, max_columns)
-            _add(draft, step[chosen], layer[chosen], counts)
-    return draft
+    """Return the loads of `directory` up to `last_step`; None if there are none."""
+    records = Records(directory, COLUMNS, last_step)
+    loads: Loads | None = None
+    for step, layer, valid, table in records.parts():
+        if valid.any():
+            counts = _counts(table, directory)[valid]
+            loads = loads or _empty(records.steps, records.layers, counts.shape[1], max_columns)
+            _add(loads, step[valid], layer[valid], counts)
+    return loads
 
 
-class Recorded:
-    """Records of steps and layers that a directory has, part by part, and which of them count."""
+class Records:
+    """Records of a directory by step and layer, read file by file.
+
+    The last record of a step and layer is valid.
+    """
 
     def __init__(self, directory: Path, columns: Mapping[str, Any], last_step: int) -> None:
-        """Those up to `last_step`, and of each step and layer the last one."""
+        """Read the steps and layers of the records up to `last_step`."""
         self._directory, self._columns = directory, columns
         self._keys = [
             (table.column("step").to_numpy(), table.column("layer").to_numpy())
             for table in read_records(directory, columns)
         ]
-        nothing = (np.zeros(0, np.int64),) * 2
-        step, layer = (np.concatenate(column) for column in zip(nothing, *self._keys, strict=True))
-        self._counts = _latest(step, layer) & (step <= last_step)
-        self.steps: Ints = np.unique(step[self._counts])
-        """Of what counts; none if nothing does."""
-        self.layers: Ints = np.unique(layer[self._counts])
+        empty = (np.zeros(0, np.int64),) * 2
+        step, layer = (np.concatenate(column) for column in zip(empty, *self._keys, strict=True))
+        self._valid = _latest(step, layer) & (step <= last_step)
+        self.steps: Ints = np.unique(step[self._valid])
+        """Steps of valid records, ascending."""
+        self.layers: Ints = np.unique(layer[self._valid])
+        """Layers of valid records, ascending."""
 
     def parts(self) -> Iterator[tuple[Ints, Ints, Bools, Any]]:
-        """Steps and layers of each part, which of its records count, and all of it."""
+        """Yield steps, layers, validity and the whole table of each file."""
         tables, start = read_records(self._directory, self._columns), 0
-        # A run that is still going on may have added parts since: zip leaves them.
+        # A running job may have added files since: zip ignores them.
         for (step, layer), table in zip(self._keys, tables, strict=False):
-            yield step, layer, self._counts[start : start + len(step)], table
+            yield step, layer, self._valid[start : start + len(step)], table
             start += len(step)
 
 
 def _latest(step: Ints, layer: Ints) -> Bools:
-    """Which records count: of each step and layer the last one."""
+    """Mark the last record of each step and layer."""
     key = (step * (int(layer.max(initial=0)) + 1) + layer)[::-1]
     _, index = np.unique(key, return_index=True)
-    winners = np.zeros(len(step), dtype=np.bool_)
-    winners[len(step) - 1 - index] = True
-    return winners
+    last = np.zeros(len(step), dtype=np.bool_)
+    last[len(step) - 1 - index] = True
+    return last
 
 
-def side_by_side(table: Any, column: str, directory: Path, words: tuple[str, str]) -> Floats:
-    """[rows, entries] of a column of lists; `words`: what they hold, and of whom."""
-    lists, (what, each) = table.column(column).combine_chunks(), words
+def _counts(table: Any, directory: Path) -> Floats:
+    """Return the counts of a file, [records, experts]."""
+    lists = table.column("counts").combine_chunks()
     flat = lists.flatten().to_numpy(zero_copy_only=False)
     if len(set(lists.value_lengths().to_pylist())) != 1:
         raise StoreError(
-            f"'{directory}' holds {what} of unequal numbers of {each}: remove the directory "
+            f"'{directory}' holds loads of unequal numbers of experts: remove the directory "
             "to report without it"
         )
     if not len(flat):
-        raise StoreError(f"'{directory}' holds {what} of no {each}: they are damaged, remove it")
+        raise StoreError(f"'{directory}' holds loads of no experts: it is damaged, remove it")
     if flat.min() < 0:
-        raise StoreError(f"'{directory}' holds {what} below 0: they are damaged, remove it")
-    found: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
-    return found
+        raise StoreError(f"'{directory}' holds loads below 0: it is damaged, remove it")
+    counts: Floats = flat.reshape(table.num_rows, -1).astype(np.float64)
+    return counts
 
 
 def _empty(steps: Ints, layers: Ints, num_experts: int, max_columns: int) -> Loads:
     affordable = MAX_CELLS // max(len(layers) * num_experts, 1)
-    num_columns = min(len(steps), max_columns, max(affordable, 40))
+    num_columns = min(len(steps), max_columns, max(affordable, _MIN_COLUMNS))
     edges = np.arange(num_columns + 1) * len(steps) // num_columns
     return Loads(
         steps=steps,
@@ -157,7 +163,7 @@ def _add(loads: Loads, step: Ints, layer: Ints, counts: Floats) -> None:
     if counts.shape[1] != loads.num_experts:
         raise StoreError(
             f"the loads change from {loads.num_experts} to {counts.shape[1]} experts at step "
-            f"{step[0]}: remove the parts of another run from loads/"
+            f"{step[0]}: remove the files of another run from loads/"
         )
     at, row = np.searchsorted(loads.layers, layer), np.searchsorted(loads.steps, step)
     column = np.searchsorted(loads.first_step, step, side="right") - 1

@@ -1,8 +1,7 @@
-"""The event logs of a run as columns, resumes unravelled.
+"""Event logs of a run as columns, in the order of steps.
 
-Rows stand in the order of steps. A start that names step S as the first to do makes void what was
-written before it of S and later steps; a step that is written again replaces the earlier row and
-whatever followed it.
+A `run_start` event with first step S voids the earlier rows of S and later steps. A step that is
+logged again replaces its earlier row and all rows after it.
 """
 
 from __future__ import annotations
@@ -27,39 +26,46 @@ _MOST_STEPS = 1 << 53
 
 
 class Machine(NamedTuple):
-    """Where a rank ran."""
+    """Host and device of a rank."""
 
     host: int
-    """By number."""
+    """Number of the host."""
     kind: str
-    """Of its device, as a cluster's file calls it."""
+    """Device kind, as in the cluster file."""
     threads: int
-    """Of its process."""
+    """CPU threads of the process."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The log from one start of the run to the next, or to the end."""
+    """One launch of the run: its log from a `run_start` event to the next one or to the end."""
 
     start_s: float
+    """Time of the start, in seconds since the epoch."""
     end_s: float
-    """Time of the last event."""
+    """Time of the last event, in seconds since the epoch."""
     step: int
-    """Steps that were finished at the start."""
+    """Number of steps finished before the start."""
     resumed_from: str | None
+    """Checkpoint that was resumed; None for a new run."""
     ranks: int
+    """Number of ranks."""
     device: str
+    """Device of rank 0."""
     tokens_per_step: float
+    """Tokens of a step over all ranks."""
     parameters_total: float
+    """Number of parameters."""
     parameters_active: float
+    """Number of parameters that one token uses."""
     peak_bytes: float = math.nan
-    """The most that a rank held, saves and all; known at its end."""
+    """Peak memory of any rank, saves included; logged at the end."""
     machines: tuple[Machine, ...] = ()
-    """Of each rank; none where the run did not say so."""
+    """Machine of each rank; empty if not logged."""
     layout: str = ""
-    """Who shares out what, as `--layout` takes it; empty: every rank has everything."""
-    engines: str = ""
-    """What multiplied experts and carried tokens, in words."""
+    """Sharded dimensions, in the form that `--layout` takes; empty if all is replicated."""
+    backends: str = ""
+    """Expert kernels and token transport, in words."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,13 @@ class Validation:
     """One validation pass."""
 
     step: int
+    """Step after which it ran."""
     loss: float
+    """Mean loss per token."""
     tokens: float
+    """Number of tokens."""
     seconds: float
+    """Time it took."""
 
 
 @dataclass(frozen=True)
@@ -77,36 +87,45 @@ class Checkpoint:
     """One save."""
 
     step: int
+    """Step after which it was taken."""
     path: str
+    """Directory, relative to the run."""
     state: Literal["writing", "done", "failed"]
+    """Progress; "done" means committed."""
     blocking_s: float
-    """Time that training waited."""
+    """Seconds that training waited."""
     num_bytes: float = math.nan
+    """Size."""
     seconds: float = math.nan
+    """Seconds until it was committed."""
     error: str = ""
+    """Reason of a failure."""
 
 
-class Moves(NamedTuple):
-    """Experts of a layer that changed their ranks for good, behind a step."""
+class Migration(NamedTuple):
+    """Experts of one layer that migrated to another rank."""
 
     step: int
+    """Step after which they migrated."""
     layer: int
+    """Layer of the experts."""
     experts: int
+    """Number of experts."""
     num_bytes: float
+    """Bytes moved over all ranks."""
     before: float
-    """Rows of the busiest rank over the mean, since experts moved last."""
+    """Tokens of the busiest rank over the mean, since the previous migration."""
     after: float
-    """As they would have been where experts live now."""
+    """The same tokens with the new owner ranks."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a run, one array a figure."""
+    """Steps of a run, one array per logged value."""
 
     step: Floats
     time: Floats
     loss: Floats
-    total_loss: Floats
     balance_loss: Floats
     z_loss: Floats
     grad_norm: Floats
@@ -115,16 +134,19 @@ class Steps:
     step_s: Floats
     tokens_per_s: Floats
     dropped: Floats
-    flips: Floats
+    num_replay_mismatches: Floats
     loss_scale: Floats
-    """Of fp16 alone, as is `skipped`: 1 where nothing was updated."""
+    """Loss scale of fp16."""
     skipped: Floats
-    copies: Floats
-    """Of experts, if a policy of balance was asked, as are the next three: rows of the busiest rank
-    over the mean without copies and with them, and what deciding took."""
-    busiest_before: Floats
-    busiest_after: Floats
+    """1 where fp16 overflowed and the optimizer skipped its step."""
+    replicas: Floats
+    """Expert replicas over all layers; NaN if no balance policy ran, as in the next three."""
+    imbalance_before: Floats
+    """Tokens of the busiest rank over the mean without replicas, in the least even layer."""
+    imbalance_after: Floats
+    """The same with replicas."""
     planning_s: Floats
+    """Seconds of planning replicas on rank 0."""
     memory_bytes: Floats
     phases: dict[str, Floats]
     """Seconds of each phase on rank 0."""
@@ -135,22 +157,26 @@ class Steps:
 
 @dataclass(frozen=True)
 class Log:
-    """All that rank 0 wrote."""
+    """Content of the log of rank 0."""
 
     parts: list[Part]
+    """Launches, first to last."""
     steps: Steps
+    """Valid steps."""
     validations: list[Validation]
+    """Validation passes, by step."""
     checkpoints: list[Checkpoint]
+    """Saves, by step."""
     ended: str
-    """Why the run ended: "finished", or what cut it off; empty while its log has no end."""
+    """Reason of the end: "finished" or what cut the run off; empty while the log has no end."""
     prediction: Mapping[str, Any] | None = None
-    """What the run said at its end of what its plan predicted."""
-    moves: tuple[Moves, ...] = ()
-    """In the order of steps and layers."""
+    """The `prediction` event of the end of the run."""
+    migrations: tuple[Migration, ...] = ()
+    """Migrated experts, by step and layer."""
 
 
 class StepTable:
-    """Rows of figures in the order of steps; a column appears with its first value."""
+    """Logged values by step; a column appears with its first value."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {"step": array("d"), "time": array("d")}
@@ -159,7 +185,7 @@ class StepTable:
         return len(self._columns["step"])
 
     def add(self, step: int, event: Mapping[str, Any]) -> None:
-        """Append the row of `step`, in place of any row of that step or a later one."""
+        """Append the row of `step`; it replaces the rows of that step and later ones."""
         self.cut(step - 1)
         size = len(self)
         for name, value in _flat(event):
@@ -171,7 +197,7 @@ class StepTable:
                 column.append(math.nan)
 
     def cut(self, step: int) -> None:
-        """Forget the rows of steps after `step`."""
+        """Delete the rows of steps after `step`."""
         steps = self._columns["step"]
         if steps and steps[-1] > step:
             keep = bisect.bisect_right(steps, step)
@@ -179,13 +205,13 @@ class StepTable:
                 del column[keep:]
 
     def column(self, name: str) -> Floats:
-        """One column; all NaN if no event had it."""
+        """Return one column; all NaN if no event had it."""
         if name not in self._columns:
             return np.full(len(self), np.nan)
         return np.array(self._columns[name], dtype=np.float64)
 
     def phases(self) -> dict[str, Floats]:
-        """The columns of phases by name, in the order they first appeared."""
+        """Return the columns of phases by name, in order of first appearance."""
         names = [name for name in self._columns if name.startswith(_PHASE)]
         return {name.removeprefix(_PHASE): self.column(name) for name in names}
 
@@ -198,17 +224,17 @@ class _Draft:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     ended: str = ""
     prediction: Mapping[str, Any] | None = None
-    moves: dict[tuple[int, int], Moves] = field(default_factory=dict)
+    migrations: dict[tuple[int, int], Migration] = field(default_factory=dict)
 
 
 def read_log(path: Path) -> Log:
-    """The log of rank 0."""
+    """Read the log of rank 0."""
     draft = _Draft()
     for event in read_events(path):
         step, now_s = event.get("step"), number(event.get("time"))
         if event["event"] == "run_end":
             _end(draft, event)
-        if not _counts_steps(step):
+        if not _is_step(step):
             continue
         if event["event"] == "run_start":
             _start(draft, event, step)
@@ -223,8 +249,8 @@ def read_log(path: Path) -> Log:
             )  # fmt: skip
         elif event["event"] == "prediction":
             draft.prediction = event
-        elif event["event"] == "rehomed":
-            _note_moves(draft.moves, event, step)
+        elif event["event"] == "experts_migrated":
+            _note_migration(draft.migrations, event, step)
         else:
             _note_checkpoint(draft.checkpoints, event, step)
     return Log(
@@ -234,7 +260,7 @@ def read_log(path: Path) -> Log:
         sorted(draft.checkpoints.values(), key=lambda checkpoint: checkpoint.step),
         draft.ended,
         draft.prediction,
-        tuple(one for _, one in sorted(draft.moves.items())),
+        tuple(one for _, one in sorted(draft.migrations.items())),
     )
 
 
@@ -246,11 +272,11 @@ def _end(draft: _Draft, event: Mapping[str, Any]) -> None:
 
 
 def read_rank(path: Path, parts: list[Part]) -> StepTable:
-    """The `rank_step` rows of one rank's log, without those that a later start of `parts` voids."""
+    """Read the `rank_step` rows of one rank; a later start in `parts` voids rows."""
     table, starts = StepTable(), list(parts[1:])
     for event in read_events(path):
         step, now_s = event.get("step"), number(event.get("time"))
-        if event["event"] != "rank_step" or not _counts_steps(step):
+        if event["event"] != "rank_step" or not _is_step(step):
             continue
         while starts and starts[0].start_s <= now_s:
             table.cut(starts.pop(0).step)
@@ -260,13 +286,13 @@ def read_rank(path: Path, parts: list[Part]) -> StepTable:
     return table
 
 
-def _counts_steps(value: object) -> TypeGuard[int]:
-    """Whether `value` is the number of a step, and no flag, nor more than is exact in a table."""
+def _is_step(value: object) -> TypeGuard[int]:
+    """Return whether `value` is a step number that a float represents exactly."""
     return type(value) is int and 0 <= value <= _MOST_STEPS
 
 
 def number(value: object) -> float:
-    """`value` if it is a number, else NaN."""
+    """Return `value` if it is a number, else NaN."""
     if type(value) is float:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -283,8 +309,8 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
     for kept in (draft.validations, draft.checkpoints):
         for late in [key for key in kept if key > done]:
             del kept[late]
-    for where in [where for where in draft.moves if where[0] > done]:
-        del draft.moves[where]
+    for key in [key for key in draft.migrations if key[0] > done]:
+        del draft.migrations[key]
     ranks = event.get("ranks")
     draft.parts.append(
         Part(
@@ -297,18 +323,18 @@ def _start(draft: _Draft, event: Mapping[str, Any], step: int) -> None:
             tokens_per_step=number(event.get("tokens_per_step")),
             parameters_total=number(event.get("parameters_total")),
             parameters_active=number(event.get("parameters_active")),
-            machines=_machines(event.get("machines")),
+            machines=_machines(event.get("rank_hosts")),
             layout=_layout(event.get("plan")),
-            engines=str(event.get("engines") or ""),
+            backends=str(event.get("backends") or ""),
         )
     )
 
 
 def _layout(plan: object) -> str:
-    """What is shared out, of a plan's decisions."""
+    """Return the sharded dimensions of a plan."""
     if not isinstance(plan, Mapping):
         return ""
-    counted = [(key, plan.get(key)) for key in ("ep", "shard", "tp", "etp", "pp")]
+    counted = [(key, plan.get(key)) for key in ("ep", "dp_shard", "tp", "etp", "pp")]
     found = [f"{key}={value}" for key, value in counted if isinstance(value, int) and value > 1]
     return ",".join(
         [*found, *(["embedding=columns"] if plan.get("embedding") == "columns" else [])]
@@ -316,22 +342,24 @@ def _layout(plan: object) -> str:
 
 
 def _machines(value: object) -> tuple[Machine, ...]:
-    """As a start tells them; none if there is one that is not as it should be."""
+    """Return the machines of a `run_start` event; none if one is malformed."""
     found = list[Machine]()
     for one in value if isinstance(value, list) else ():
-        told: dict[str, Any] = one if isinstance(one, dict) else {}
-        host, kind, threads = (told.get(name) for name in ("host", "kind", "threads"))
+        fields: dict[str, Any] = one if isinstance(one, dict) else {}
+        host, kind, threads = (fields.get(name) for name in ("host", "kind", "threads"))
         if type(host) is not int or type(kind) is not str or type(threads) is not int:
             return ()
         found.append(Machine(host, kind, max(threads, 1)))
     return tuple(found)
 
 
-def _note_moves(kept: dict[tuple[int, int], Moves], event: Mapping[str, Any], step: int) -> None:
+def _note_migration(
+    kept: dict[tuple[int, int], Migration], event: Mapping[str, Any], step: int
+) -> None:
     layer, moves = event.get("layer"), event.get("moves")
     if type(layer) is int and isinstance(moves, list):
-        names = ("bytes", "busiest_before", "busiest_after")
-        kept[step, layer] = Moves(
+        names = ("bytes", "imbalance_before", "imbalance_after")
+        kept[step, layer] = Migration(
             step, layer, len(moves), *(number(event.get(name)) for name in names)
         )
 

@@ -1,4 +1,4 @@
-"""The page of one run: headline, findings, charts, and the files of the run behind folds."""
+"""Page of one run: headline, findings, charts, and the files of the run in folds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moesaic.facts.plan import travel_words
 from moesaic.report.charts import balance, experts, learning, prediction, speed, timeline
 from moesaic.report.charts.figure import Figure
 from moesaic.report.document import MARK, document
 from moesaic.report.facts import RunFacts
-from moesaic.report.findings.balance import rehomed, verdict
+from moesaic.report.findings.balance import migrated, verdict
 from moesaic.report.summary import summary
 from moesaic.report.wording import (
     UNKNOWN,
@@ -29,17 +28,16 @@ from moesaic.report.wording import (
 )
 
 _ROWS = 200
-"""Rows of a table; older ones are left out."""
+"""Rows of a table; older ones are omitted."""
 
 
 def render(run: RunFacts) -> str:
-    """The report of `run` as HTML."""
+    """Return the report of `run` as HTML."""
     facts = summary(run)
     sections = _sections(run)
     figures = [figure for _, _, group in sections for figure in group]
-    balanced = balance.figures(run)
-    compared = _compared(run)
-    figures += balanced + compared
+    balance_charts, prediction_charts = balance.figures(run), _prediction_charts(run)
+    figures += balance_charts + prediction_charts
     data: dict[str, Any] = {
         "figures": [figure.to_json() for figure in figures],
         "loads": None,
@@ -54,8 +52,8 @@ def render(run: RunFacts) -> str:
             _tiles(facts),
             _findings(facts) if len(run.steps) else _nothing_yet(run),
             *(_section(title, extra, group) for title, extra, group in sections),
-            _balanced(run, balanced),
-            _predicted(run, compared),
+            _balance_section(run, balance_charts),
+            _prediction_section(run, prediction_charts),
             _details(run),
             "</main>",
             _foot(run),
@@ -65,8 +63,7 @@ def render(run: RunFacts) -> str:
 
 
 def card(figure: Figure) -> str:
-    """The place of one chart, with its words."""
-    subtitle = f"<small>{html.escape(figure.subtitle)}</small>" if figure.subtitle else ""
+    """Return the card of one chart, with its title and guide."""
     extra = (
         '<label class="switch"><input type="checkbox" id="log-loss"> log scale</label>'
         if figure.name == "loss"
@@ -74,14 +71,15 @@ def card(figure: Figure) -> str:
     )
     return (
         f'<figure class="card span-{figure.span}" id="card-{figure.name}">'
-        f"<figcaption><h3>{html.escape(figure.title)}</h3>{subtitle}{extra}</figcaption>"
+        f"<figcaption><h3>{html.escape(figure.title)}</h3>{extra}"
+        f'<p class="guide">{html.escape(figure.guide)}</p></figcaption>'
         f'<div class="chart" id="{figure.name}" role="img" style="--height:{figure.height}px" '
         f'aria-label="{html.escape(figure.alt)}"></div></figure>'
     )
 
 
 def tile(name: str, value: str, note: str = "") -> str:
-    """One figure of the headline."""
+    """Return one tile of the headline."""
     return (
         f'<div class="tile"><dt>{html.escape(name)}</dt><dd>{html.escape(value)}'
         f"<small>{html.escape(note)}</small></dd></div>"
@@ -89,7 +87,7 @@ def tile(name: str, value: str, note: str = "") -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text."""
+    """Return a table of text."""
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
     lines = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -101,7 +99,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def figure_or_unknown(value: float | None) -> float:
-    """`value`, or the NaN that wording shows as unknown."""
+    """Return `value`, or NaN, which is shown as unknown."""
     return math.nan if value is None else value
 
 
@@ -135,14 +133,14 @@ def _section(title: str, extra: str, group: list[Figure]) -> str:
     )
 
 
-def _compared(run: RunFacts) -> list[Figure]:
+def _prediction_charts(run: RunFacts) -> list[Figure]:
     if run.prediction is None:
         return []
-    clock = timeline.step(run.prediction)
-    return [prediction.phases(run.prediction), *([] if clock is None else [clock])]
+    lanes = timeline.step(run.prediction)
+    return [prediction.phases(run.prediction), *([] if lanes is None else [lanes])]
 
 
-def _predicted(run: RunFacts, group: list[Figure]) -> str:
+def _prediction_section(run: RunFacts, group: list[Figure]) -> str:
     found = run.prediction
     if found is None:
         return ""
@@ -158,50 +156,39 @@ def _predicted(run: RunFacts, group: list[Figure]) -> str:
     most = figure_or_unknown(measured.peak_bytes)
     whole = measured.memory == "resident"
     ratio = UNKNOWN if whole else _ratio(peak, most)
-    rows.append((f"most memory of a rank, {measured.memory}", size(peak), size(most), ratio))
-    learnt = predicted.calibration
-    basis = f", calibrated by {plural(learnt.runs, 'run')}" if learnt else ""
+    rows.append((f"peak memory of a rank, {measured.memory}", size(peak), size(most), ratio))
+    calibration = predicted.calibration
+    basis = f", calibrated by {plural(calibration.runs, 'run')}" if calibration else ""
     basis += f", with the loads of '{predicted.loads}'" if predicted.loads else ""
     note = (
-        f"Predicted for cluster '{predicted.cluster}'{basis}. Measured: medians of "
-        f"{plural(measured.steps, 'step')} on rank 0; waiting for other ranks counts in the phase "
-        "where it happens."
+        f"Prediction for cluster '{predicted.cluster}'{basis}. Measured values are medians of "
+        f"{plural(measured.steps, 'step')} on rank 0. A phase includes its waiting for other ranks."
     )
     if whole:
-        note += " Resident memory is all of a process, its libraries too; tensors were predicted."
+        note += " Resident memory includes libraries; the prediction covers tensors alone."
     body = table(("", "predicted", "measured", "measured / predicted"), rows)
     return (
         '<section><div class="bar"><h2>Predicted and measured</h2></div><div class="grid">'
-        f'<div class="card flat span-6">{body}<p class="note">{html.escape(note)}</p></div>'
+        '<div class="card flat span-6"><p class="guide">Look for ratios far from 1: the plan was '
+        f'wrong there.</p>{body}<p class="guide">{html.escape(note)}</p></div>'
         f"{''.join(card(figure) for figure in group)}</div></section>"
     )
 
 
-def _balanced(run: RunFacts, group: list[Figure]) -> str:
-    moved = rehomed(run)
-    if not group and moved is None:
+def _balance_section(run: RunFacts, group: list[Figure]) -> str:
+    """Return the balance section; warnings have their text among the findings."""
+    migration = migrated(run)
+    if not group and migration is None:
         return ""
-    body = ""
-    if run.spreads is not None:
-        header, rows = balance.by_layer(run.spreads)
-        note = (
-            f"Means of {plural(len(run.spreads.steps), 'recorded step')}, of the layers of rank 0 "
-            "and the ranks that it shares experts with; times are those of rank 0, and what is "
-            "expected, of a layer too, is what policies go by. RB: standard deviation of ranks' "
-            "rows at home over that with copies, as Pro-Prophet has it."
-        )
-        body = (
-            f'<div class="card flat span-12">{table(header, rows[:_ROWS])}'
-            f'<p class="note">{html.escape(note)}</p></div>'
-        )
     leads = "".join(
-        f'<p class="lead"><strong>{html.escape(one.title)}.</strong> {html.escape(one.text)}</p>'
-        for one in (verdict(run), moved)
+        f'<p class="lead"><strong>{html.escape(one.title)}.</strong>'
+        f"{' ' + html.escape(one.text) if one.severity == 'note' else ''}</p>"
+        for one in (verdict(run), migration)
         if one is not None
     )
     return (
         f'<section><div class="bar"><h2>Balance</h2></div>{leads}'
-        f'<div class="grid">{"".join(card(figure) for figure in group)}{body}</div></section>'
+        f'<div class="grid">{"".join(card(figure) for figure in group)}</div></section>'
     )
 
 
@@ -251,20 +238,19 @@ def _described(run: RunFacts, facts: dict[str, Any]) -> str:
         if model.get("experts")
         else "dense"
     )
-    words.append(plural(facts["ranks"] or 1, "rank") + _shared_out(run.plan))
+    words.append(plural(facts["ranks"] or 1, "rank") + _dispatch(run.plan))
     if facts["device"]:
         words.append(facts["device"])
     return " \N{MIDDLE DOT} ".join(words)
 
 
-def _shared_out(plan: Mapping[str, Any]) -> str:
-    """Over how many ranks experts are, and how tokens get there, if a plan says so."""
-    ep = plan.get("ep") or 1
+def _dispatch(plan: Mapping[str, Any]) -> str:
+    """Name the expert parallelism of a plan and its dispatch method; empty without it."""
+    ep, hosts = plan.get("ep") or 1, plan.get("dispatch_hosts") or 1
     if ep == 1:
         return ""
-    dispatch, hosts = plan.get("dispatch", "rows"), plan.get("hosts", 1)
-    chunks, local = plan.get("chunks", 1), plan.get("local", "along")
-    return f", ep {ep}, tokens {travel_words(dispatch, hosts, ep, chunks, local)}"
+    method = "deduplicated" if plan.get("dispatch") == "dedup" else "all-to-all"
+    return f", ep {ep}, {'hierarchical ' * (1 < hosts < ep)}{method} dispatch"
 
 
 def _tiles(facts: dict[str, Any]) -> str:
@@ -290,11 +276,11 @@ def _tiles(facts: dict[str, Any]) -> str:
         tile("Validation loss", loss(value["validation_loss"]), note),
         tile("Tokens per second", count(value["tokens_per_s"]),
              f"median; {duration(value['step_s'])} a step"),
-        tile("Tokens seen", count(facts["tokens"]), "targets of the loss"),
+        tile("Tokens seen", count(facts["tokens"]), "with a loss target"),
         tile("Parameters", count(value["parameters_total"]),
              "all active" if dense else f"{count(active)} active"),
         tile("Ranks", str(facts["ranks"] or UNKNOWN),
-             f"at most {size(value['peak_memory_bytes'])} each"),
+             f"peak {size(value['peak_memory_bytes'])} each"),
         tile("Time", duration(value["seconds"]), f"start to last event{resumed}"),
     ]  # fmt: skip
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
@@ -307,7 +293,7 @@ def _findings(facts: dict[str, Any]) -> str:
         ""
         if any(finding["severity"] != "note" for finding in found)
         else '<li class="clear"><span class="badge">clear</span><div>'
-        f"<h3>Nothing needs attention</h3><p>No {experts_too}leaps of the loss, slow steps or "
+        f"<h3>Nothing needs attention</h3><p>No {experts_too}loss spikes, slow steps or "
         "failed saves.</p></div></li>"
     )
     items = "".join(
@@ -324,9 +310,9 @@ def _findings(facts: dict[str, Any]) -> str:
 
 def _nothing_yet(run: RunFacts) -> str:
     text = (
-        "The run is starting. Write the report again once its progress bar moves."
+        "The run is starting. Write the report again after its first step."
         if run.status == "running"
-        else "The run ended before its first step: its terminal output says why."
+        else "The run ended before its first step. Read its terminal output for the cause."
     )
     return (
         '<section><ul class="findings"><li class="note"><span class="badge">note</span><div>'
@@ -370,7 +356,9 @@ def _checkpoints(run: RunFacts) -> str:
         )
         for checkpoint in run.checkpoints[-_ROWS:]
     ]  # fmt: skip
-    return table(("step", "path", "state", "size", "written in", "kept training waiting", ""), rows)
+    return table(
+        ("step", "path", "state", "size", "committed after", "blocked training", "error"), rows
+    )
 
 
 def _validations(run: RunFacts) -> str:
@@ -384,11 +372,14 @@ def _validations(run: RunFacts) -> str:
 def _parts(run: RunFacts) -> str:
     rows = [
         (moment(part.start_s), f"{part.step:,}", part.resumed_from or "new run", str(part.ranks),
-         part.layout or "copies" * (part.ranks > 1), part.engines, part.device,
+         part.layout or "replicated" * (part.ranks > 1), part.backends, part.device,
          duration(part.end_s - part.start_s))
         for part in run.parts[-_ROWS:]
     ]  # fmt: skip
-    names = ("started", "finished steps", "from", "ranks", "layout", "by", "device", "lasted")
+    names = (
+        "started", "finished steps", "from", "ranks", "layout", "kernels and transport", "device",
+        "lasted",
+    )  # fmt: skip
     return table(names, rows)
 
 
@@ -402,7 +393,7 @@ def _foot(run: RunFacts) -> str:
     return (
         f"<footer><p>moesaic {version} \N{MIDDLE DOT} {span} \N{MIDDLE DOT} read "
         f"{moment(run.read_at_s)}.<br>Charts: drag to zoom, double-click to go back, click a name "
-        "in a legend to hide it. All of this page comes from the run's own files; it asks nothing "
-        "of the network.</p></footer>"
+        "in a legend to hide it. The page comes from the files of the run and needs no network.</p>"
+        "</footer>"
         '<noscript><p class="noscript">The charts need JavaScript.</p></noscript>'
     )

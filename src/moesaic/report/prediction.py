@@ -1,6 +1,6 @@
-"""What the plan of a run predicted beside what the run measured.
+"""Predicted steps of a plan beside the measured ones.
 
-A run that came to its end has said so itself; of one that was cut off it is worked out here.
+A run logs both at its end. For a run that was cut off, its steps are measured here.
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ import numpy.typing as npt
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.plan import Measured, Predictions, measure
+from moesaic.facts.plan import Measurements, Predictions, measure
 from moesaic.report.log import Log
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted and measured figures of a run's steps."""
+    """Predicted and measured step of a run."""
 
     predicted: Predictions
-    measured: Measured
+    """Prediction of the plan."""
+    measured: Measurements
+    """Medians of the run."""
 
     @property
     def ratio(self) -> float:
-        """The measured time of a step over the predicted one."""
+        """Measured time of a step over the predicted one."""
         return self.measured.step_s / self.predicted.step_s
 
     def phases(self) -> list[str]:
-        """The phases of either, in the order of the run's."""
+        """Return the phases of both, in the order of the run."""
         return list(dict.fromkeys([*self.measured.phases_s, *self.predicted.phases_s]))
 
 
 def read_prediction(
     plan: Mapping[str, Any], log: Log, peaks: npt.NDArray[np.float64]
 ) -> Prediction | None:
-    """What is known; None where nothing was predicted, or no step taken.
+    """Return the prediction; None if nothing was predicted or no step was taken.
 
-    `peaks` are what ranks say of the most memory that they held.
+    `peaks` are the peak bytes that ranks logged.
     """
-    said = log.prediction
+    logged = log.prediction
     try:
-        if said is not None:
+        if logged is not None:
             return Prediction(
-                parse(Predictions, said["predicted"], "predicted"),
-                parse(Measured, said["measured"], "measured"),
+                parse(Predictions, logged["predicted"], "predicted"),
+                parse(Measurements, logged["measured"], "measured"),
             )
         if not isinstance(plan.get("predictions"), dict) or not log.parts:
             return None
         predicted = parse(Predictions, plan["predictions"], "plan.json")
     except (ConfigError, KeyError, TypeError, ValueError):
-        # A hand was at it: the rest of the run still shows.
+        # Someone edited it: report the rest of the run.
         return None
     tokens = log.parts[-1].tokens_per_step
     if not np.isfinite(tokens):

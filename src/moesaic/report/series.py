@@ -1,4 +1,4 @@
-"""Series of figures over steps: made short enough to draw, smoothed, put in one number."""
+"""Series of values over steps: thinning, smoothing and medians."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-MAX_POINTS = 2000
-"""Points of one curve."""
+MAX_POINTS = 800
+"""Most points of one curve."""
 
 
 def keep_extremes(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """At most `limit` points, the lowest and highest of each stretch: no spike is lost."""
+    """Keep at most `limit` points: lowest and highest of each interval, so no spike is lost."""
     if len(x) <= limit:
         return x, y
     edges = _edges(len(x), max(limit // 2, 1))
@@ -28,7 +28,7 @@ def keep_extremes(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats
 
 
 def sample(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """At most `limit` of the points, evenly spread, first and last among them."""
+    """Keep at most `limit` points, evenly spaced, with the first and the last."""
     if len(x) <= limit:
         return x, y
     kept = np.linspace(0, len(x) - 1, limit).round().astype(np.int64)
@@ -36,7 +36,7 @@ def sample(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Float
 
 
 def average(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """Means of `limit` stretches along the first axis of `y`; NaN is left out."""
+    """Average `limit` intervals along the first axis of `y`; NaN is ignored."""
     if len(x) <= limit:
         return x, y
     edges = _edges(len(x), limit)
@@ -50,9 +50,9 @@ def average(x: Floats, y: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floa
 
 
 def smooth(y: Floats, share: float = 0.02) -> Floats:
-    """A moving mean, taken twice, over `share` of the series to either side; NaN is left out.
+    """Apply a moving mean twice; its window is `share` of the series and ignores NaN.
 
-    The window shrinks towards the start, so that the first steep fall of a loss is not blurred.
+    The window shrinks towards the start, so the steep fall of an early loss stays sharp.
     """
     half = max(2, round(len(y) * share / 2))
     return _moving_mean(_moving_mean(y, half), half)
@@ -73,11 +73,11 @@ def _moving_mean(y: Floats, half: int) -> Floats:
 
 
 def middle(values: Floats) -> float:
-    """The median of what is known after the first value, which pays for warming up."""
+    """Return the median of known values; the first one is warmup and does not count."""
     rest = values[1:] if len(values) > 1 else values
     rest = rest[np.isfinite(rest)]
     return float(np.median(rest)) if len(rest) else math.nan
 
 
-def _edges(size: int, stretches: int) -> npt.NDArray[np.int64]:
-    return np.arange(stretches + 1) * size // stretches
+def _edges(size: int, intervals: int) -> npt.NDArray[np.int64]:
+    return np.arange(intervals + 1) * size // intervals

@@ -1,4 +1,4 @@
-"""The headline figures of a run as plain JSON: what `moesaic report --json` prints."""
+"""Headline numbers of a run as plain JSON, printed by `moesaic report --json`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from moesaic.report.facts import RunFacts
 from moesaic.report.findings import find
 from moesaic.report.findings.balance import verdict
 from moesaic.report.findings.experts import dead_experts, hot_experts
-from moesaic.report.log import Moves
+from moesaic.report.log import Migration
 from moesaic.report.series import middle
 
 _RECENT = 50
-"""Steps over which the recent loss is averaged, at most a tenth of the run."""
+"""Steps in the mean of the recent loss, at most a tenth of the run."""
 
 
 def summary(run: RunFacts) -> dict[str, Any]:
-    """What the head of the report says, and its findings; what is not known is None."""
+    """Return the headline and the findings of `run`; unknown values are None."""
     part = run.parts[-1] if run.parts else None
-    alike = run.steps.step > run.laid_out_at  # Speeds of other ranks or layouts are no one's.
+    current = run.steps.step > run.layout_since  # Steps of other layouts had other speeds.
     checkpoint = run.newest_checkpoint
     return {
         "run": run.name,
@@ -31,8 +31,8 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "step": run.last_step,
         "planned_steps": run.planned_steps,
         **_losses(run),
-        "tokens_per_s": known(middle(run.steps.tokens_per_s[alike])),
-        "step_s": known(middle(run.steps.step_s[alike])),
+        "tokens_per_s": known(middle(run.steps.tokens_per_s[current])),
+        "step_s": known(middle(run.steps.step_s[current])),
         "tokens": int(np.nansum(run.steps.tokens)),
         "seconds": known(run.seconds),
         "last_event_s": known(run.last_event_s),
@@ -45,18 +45,18 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "checkpoints": sum(checkpoint.state == "done" for checkpoint in run.checkpoints),
         "newest_checkpoint": checkpoint.path if checkpoint else None,
         "dropped": int(np.nansum(run.steps.dropped)),
-        "flips": int(np.nansum(run.steps.flips)),
+        "num_replay_mismatches": int(np.nansum(run.steps.num_replay_mismatches)),
         "skipped": int(np.nansum(run.steps.skipped)),
         "experts": _experts(run),
         "balance": _balance(run),
-        "rehomed": [_moves(one) for one in run.moves],
+        "experts_migrated": [_migration(one) for one in run.migrations],
         "prediction": _prediction(run),
         "findings": [asdict(finding) for finding in find(run)],
     }
 
 
 def known(value: float) -> float | None:
-    """`value` as JSON can say it: None if it is not finite."""
+    """Return `value` for JSON: None if it is not finite."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -102,22 +102,22 @@ def _prediction(run: RunFacts) -> dict[str, Any] | None:
 
 
 def _balance(run: RunFacts) -> dict[str, Any] | None:
-    """Means over the steps in which a policy was asked, and whether copies paid."""
-    names = ("copies", "busiest_before", "busiest_after", "planning_s")
+    """Return means over the steps with a balance policy, and whether replicas paid."""
+    names = ("replicas", "imbalance_before", "imbalance_after", "planning_s")
     columns = {name: getattr(run.steps, name) for name in names}
-    if not np.isfinite(columns["copies"]).any():
+    if not np.isfinite(columns["replicas"]).any():
         return None
     means = {name: known(float(np.nanmean(values))) for name, values in columns.items()}
     found = verdict(run)
     return {**means, "verdict": None if found is None else asdict(found)}
 
 
-def _moves(one: Moves) -> dict[str, Any]:
-    """As the event has them."""
+def _migration(one: Migration) -> dict[str, Any]:
+    """Return a migration with the keys of its event."""
     return {
         "step": one.step, "layer": one.layer, "experts": one.experts,
-        "bytes": known(one.num_bytes), "busiest_before": known(one.before),
-        "busiest_after": known(one.after),
+        "bytes": known(one.num_bytes), "imbalance_before": known(one.before),
+        "imbalance_after": known(one.after),
     }  # fmt: skip
 
 

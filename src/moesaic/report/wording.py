@@ -1,4 +1,4 @@
-"""Figures as a person reads them: counts, bytes, times, lists."""
+"""Numbers in words: counts, bytes, times and lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def count(value: float) -> str:
-    """A count: in full up to five digits, then 12.3 M."""
+    """Format a count: in full up to five digits, then as 12.3 M."""
     if not math.isfinite(value):
         return UNKNOWN
     if abs(value) < 100_000:
@@ -22,7 +22,7 @@ def count(value: float) -> str:
 
 
 def three(value: float) -> str:
-    """A number with about three digits, never in powers of ten unless very small."""
+    """Format a number with about three digits; only very small ones use powers of ten."""
     if not math.isfinite(value):
         return UNKNOWN
     if value and abs(value) < 0.001:
@@ -32,12 +32,12 @@ def three(value: float) -> str:
 
 
 def loss(value: float) -> str:
-    """A loss, to be compared with another."""
+    """Format a loss."""
     return f"{value:.4f}" if math.isfinite(value) else UNKNOWN
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in binary units."""
+    """Format bytes in binary units."""
     if not math.isfinite(num_bytes):
         return UNKNOWN
     scale, unit = byte_unit(num_bytes)
@@ -45,7 +45,7 @@ def size(num_bytes: float) -> str:
 
 
 def byte_unit(num_bytes: float) -> tuple[float, str]:
-    """(bytes of the unit, its name) that suits `num_bytes`."""
+    """Return (bytes, name) of the unit that suits `num_bytes`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
             return 1024.0**power, unit
@@ -53,7 +53,7 @@ def byte_unit(num_bytes: float) -> tuple[float, str]:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units."""
+    """Format a time in its two largest units."""
     if not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 1:
@@ -70,24 +70,24 @@ def duration(seconds: float) -> str:
 
 
 def timing(seconds: float) -> str:
-    """A time that is compared with another: three digits."""
+    """Format a time with three digits, for comparison."""
     if not math.isfinite(seconds):
         return UNKNOWN
     return f"{three(seconds)} s" if seconds >= 1 else f"{three(seconds * 1000)} ms"
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """(seconds of the unit, its name) that suits an axis up to `seconds`."""
+    """Return (seconds, name) of the unit that suits an axis up to `seconds`."""
     return (1.0, "s") if seconds >= 2 else (1e-3, "ms")
 
 
 def moment(time_s: float) -> str:
-    """A time of the clock."""
+    """Format a point in time."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
 
 
 def percent(share: float) -> str:
-    """A share as a percentage; a small one is not rounded to nothing."""
+    """Format a share as a percentage; a small one does not round to zero."""
     if not math.isfinite(share):
         return UNKNOWN
     value = 100 * share
@@ -97,7 +97,7 @@ def percent(share: float) -> str:
 
 
 def listing(items: Sequence[str], limit: int = 6) -> str:
-    """`a, b and c`, or the first few `and 12 more`."""
+    """Join items as `a, b and c`, or the first few `and 12 more`."""
     shown = list(items[:limit])
     more = len(items) - len(shown)
     if more:
@@ -108,10 +108,10 @@ def listing(items: Sequence[str], limit: int = 6) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 step`, `1,200 steps`."""
+    """Format `1 step` or `1,200 steps`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def stretch(first: int, last: int) -> str:
-    """`step 4` or `steps 4 to 9`."""
+    """Format `step 4` or `steps 4 to 9`."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"

@@ -1,1 +1,1 @@
-"""The inference engine."""
+"""Inference: load a model onto one device and generate text."""

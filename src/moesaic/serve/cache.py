@@ -1,4 +1,4 @@
-"""What attention remembers of positions that a model has already seen."""
+"""Key-value cache for incremental decoding."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from moesaic.facts.job import ModelConfig
 
 
 class KeyValueCache:
-    """Room for `length` positions of `batch` rows in every layer; rows advance together."""
+    """Keys and values of up to `length` positions in every layer; all `batch` rows advance
+    together."""
 
     def __init__(
         self, model: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         latent = model.latent
-        # Keys and values, or the narrow vector that both come from and the turned key.
-        kept = [(model.kv_heads, model.head_dim)] * 2
+        # Latent attention caches its compressed key-value vector and the rotary key instead.
+        shapes = [(model.kv_heads, model.head_dim)] * 2
         if latent is not None:
-            kept = [(1, latent.width + latent.rotary)]
-        self._kept = [
+            shapes = [(1, latent.kv_lora_rank + latent.qk_rope_head_dim)]
+        self._buffers = [
             torch.empty(model.layers, batch, heads, length, width, dtype=dtype, device=device)
-            for heads, width in kept
+            for heads, width in shapes
         ]
-        self.filled = 0
-        """Positions that every layer holds; the caller advances it after a pass."""
+        self.num_filled = 0
+        """Positions filled in every layer; the caller advances it after a forward pass."""
 
     def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append new positions to one layer and return all of them."""
-        end = self.filled + new[0].shape[2]
-        for kept, part in zip(self._kept, new, strict=True):
-            kept[layer, :, :, self.filled : end] = part
-        return tuple(kept[layer, :, :, :end] for kept in self._kept)
+        """Append new positions to one layer and return all of its positions."""
+        end = self.num_filled + new[0].shape[2]
+        for buffer, values in zip(self._buffers, new, strict=True):
+            buffer[layer, :, :, self.num_filled : end] = values
+        return tuple(buffer[layer, :, :, :end] for buffer in self._buffers)

@@ -1,7 +1,8 @@
-"""Generation: prompts of any lengths in one batch, greedy or sampled, with a key-value cache.
+"""Batched text generation with a key-value cache, greedy or sampled.
 
-Prompts are padded on the left and the padding is masked; a row's tokens do not depend on its
-neighbours. A draw is a function of (seed, row, position), so the same call gives the same text.
+Prompts of different lengths are padded on the left and the padding is masked, so a row's tokens do
+not depend on the other rows. Random draws depend only on (seed, row, position), so the same call
+returns the same text.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import torch
 from torch import Tensor
 
 from moesaic.base.errors import ConfigError, StoreError
+from moesaic.kernels.randomness import uniform
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import Context
-from moesaic.nn.randomness import uniform
 from moesaic.serve.cache import KeyValueCache
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Settings of token sampling."""
 
     temperature: float = 0.0
-    """0: the most likely token; higher values even out the odds."""
+    """Sampling temperature; 0 picks the most likely token."""
     top_p: float = 1.0
-    """Only the likeliest tokens whose odds add up to this are drawn from."""
+    """Nucleus sampling: draw from the likeliest tokens whose probabilities sum to this."""
     seed: int = 0
 
 
@@ -40,15 +41,15 @@ def generate(
     sampling: Sampling | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """The continuation of each prompt, without it, up to and including an end token.
+    """Return the continuation of each prompt, without the prompt, up to and including an end token.
 
     Args:
-        model: the model, whole on this process.
+        model: the whole model, on this process.
         prompts: token ids, at least one each.
-        max_tokens: most tokens to add to a prompt.
+        max_tokens: maximum number of tokens to generate per prompt.
         end_ids: tokens that end a row.
-        sampling: how tokens are chosen; absent: greedily.
-        on_token: called with (row, token) as tokens come.
+        sampling: sampling settings; None: greedy.
+        on_token: callback with (row, token) for every new token.
     """
     _check(model, prompts, max_tokens)
     if not prompts or max_tokens == 0:
@@ -65,24 +66,24 @@ def generate(
         model.config, len(prompts), longest + max_tokens - 1, model.embed.weight.dtype, device
     )
     results: list[list[int]] = [[] for _ in prompts]
-    going = [True] * len(prompts)
-    for turn in range(max_tokens):
+    active = [True] * len(prompts)
+    for step in range(max_tokens):
         logits = _advance(model, tokens, cache, padding)
         if not bool(logits.isfinite().all()):
             raise StoreError(
-                f"token {turn + 1} cannot be chosen, as the model's scores are not finite: its "
+                f"token {step + 1} cannot be chosen, as the model's scores are not finite: its "
                 "weights are damaged or its training diverged; use an earlier checkpoint, or "
                 "precision = fp32 if the weights are sound"
             )
-        chosen = choose(logits, sampling, longest + turn - padding)
+        chosen = sample_tokens(logits, sampling, longest + step - padding)
         for row, token in enumerate(chosen.tolist()):
-            if not going[row]:
+            if not active[row]:
                 continue
             results[row].append(token)
-            going[row] = token not in end_ids
+            active[row] = token not in end_ids
             if on_token is not None:
                 on_token(row, token)
-        if not any(going):
+        if not any(active):
             break
         tokens = chosen[:, None]
     return results
@@ -106,43 +107,43 @@ def _check(model: LanguageModel, prompts: Sequence[Sequence[int]], max_tokens: i
 
 
 def _advance(model: LanguageModel, tokens: Tensor, cache: KeyValueCache, padding: Tensor) -> Tensor:
-    """Logits [rows, vocab] after `tokens` [rows, new], which the cache then holds."""
-    start, end = cache.filled, cache.filled + tokens.shape[1]
-    places = torch.arange(start, end, device=tokens.device)
-    context = Context(model.rotary((places[None, :] - padding[:, None]).clamp(min=0)))
+    """Return logits [rows, vocab] after `tokens` [rows, new], and add them to the cache."""
+    start, end = cache.num_filled, cache.num_filled + tokens.shape[1]
+    positions = torch.arange(start, end, device=tokens.device)
+    context = Context(model.rotary((positions[None, :] - padding[:, None]).clamp(min=0)))
     window = model.config.window or end
     if bool(padding.any()) or window < end:
-        seen = torch.arange(end, device=tokens.device)
-        back = places[:, None] - seen[None, :]
-        near = (back >= 0) & (back < window)
-        real = seen[None, :] >= padding[:, None]
-        # A row of padding sees itself, so that no softmax runs over nothing.
-        context.mask = ((near[None] & real[:, None]) | (back == 0)[None])[:, None]
+        keys = torch.arange(end, device=tokens.device)
+        distance = positions[:, None] - keys[None, :]
+        in_window = (distance >= 0) & (distance < window)
+        is_token = keys[None, :] >= padding[:, None]
+        # A padding position attends to itself, so that no softmax is over an empty set.
+        context.mask = ((in_window[None] & is_token[:, None]) | (distance == 0)[None])[:, None]
     context.cache = cache
     x = tokens
     for name, block in model.blocks():
         x = block(x[:, -1:] if name == "head" else x, context)
-    cache.filled = end
+    cache.num_filled = end
     return x[:, -1]
 
 
-def choose(logits: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
-    """The next token of each row.
+def sample_tokens(logits: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
+    """Return the next token of each row.
 
     Args:
         logits: [rows, vocab].
-        sampling: how.
-        positions: position of the new token in each row, which names its random draw.
+        sampling: sampling settings.
+        positions: position of the new token in each row; it selects the random number.
     """
     if sampling.temperature == 0.0:
         return logits.argmax(dim=-1)
-    odds = (logits.double() / sampling.temperature).softmax(dim=-1)
-    ordered, ids = odds.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
-    ordered[:, 0] = ordered[:, 0].clamp(min=1e-300)
-    cumulated = ordered.cumsum(dim=-1)
+    probabilities = (logits.double() / sampling.temperature).softmax(dim=-1)
+    sorted_probabilities, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = sorted_probabilities.cumsum(dim=-1) - sorted_probabilities
+    sorted_probabilities = sorted_probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    sorted_probabilities[:, 0] = sorted_probabilities[:, 0].clamp(min=1e-300)
+    cumulated = sorted_probabilities.cumsum(dim=-1)
     rows = torch.arange(len(logits), device=logits.device)
     draws = uniform(sampling.seed, "next token", 0, rows, positions)
-    place = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:])
-    return ids.gather(1, place.clamp(max=ids.shape[1] - 1)).squeeze(1)
+    index = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:])
+    return ids.gather(1, index.clamp(max=ids.shape[1] - 1)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Weights into a model that answers: whole, on one device, from whatever form they have on disk."""
+"""Model loading for inference: a whole model on one device, from any form on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job.train import GroupedMM
 from moesaic.models.hf.origin import Origin
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import pieces
+from moesaic.models.state import tensor_shards
 
 
 @torch.no_grad()
@@ -21,12 +21,12 @@ def load_model(
     precision: str = "keep",
     grouped_mm: Literal["auto"] | GroupedMM = "auto",
 ) -> LanguageModel:
-    """The model of `origin` on `device`, filled tensor by tensor.
+    """Return the model of `origin` on `device`, filled tensor by tensor.
 
     Args:
-        origin: where the weights are.
-        device: where they go.
-        precision: fp32, bf16 or fp64; keep: what the embedding is on file.
+        origin: the model on disk.
+        device: device of the parameters.
+        precision: fp32, bf16 or fp64; keep: the dtype of the embedding on file.
         grouped_mm: kernels of the expert matmuls on a GPU.
     """
     dtype = PRECISIONS.get(precision) or origin.tensors.dtype("embed.weight")
@@ -39,7 +39,7 @@ def load_model(
         model = LanguageModel(origin.model)
     model.to(dtype).materialise(device)
     for _, moe in model.expert_layers():
-        moe.bank.by = grouped_mm
-    for piece in pieces(model):
-        piece.tensor.copy_(origin.tensors.read(piece.name))
+        moe.bank.backend = grouped_mm
+    for shard in tensor_shards(model):
+        shard.tensor.copy_(origin.tensors.read(shard.name))
     return model.eval()

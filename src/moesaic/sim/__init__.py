@@ -1,1 +1,1 @@
-"""What would happen: timelines of steps, from the arithmetic of `policy.cost`. No torch."""
+"""Simulation of steps: timelines from the cost model of `policy.cost`, without torch."""

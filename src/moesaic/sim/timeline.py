@@ -1,7 +1,7 @@
-"""A step on a clock: every rank goes through the events, and waits where others come later.
+"""Simulated timeline of a step: every rank runs the events in order and waits for late ranks.
 
-All ranks go from event to event together, so that a thousand cost little more than one. In a
-pipeline too: ranks of parts that an event does not concern pass it in no time.
+All ranks advance through one list of events as arrays, so a thousand ranks cost little more than
+one. In a pipeline, ranks outside an event pass it in no time.
 """
 
 from __future__ import annotations
@@ -12,172 +12,184 @@ from functools import cached_property
 
 import numpy as np
 
-from moesaic.policy.cost.event import Event, Handover, Members, Seconds, Trip
+from moesaic.policy.cost.event import AsyncMessage, Event, RankGroups, Seconds, StageTransfer
 
 
 @dataclass(frozen=True)
-class Span:
-    """One event on the clock, by rank."""
+class EventSpan:
+    """One event on the clock, in seconds by rank."""
 
     event: Event
-    start_s: Seconds
-    """When each rank came to it."""
+    arrive_s: Seconds
+    """Time at which each rank reaches the event."""
     begin_s: Seconds
-    """When it began there: later than `start_s` for who had to wait."""
+    """Start on each rank; later than `arrive_s` on ranks that wait."""
     end_s: Seconds
-    """When it was over; of what travels beside all three are the same."""
-    away: tuple[Seconds, Seconds] | None = None
-    """When what travels beside began, and was over."""
-    own_s: Seconds | None = None
-    """Until when each rank's own messages that are under way keep it from beginning."""
+    """End on each rank; for an asynchronous event all three times are equal."""
+    async_interval: tuple[Seconds, Seconds] | None = None
+    """Start and end of an asynchronous event."""
+    channel_free_s: Seconds | None = None
+    """Time until which the rank's own collectives block the event."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a step would be."""
+    """Simulated step."""
 
-    spans: Sequence[Span]
+    spans: Sequence[EventSpan]
     end_s: Seconds
-    """When each rank is done."""
+    """End of the step by rank."""
 
     @property
     def step_s(self) -> float:
-        """The time until the last rank is done."""
+        """Time until the last rank ends, in seconds."""
         return float(self.end_s.max())
 
     @cached_property
-    def slowest(self) -> int:
-        """Of those who are done last, as all are that meet at the end, who waits least."""
+    def critical_rank(self) -> int:
+        """The rank that waits least among those that end last.
+
+        All ranks that meet in a final collective end last.
+        """
         waiting = np.zeros_like(self.end_s)
         for span in self.spans:
-            waiting += span.begin_s - span.start_s
+            waiting += span.begin_s - span.arrive_s
         waiting[self.end_s < self.end_s.max()] = np.inf
         return int(waiting.argmin())
 
-    def by_phase(self, rank: int) -> dict[str, float]:
-        """Seconds of one rank by phase, waiting included."""
-        return _sums((span.event.phase, span, rank) for span in self.spans)
+    def seconds_by_phase(self, rank: int) -> dict[str, float]:
+        """Return seconds by phase on one rank, waiting included."""
+        return _sum_by_name((span.event.phase, span, rank) for span in self.spans)
 
-    def by_block(self, rank: int) -> dict[str, float]:
-        """Seconds of one rank by block, waiting included."""
-        return _sums((span.event.block, span, rank) for span in self.spans)
+    def seconds_by_block(self, rank: int) -> dict[str, float]:
+        """Return seconds by block on one rank, waiting included."""
+        return _sum_by_name((span.event.block, span, rank) for span in self.spans)
 
-    def longest_by_block(self) -> dict[str, float]:
-        """Seconds by block, waiting included, on the rank that takes longest over it."""
+    def max_seconds_by_block(self) -> dict[str, float]:
+        """Return seconds by block, waiting included, on the slowest rank of each block."""
         found: dict[str, Seconds] = {}
         for span in self.spans:
-            known = found.setdefault(span.event.block, np.zeros_like(self.end_s))
-            known += span.end_s - span.start_s
+            seconds = found.setdefault(span.event.block, np.zeros_like(self.end_s))
+            seconds += span.end_s - span.arrive_s
         return {block: float(seconds.max()) for block, seconds in found.items()}
 
     def waiting_s(self, rank: int) -> float:
-        """Seconds that one rank waits for others, or for what travels beside."""
-        return float(sum(span.begin_s[rank] - span.start_s[rank] for span in self.spans))
+        """Return the seconds that a rank waits for others or for asynchronous collectives."""
+        return float(sum(span.begin_s[rank] - span.arrive_s[rank] for span in self.spans))
 
     def queueing_s(self, rank: int) -> float:
-        """Of that, what it waits until messages of its own are over."""
-        held = ((span, span.own_s) for span in self.spans)
+        """Return the part of `waiting_s` that the rank's own collectives cause."""
+        blocked = ((span, span.channel_free_s) for span in self.spans)
         return float(
             sum(
-                max(min(own_s[rank], span.begin_s[rank]) - span.start_s[rank], 0.0)
-                for span, own_s in held
+                max(min(own_s[rank], span.begin_s[rank]) - span.arrive_s[rank], 0.0)
+                for span, own_s in blocked
                 if own_s is not None
             )
         )
 
-    def speaking_s(self, rank: int) -> float:
-        """Seconds of its messages, but for those beside."""
-        said = (span for span in self.spans if span.event.is_message)
-        return float(sum(span.end_s[rank] - span.begin_s[rank] for span in said))
+    def communication_s(self, rank: int) -> float:
+        """Return the seconds of a rank's synchronous collectives and transfers."""
+        collectives = (span for span in self.spans if span.event.is_communication)
+        return float(sum(span.end_s[rank] - span.begin_s[rank] for span in collectives))
 
-    def beside_s(self, rank: int) -> tuple[float, float]:
-        """Seconds of what it sends beside computing, and of its waiting for that."""
+    def overlapped_s(self, rank: int) -> tuple[float, float]:
+        """Return the seconds of a rank's overlapped collectives, and those of waiting for them."""
         sent = waited = 0.0
         for span in self.spans:
-            if span.away is not None:
-                sent += float(span.away[1][rank] - span.away[0][rank])
-            elif span.event.awaits is not None:
-                waited += float(span.begin_s[rank] - span.start_s[rank])
+            if span.async_interval is not None:
+                sent += float(span.async_interval[1][rank] - span.async_interval[0][rank])
+            elif span.event.waits_for is not None:
+                waited += float(span.begin_s[rank] - span.arrive_s[rank])
         return sent, waited
 
 
-def run(events: Iterable[Event], ranks: int) -> Timeline:
-    """Let `ranks` ranks go through `events`, in their order."""
+def simulate_events(events: Iterable[Event], ranks: int) -> Timeline:
+    """Run `events` in order on `ranks` ranks."""
     clock = _Clock(np.zeros(ranks), np.zeros(ranks))
-    spans = [clock.pass_by(event) for event in events]
+    spans = [clock.advance(event) for event in events]
     return Timeline(spans, clock.now)
 
 
 @dataclass
 class _Clock:
-    """The time of each rank."""
+    """Time of each rank."""
 
     now: Seconds
-    computed: Seconds
-    """What it has computed since it last met others."""
-    spoken: dict[str, Seconds] = field(default_factory=dict)
-    """Until when what it sends beside is under way, by way."""
-    left: dict[Handover, Seconds] = field(default_factory=dict)
-    trips: dict[Trip, Seconds] = field(default_factory=dict)
-    """When what travels beside is over."""
-    _tables: dict[int, Members] = field(default_factory=dict)
+    computed_s: Seconds
+    """Computing of each rank since its last collective."""
+    channel_busy_s: dict[str, Seconds] = field(default_factory=dict)
+    """Time until which each channel is busy, by rank."""
+    sent_s: dict[StageTransfer, Seconds] = field(default_factory=dict)
+    async_end_s: dict[AsyncMessage, Seconds] = field(default_factory=dict)
+    """End of asynchronous collectives, by rank."""
+    _rank_groups: dict[int, RankGroups] = field(default_factory=dict)
 
-    def pass_by(self, event: Event) -> Span:
-        """What `event` is on each rank."""
+    def advance(self, event: Event) -> EventSpan:
+        """Advance all ranks past `event`, and return its times."""
         start, own = self.now, None
-        if event.takes is not None:
-            left = self.left.pop(event.takes)
-            begin, end = _taken_over(event.takes, start, left, event.seconds)
+        if event.receives is not None:
+            left = self.sent_s.pop(event.receives)
+            begin, end = _receive(event.receives, start, left, event.seconds)
         else:
             begin = start
-            if event.awaits is not None:
-                own = begin = np.maximum(start, self.trips[event.awaits])
+            if event.waits_for is not None:
+                own = begin = np.maximum(start, self.async_end_s[event.waits_for])
             if event.groups:
                 own = begin
-                for way in () if event.inside else event.over:
-                    own = np.maximum(own, self.spoken.get(way, own))
-                begin = self._meet(event, begin, own)
+                for channel in () if event.is_intra_host else event.channels:
+                    own = np.maximum(own, self.channel_busy_s.get(channel, own))
+                begin = self._start_together(event, begin, own)
             else:
-                self.computed = self.computed + event.seconds
+                self.computed_s = self.computed_s + event.seconds
             end = begin + event.seconds
-            if event.beside is not None:
-                self.trips[event.beside] = end
-                for way in event.over:
-                    self.spoken[way] = np.maximum(self.spoken.get(way, end), end)
-                return Span(event, start, start, start, (begin, end))
-        if event.leaves is not None:
-            self.left[event.leaves] = end
+            if event.launches is not None:
+                self.async_end_s[event.launches] = end
+                for channel in event.channels:
+                    self.channel_busy_s[channel] = np.maximum(
+                        self.channel_busy_s.get(channel, end), end
+                    )
+                return EventSpan(event, start, start, start, (begin, end))
+        if event.sends is not None:
+            self.sent_s[event.sends] = end
         self.now = end
-        return Span(event, start, begin, end, own_s=own)
+        return EventSpan(event, start, begin, end, channel_free_s=own)
 
-    def _meet(self, event: Event, ready: Seconds, free: Seconds) -> Seconds:
-        """When ranks that were `ready` begin to speak, and have said what they had to say before
-        when they are `free`."""
-        # Spans keep their events, so that groups live as long as their identity is used.
+    def _start_together(self, event: Event, ready_s: Seconds, free_s: Seconds) -> Seconds:
+        """Return the start of a collective by rank: when the last rank of its group is ready.
+
+        Args:
+            event: the collective.
+            ready_s: time at which each rank reaches it; ranks without a group keep it.
+            free_s: time at which each rank's channels are free.
+        """
+        # Spans keep their events, so groups live as long as their identity is used.
         key = id(event.groups)
-        if key not in self._tables:
-            self._tables[key] = Members(event.groups)
-        members = self._tables[key]
-        # The last of a group has come, which may be late.
-        there = free + event.skew_s * np.sqrt(self.computed)
-        self.computed = members.spread(np.zeros(len(event.groups)), self.computed)
-        return members.spread(members.most(there), ready)
+        if key not in self._rank_groups:
+            self._rank_groups[key] = RankGroups(event.groups)
+        members = self._rank_groups[key]
+        # Skew makes the last rank of a group late.
+        ready = free_s + event.skew_s * np.sqrt(self.computed_s)
+        self.computed_s = members.scatter(np.zeros(len(event.groups)), self.computed_s)
+        return members.scatter(members.group_max(ready), ready_s)
 
 
-def _taken_over(
-    handover: Handover, now: Seconds, left: Seconds, seconds: Seconds
+def _receive(
+    transfer: StageTransfer, now_s: Seconds, sent_s: Seconds, seconds: Seconds
 ) -> tuple[Seconds, Seconds]:
-    """When receivers have waited until it `left`, and when they have it: `seconds` on the way."""
-    begin, end = now.copy(), now.copy()
-    gone, travels = left[handover.senders], seconds[handover.receivers]
-    met = np.maximum(now[handover.receivers], gone)
-    begin[handover.receivers] = met
-    end[handover.receivers] = np.maximum(met, gone + travels) if handover.ahead else met + travels
+    """Return the start and end of `transfer` by rank; `sent_s` is when senders are done."""
+    begin, end = now_s.copy(), now_s.copy()
+    sent, duration = sent_s[transfer.senders], seconds[transfer.receivers]
+    begin_there = np.maximum(now_s[transfer.receivers], sent)
+    begin[transfer.receivers] = begin_there
+    end[transfer.receivers] = (
+        np.maximum(begin_there, sent + duration) if transfer.is_eager else begin_there + duration
+    )
     return begin, end
 
 
-def _sums(rows: Iterable[tuple[str, Span, int]]) -> dict[str, float]:
+def _sum_by_name(entries: Iterable[tuple[str, EventSpan, int]]) -> dict[str, float]:
     result: dict[str, float] = {}
-    for name, span, rank in rows:
-        result[name] = result.get(name, 0.0) + float(span.end_s[rank] - span.start_s[rank])
+    for name, span, rank in entries:
+        result[name] = result.get(name, 0.0) + float(span.end_s[rank] - span.arrive_s[rank])
     return result

@@ -1,1 +1,2 @@
-"""What tests need and users of the package may want for theirs: rank pools, fault points."""
+"""Test utilities, also for users of the package: rank pools, tiny jobs, kernel traces, network
+namespaces."""

@@ -1,4 +1,4 @@
-"""One micro-batch of a real model, block by block: what kernels did, what autograd kept."""
+"""Traces of one micro-batch, block by block: kernels and tensors saved by autograd."""
 
 from __future__ import annotations
 
@@ -15,92 +15,98 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from moesaic.dist.shared import Arriving, ByMemory
-from moesaic.dist.state import local
+from moesaic.dist.shm_all_to_all import PendingCopies, SharedMemoryAllToAll
+from moesaic.dist.state import local_tensor
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.models.initial import InitialSource
-from moesaic.models.kernels import Passes, Seen
+from moesaic.models.init import InitialSource
+from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.nn.context import LayerFacts
-from moesaic.testing.flops import UNCOUNTED, flops
+from moesaic.testing.flops import CUSTOM_FLOPS, flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
 
 
 @dataclass
-class Watched:
-    """What one rank did, by the model's own blocks: layers in one piece."""
+class BlockTrace:
+    """Trace of one rank by model block."""
 
-    forward: dict[str, Seen] = field(default_factory=dict)
-    backward: dict[str, Seen] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
-    """Bytes that autograd kept."""
+    forward: dict[str, KernelCounts] = field(default_factory=dict)
+    backward: dict[str, KernelCounts] = field(default_factory=dict)
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes saved by autograd, by block."""
     loads: list[list[list[int]]] = field(default_factory=list)
-    """Assignments by rank and expert, of each expert layer."""
+    """Assignments by rank and expert of each expert layer, [layers][ranks][experts]."""
 
 
-def watch(job: Job, plan: Plan, world: World) -> Watched:
-    """Run every block on its own, forward and backward, on the first micro-batch of the job.
+def trace_blocks(job: Job, plan: Plan, world: World) -> BlockTrace:
+    """Run every block by itself, forward and backward, on the job's first micro-batch.
 
-    The plan has no shards of dense parameters, and no pipeline.
+    The plan must not shard dense parameters or use a pipeline.
     """
     run = assemble(job, plan, world, InitialSource(0, 0.1))
-    run.buckets.close()  # What goes to them belongs to the step.
-    rows = plan.rows(world.rank, job.train.batch // job.train.micro_batches)
+    run.buckets.close()  # Gradient reduction belongs to the step.
+    rows = plan.sample_range(world.rank, job.train.batch // job.train.micro_batches)
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(rows)
     if job.data.packing == "stream":
         batch.documents.zero_()
     context = lm.make_context(run.model, batch, job, 0)
     context.training, context.targets, context.loss_scale = True, batch.targets, 1.0
-    lasting = (*map(local, run.model.parameters()), context.rotary.cosine, context.rotary.sine)
-    known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-    watched, x = Watched(), batch.inputs.clone()
+    lasting = (
+        *map(local_tensor, run.model.parameters()),
+        context.rotary.cosine,
+        context.rotary.sine,
+    )
+    lasting_addresses = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+    trace, x = BlockTrace(), batch.inputs.clone()
     for name, block in run.model.blocks():
-        found: dict[int, int] = {}
+        saved: dict[int, int] = {}
         x = x.detach().requires_grad_(x.requires_grad)
-        with _keeping(found, known), run.precision():
-            watched.forward[name], out = observe(partial(block, x, context))
+        with _track_saved(saved, lasting_addresses), run.autocast():
+            trace.forward[name], out = trace_call(partial(block, x, context))
         index = int(name.partition(".")[2]) if name.startswith("layers") else -1
-        facts = [context.layers[index]] if index in context.layers else []
-        watched.loads += [load_of(one) for one in facts]
-        roots = [out, *(part for one in facts for part in (one.balance, one.z))]
+        facts = [context.layer_facts[index]] if index in context.layer_facts else []
+        trace.loads += [expert_load(one) for one in facts]
+        roots = [out, *(part for one in facts for part in (one.balance_loss, one.z_loss))]
         roots = [root for root in roots if root.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
-        watched.kept[name] = sum(found.values())
-        watched.backward[name], _ = observe(partial(torch.autograd.backward, roots, seeds))
+        trace.saved_bytes[name] = sum(saved.values())
+        trace.backward[name], _ = trace_call(partial(torch.autograd.backward, roots, seeds))
         for parameter in run.model.parameters():
             parameter.grad = None
         x = out
     run.close()
-    return watched
+    return trace
 
 
-def load_of(facts: LayerFacts) -> list[list[int]]:
-    """Assignments by rank and expert, and visits behind them, as `expert_counts` takes them."""
-    known = [facts.counts] if facts.visits is None else [facts.counts, facts.visits]
-    found: list[list[int]] = torch.cat(known, dim=1).tolist()
-    return found
+def expert_load(facts: LayerFacts) -> list[list[int]]:
+    """Return assignments by rank and expert, then deduplicated tokens, as `expert_counts` takes
+    them."""
+    tables = [facts.counts] if facts.dedup_counts is None else [facts.counts, facts.dedup_counts]
+    load: list[list[int]] = torch.cat(tables, dim=1).tolist()
+    return load
 
 
-def _keeping(found: dict[int, int], known: set[int]) -> AbstractContextManager[None]:
-    """While this holds, storages that autograd keeps are `found`, but for those that are `known`.
+def _track_saved(saved: dict[int, int], known: set[int]) -> AbstractContextManager[None]:
+    """Return a context that adds storages saved by autograd to `saved`, except those in `known`.
 
-    A storage is known by its address, and found with its bytes.
+    Keys are addresses, values bytes.
     """
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     return saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
-class _Messages:
-    """Knows while ranks send to each other: what torch does then, copies too, is no kernel."""
+class _CollectiveSpy:
+    """Detector of collectives in flight, during which torch's operations, copies too, do not
+    count."""
 
     NAMES = (
         "all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_single",
@@ -108,37 +114,42 @@ class _Messages:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.on_their_way = False
+        self.in_flight = False
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """While this holds."""
+    def patched(self) -> Iterator[None]:
+        """Track collectives while the context is active."""
         with ExitStack() as patches:
             for place, name in (
                 *((dist, name) for name in self.NAMES if hasattr(dist, name)),
-                (ByMemory, "start"),
-                (Arriving, "wait"),
+                (SharedMemoryAllToAll, "start"),
+                (PendingCopies, "wait"),
             ):
-                call = self._around(getattr(place, name))
+                call = self._wrap(getattr(place, name))
                 patches.enter_context(mock.patch.object(place, name, call))
             yield
 
-    def _around(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.on_their_way = True
+            self.in_flight = True
             try:
                 return real(*args, **kwargs)
             finally:
-                self.on_their_way = False
+                self.in_flight = False
 
         return call
 
 
-def observe(work: Callable[[], Any]) -> tuple[Seen, Any]:
-    """What `work` did, and what it returns; our count of its flops and torch's are one."""
-    seen, aside, messages = Seen(), Seen(), _Messages()
-    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
-    with messages.noticed(), counter, Passes(lambda: aside if messages.on_their_way else seen):
+def trace_call(work: Callable[[], Any]) -> tuple[KernelCounts, Any]:
+    """Return the kernels of `work` and its result, after checking our flop count against
+    torch's."""
+    counts, ignored, collectives = KernelCounts(), KernelCounts(), _CollectiveSpy()
+    counter = FlopCounterMode(display=False, custom_mapping=CUSTOM_FLOPS)
+    with (
+        collectives.patched(),
+        counter,
+        KernelCounter(lambda: ignored if collectives.in_flight else counts),
+    ):
         result = work()
-    assert flops(seen) == counter.get_total_flops()
-    return seen, result
+    assert flops(counts) == counter.get_total_flops()
+    return counts, result

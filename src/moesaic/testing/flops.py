@@ -1,4 +1,4 @@
-"""Flops as torch counts them, and of what was seen."""
+"""Flop counts: torch's counter, completed, and the flops of traced kernels."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from moesaic.facts.workload.file import TracedAttention, TracedProduct
-from moesaic.models.kernels import Heads, Seen
+from moesaic.facts.workload.traced import TracedAttention, TracedMatmul
+from moesaic.models.kernel_counter import AttentionShape, KernelCounts
 
 
 def _on_shapes(formula: Any, operands: slice) -> Any:
     return lambda *shapes, out_shape=None, **_: formula(*shapes[operands])
 
 
-def _of_heads(formula: Any) -> Any:
-    """`formula` of attention, told of keys and values that heads share as if each had its own.
+def _expand_heads(formula: Any) -> Any:
+    """Return attention's `formula`, called as if each head had its own keys and values.
 
-    The flops are the same, and before 2.12 torch takes no others.
+    The flops are the same, and torch before 2.12 rejects shared ones.
     """
 
     def count(*shapes: Any) -> int:
@@ -30,28 +30,28 @@ def _of_heads(formula: Any) -> Any:
     return count
 
 
-def _product_flops(left: tuple[int, int], right: tuple[int, int]) -> int:
+def _matmul_flops(left: tuple[int, int], right: tuple[int, int]) -> int:
     return 2 * left[0] * left[1] * right[1]
 
 
-UNCOUNTED = {
-    torch.ops.aten.addmm_: _on_shapes(_product_flops, slice(1, 3)),
+CUSTOM_FLOPS = {
+    torch.ops.aten.addmm_: _on_shapes(_matmul_flops, slice(1, 3)),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _on_shapes(
-        _of_heads(sdpa_flop_count), slice(3)
+        _expand_heads(sdpa_flop_count), slice(3)
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _on_shapes(
-        _of_heads(sdpa_backward_flop_count), slice(4)
+        _expand_heads(sdpa_backward_flop_count), slice(4)
     ),
 }
-"""Torch counts these only where they are not in place, or run on a GPU: for `custom_mapping`."""
+"""Formulas for `custom_mapping` of operations that torch counts only out of place or on a GPU."""
 
 
-def flops(seen: Seen) -> int:
-    """Of all products that were seen."""
+def flops(seen: KernelCounts) -> int:
+    """Return the flops of all traced matmuls and attentions."""
     total = 0
-    for (shape, kind), count in seen.products.items():
-        known = TracedAttention if isinstance(shape, Heads) else TracedProduct
-        one = known(**shape._asdict(), count=count, type=kind)
-        products = one.products if isinstance(one, TracedAttention) else (one.product,)
+    for (shape, kind), count in seen.matmuls.items():
+        known = TracedAttention if isinstance(shape, AttentionShape) else TracedMatmul
+        one = known(**shape._asdict(), count=count, dtype=kind)
+        products = one.matmuls if isinstance(one, TracedAttention) else (one.matmul,)
         total += sum(product.flops for product in products)
     return total

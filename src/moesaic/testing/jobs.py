@@ -1,4 +1,4 @@
-"""Tiny jobs and random samples for tests: a whole run in well under a second."""
+"""Tiny jobs and random samples for tests: a whole run takes well under a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 
 
 def tiny_job(**tables: dict[str, Any]) -> Job:
-    """The tiny job with the given keys of its tables changed."""
+    """Return the tiny job with the given keys of its tables changed."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
     for table, changes in tables.items():
         raw[table] = {**raw.get(table, {}), **changes}
@@ -35,7 +35,7 @@ def tiny_job(**tables: dict[str, Any]) -> Job:
 
 
 class RandomSamples:
-    """Endless random samples, each a function of its index; two documents in every third one."""
+    """Endless random samples, each a function of its index; every third one has two documents."""
 
     def __init__(self, vocab: int, sequence: int) -> None:
         self._vocab, self._sequence = vocab, sequence
@@ -44,7 +44,7 @@ class RandomSamples:
         return 1 << 30
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
-        """The samples of `indices`."""
+        """Return the samples of `indices`."""
         del shuffled
         rows = [self._sample(index) for index in indices]
         whole = torch.stack(rows) if rows else torch.zeros(0, 3, self._sequence, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Memory as torch counts it: the most bytes that tensors on the CPU held at one time."""
+"""Peak memory of tensors on the CPU, as torch counts it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
-def most_allocated(*works: Callable[[], object]) -> list[int]:
-    """Most bytes that were there while each of `works` ran, beyond those before the first.
+def peak_allocated(*works: Callable[[], object]) -> list[int]:
+    """Return the peak bytes allocated during each of `works`, beyond those before the first.
 
-    The profiler by itself counts only what its own thread frees. Threads of gloo let go of what
-    they have sent, which would then count for ever: torch is told to count in all threads, from the
-    first call on. They may do so a moment late, so that of like works the least says what is
-    needed.
+    The profiler counts only memory freed by its own thread, but gloo threads free what they have
+    sent. From the first call on, torch therefore counts in all threads. Those may free late, so of
+    equal works the smallest peak is the accurate one.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
-    gc.collect()  # Or what goes meanwhile would make room.
+    gc.collect()  # Garbage freed meanwhile would hide allocations.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         for index, work in enumerate(works):
             with record_function(f"work {index}"):

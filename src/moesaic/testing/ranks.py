@@ -1,11 +1,12 @@
-"""Ranks for tests: a pool of processes that persists, so that a test costs no process start.
+"""Rank pool for tests: persistent processes, so that a test starts none.
 
-`Ranks.run(size, function, *arguments)` joins the first `size` processes in a new generation of
-world, calls `function(world, *arguments)` on each, and returns the results by rank. Function and
-arguments are pickled: use functions of a module. A rank that raises, dies or overstays fails the
-call with its traceback; where one died or overstays, the pool starts afresh for the next call.
-Whatever they are at, they end with the process that has them. They import the script that starts
-them, which has to be a file whose work stands under `if __name__ == "__main__"`.
+`RankPool.run(size, function, *arguments)` joins the first `size` processes in a new world and calls
+`function(world, *arguments)` on each. It returns the results by rank. Function and arguments are
+pickled, so use module-level functions. A rank that raises, dies or times out fails the call with
+its traceback; after a death or a timeout, the pool restarts for the next call.
+
+Rank processes end with their parent at any time. They import the script that starts them, which
+must be a file that guards its work by `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch.distributed import TCPStore
 from moesaic.dist.world import World
 
 _PRELOADED = ["moesaic.train.assemble", "torch.distributed.fsdp", "torch.distributed.pipelining"]
-"""What takes seconds to load, is loaded once, by a process that does nothing but start ranks."""
+"""Modules that are slow to import, loaded once by the fork server that starts ranks."""
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not answer in time."""
+    """Failure of a rank: it raised, died or timed out."""
 
 
-class Ranks:
-    """A pool of rank processes on this machine, as large as the largest world so far."""
+class RankPool:
+    """Pool of rank processes on this machine, as large as the largest world so far."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -49,7 +50,7 @@ class Ranks:
         self._processes: list[BaseProcess] = []
 
     def _grow(self, size: int) -> None:
-        """Have as many processes as are asked for; those that are there stay."""
+        """Start processes until there are `size`."""
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         while len(self._processes) < size:
@@ -63,26 +64,27 @@ class Ranks:
     def run(
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 100.0
     ) -> list[Any]:
-        """The results of `function(world, *arguments)` on ranks 0 to `size - 1`."""
-        if any(pipe.poll() for pipe in self._pipes):  # Nothing is asked: one has closed its end.
-            self._start_afresh()
+        """Return the results of `function(world, *arguments)` on ranks 0 to `size - 1`."""
+        # No reply is due, so a readable pipe is closed.
+        if any(pipe.poll() for pipe in self._pipes):
+            self._restart()
         self._grow(size)
         self._generation += 1
         try:
-            results, failures, intact = self._asked(size, timeout_s, function, arguments)
-        except BaseException:  # An interrupt, or what cannot be pickled: answers may be under way.
-            self._start_afresh()
+            results, failures, intact = self._run_task(size, timeout_s, function, arguments)
+        except BaseException:  # An interrupt or an unpicklable task may leave replies in the pipes.
+            self._restart()
             raise
         if not intact:
-            self._start_afresh()
+            self._restart()
         if failures:
             raise RankFailed("\n".join(failures))
         return results
 
-    def _asked(
+    def _run_task(
         self, size: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> tuple[list[Any], list[str], bool]:
-        """Results, what went wrong, and whether all processes are as they were."""
+        """Return results, failures, and true if all processes survived in time."""
         results: list[Any] = [None] * size
         failures: list[str] = []
         intact = True
@@ -106,12 +108,12 @@ class Ranks:
                     end = min(end, time.monotonic() + 10)
         return results, failures, intact
 
-    def _start_afresh(self) -> None:
+    def _restart(self) -> None:
         self.close()
         self._start()
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -127,11 +129,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _forget() -> None:
-    """Collect what a run has left: its groups above all, for gloo has a thread for each that wakes
-    a hundred times in a second, and a pool's ranks would gather dozens of them."""
+def _collect_garbage() -> None:
+    """Collect the garbage of a run, above all its process groups. Each gloo group has a thread that
+    wakes a hundred times a second, and pooled ranks would gather dozens of them."""
     gc.collect()
-    gc.freeze()  # What is still there stays: modules, which take long to look through.
+    gc.freeze()  # Freeze the rest, mostly modules, which take long to traverse.
 
 
 def _serve(pipe: Connection, port: int) -> None:
@@ -144,20 +146,20 @@ def _serve(pipe: Connection, port: int) -> None:
             task = pipe.recv()
         except EOFError:
             return
-        _answer(pipe, store, *task)
+        _run_and_reply(pipe, store, *task)
         del task
-        _forget()
+        _collect_garbage()
 
 
-def _answer(
+def _run_and_reply(
     pipe: Connection, store: TCPStore, rank: int, size: int, generation: int, timeout_s: float,
     function: Callable[..., Any], arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """Send whether that went well, and its result or what was raised."""
+    """Send success and the result, or failure and the traceback."""
     deadline = timedelta(seconds=timeout_s)
     try:
         if size > 1:
-            world = World.join(rank, size, store, generation=generation, deadline=deadline)
+            world = World.join(rank, size, store, generation=generation, timeout=deadline)
         else:
             world = World.solo()
         try:

@@ -1,1 +1,1 @@
-"""The training engine: a job, a plan and a world become a run that takes steps."""
+"""Training engine: turns a job, a plan and a world into a run that takes steps."""

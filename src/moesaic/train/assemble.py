@@ -1,7 +1,8 @@
-"""assemble(job, plan, world, source) -> Run: a model on ranks, ready to step.
+"""Assembly of a run: the job's model on its ranks, with gradient buckets, optimizer and pipeline,
+ready to step.
 
-It can be called again and again in one process: train, `close`, assemble another layout from the
-same state, go on with the same numbers. Everything that training goes on from is in `Run.state`.
+One process may assemble several times: train, `close`, then assemble another layout from the same
+state with the same results. `Run.state` holds everything that training resumes from.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moesaic.dist import device as devices
-from moesaic.dist.buckets import Buckets, Summed
-from moesaic.dist.products import check
+from moesaic.dist.buckets import GradientBuckets, ReducedParameter
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, stages
-from moesaic.models.finetune import prepare
-from moesaic.models.lm import Embedding, Head, LanguageModel
-from moesaic.models.pieces import SLICES, Held, held
-from moesaic.nn.bank import Bank
-from moesaic.nn.columns import ALONE, Columns
-from moesaic.nn.lora import Adapters
-from moesaic.nn.slices import WHOLE, Slices
-from moesaic.nn.travel import Ranks
+from moesaic.facts.plan import Plan, stage_blocks
+from moesaic.kernels import device as devices
+from moesaic.kernels.grouped_mm import check_backend
+from moesaic.models.finetune import prepare_for_finetuning
+from moesaic.models.lm import Embedding, LanguageModel, LMHead
+from moesaic.models.state import TP_DIM, LocalParam, local_params
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.lora import Adapters
+from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
+from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
 from moesaic.policy import balance as policies
-from moesaic.train import balancing, scale
-from moesaic.train.narrow import NarrowAdamW
-from moesaic.train.optim import AdamW, Stretch, stretches
-from moesaic.train.rehoming import Rehoming
+from moesaic.train import balancing, loss_scale
+from moesaic.train.expert_migration import ExpertMigration
+from moesaic.train.low_bit_adamw import LowBitAdamW
+from moesaic.train.optim import AdamW, FlatParams, flatten_params
 from moesaic.train.run import Run
 
 if TYPE_CHECKING:
@@ -41,149 +42,159 @@ if TYPE_CHECKING:
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64,
 }  # fmt: skip
-"""What weights are stored in, by `train.precision`."""
+"""Storage dtype of weights, by `train.precision`."""
 
 
 def assemble(
     job: Job, plan: Plan, world: World, source: Source, counters: dict[str, int] | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Run:  # fmt: skip
-    """Build the job's model as `plan` says, filled from `source`.
+    """Build the job's model by `plan`, filled from `source`.
 
     Args:
         job: the job.
-        plan: which rank holds what.
-        world: the ranks; as many as the plan's.
-        source: where the values of parameters and moments come from.
-        counters: position in the run; absent: its start.
-        say: told what takes long.
+        plan: layout of the model over ranks.
+        world: the ranks, as many as the plan has.
+        source: values of parameters and moments.
+        counters: position in the run; None for a new run.
+        log: receives a message before slow work.
     """
-    check(plan.grouped_mm if job.model.experts else "auto", world.device)
-    moves = policies.rehomes(job, plan)
-    priced = moves or policies.balances(job, plan)
-    ranks = ranks_of(plan, world, copies=priced)
-    (mesh, slices), columns = _shared_out(plan, world), _columns(plan, world)
-    part = stages(plan, job.model)[plan.part(world.rank) :: plan.pp]
-    names = [name for stage in part for name in stage]
+    check_backend(plan.grouped_mm if job.model.experts else "auto", world.device)
+    migrates = policies.can_migrate(job, plan)
+    needs_prices = migrates or policies.should_balance(job, plan)
+    groups = make_dispatch_ranks(plan, world, replicas=needs_prices)
+    (mesh, tp), column_shard = _make_dense_mesh(plan, world), _make_column_shard(plan, world)
+    local_stages = stage_blocks(plan, job.model)[plan.pp_rank(world.rank) :: plan.pp]
+    block_names = [name for stage in local_stages for name in stage]
     with torch.device("meta"):
-        model = LanguageModel(job.model, job.routing, plan, ranks, slices, names, columns)
+        model = LanguageModel(job.model, job.routing, plan, groups, tp, block_names, column_shard)
         if job.finetune is not None:
-            prepare(model, job.finetune)
+            prepare_for_finetuning(model, job.finetune)
     model.to(DTYPES[job.train.precision])
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
-    pipeline = _pipeline(job, plan, world, model)
-    if mesh is not None and plan.shard > 1:
+    pipeline = _make_pipeline(job, plan, world, model)
+    if mesh is not None and plan.dp_shard > 1:
         roots = [model] if pipeline is None else list(pipeline.stages.values())
-        _shard(model, roots, plan, mesh, world.device)
+        _apply_fsdp(model, roots, plan, mesh, world.device)
     else:
         model.materialise(world.device)
     devices.activate(world.device)
-    run = _with_memory(job, plan, world, model, pipeline)
+    run = _allocate_run(job, plan, world, model, pipeline)
     run.counters.update(counters or {})
-    scale.begin(run.counters, scaled=job.train.precision == "fp16")
+    loss_scale.init_counters(run.counters, is_scaled=job.train.precision == "fp16")
     try:
-        if moves:
-            items = [*run.holdings, *run.frozen]
-            run.rehoming = Rehoming(job, plan, world, model, items, run.optimizer)
-        source.fill(run.state().pieces)
-        if priced:
-            run.plan = balancing.begin(model, job, run.plan, world, say)
+        if migrates:
+            items = [*run.trainable, *run.frozen]
+            run.migration = ExpertMigration(job, plan, world, model, items, run.optimizer)
+        source.fill(run.state().shards)
+        if needs_prices:
+            run.plan = balancing.attach_balancers(model, job, run.plan, world, log)
     except BaseException:
-        run.close()  # Hooks of its parameters hold the model.
+        run.close()  # Parameter hooks keep the model alive.
         raise
     return run
 
 
-def _with_memory(
+def _allocate_run(
     job: Job, plan: Plan, world: World, model: LanguageModel, pipeline: Pipeline | None
 ) -> Run:
-    """A run of `model`, with room for all that it learns by: nothing has a value yet."""
-    everything = held(model, plan, world.rank)
-    holdings = [item for item in everything if item.parameter.requires_grad]
-    buckets = _buckets(plan, world, holdings)
+    """Return a run of `model` with all buffers and moments allocated; parameters have no values
+    yet."""
+    all_params = local_params(model, plan, world.rank)
+    trainable = [item for item in all_params if item.parameter.requires_grad]
+    buckets = _make_buckets(plan, world, trainable)
     try:
-        updated = stretches(holdings, buckets.settle())
-        devices.begin_anew(world.device)  # Where parameters have been leaves holes.
+        flat_params = flatten_params(trainable, buckets.flatten_parameters())
+        devices.reset_peak_memory(world.device)  # Freed parameters leave holes in the cache.
         return Run(
-            job, plan, world, model, holdings, updated, _optimizer(job, world, updated),
-            part=world.partition(plan.part_groups()), ends=_ends(job, plan, world),
+            job, plan, world, model, trainable, flat_params,
+            _make_optimizer(job, world, flat_params),
+            pipeline_rank_group=world.partition(plan.stage_groups()),
+            tied_weight_group=_tied_weight_group(job, plan, world),
             buckets=buckets, pipeline=pipeline,
-            frozen=[item for item in everything if not item.parameter.requires_grad],
+            frozen=[item for item in all_params if not item.parameter.requires_grad],
         )  # fmt: skip
     except BaseException:
-        buckets.close()  # Hooks of its parameters hold the model.
+        buckets.close()  # Parameter hooks keep the model alive.
         raise
 
 
-def ranks_of(plan: Plan, world: World, *, copies: bool = False) -> Ranks:
-    """The ranks that dispatch, by place in their part of the pipeline; with what carries `copies`
-    of experts, or experts themselves, if there are to be some."""
-    mine = next(group for group in plan.expert_groups() if world.rank in group)
-    carriers = (world.carrier(groups) for groups in plan.trip_groups())
-    return Ranks(
-        rank=world.rank % plan.span // plan.etp,
-        everyone=world.partition(plan.same_expert_slice_groups()),
-        carriers=tuple(carrier for carrier in carriers if carrier is not None),
-        group_ranks=tuple(rank % plan.span // plan.etp for rank in mine),
-        straight=world.carrier(plan.expert_groups()) if copies else None,
-        slices=Slices(world.rank % plan.etp, plan.etp, world.partition(plan.expert_slice_groups())),
+def make_dispatch_ranks(plan: Plan, world: World, *, replicas: bool = False) -> DispatchGroups:
+    """Return the dispatch groups of this rank, which are numbered within its pipeline rank. With
+    `replicas`, add a transport for expert replicas and migration."""
+    ep_group = next(group for group in plan.ep_groups() if world.rank in group)
+    transports = (world.transport(groups) for groups in plan.exchange_groups())
+    return DispatchGroups(
+        rank=world.rank % plan.ranks_per_stage // plan.etp,
+        world_group=world.partition(plan.same_etp_rank_groups()),
+        transports=tuple(transport for transport in transports if transport is not None),
+        ep_ranks=tuple(rank % plan.ranks_per_stage // plan.etp for rank in ep_group),
+        replica_transport=world.transport(plan.ep_groups()) if replicas else None,
+        tp=TensorParallel(world.rank % plan.etp, plan.etp, world.partition(plan.etp_groups())),
     )
 
 
-def _buckets(plan: Plan, world: World, holdings: Sequence[Held]) -> Buckets:
-    """Gradients that ranks which learn the same add up: experts' over copies, slices' over ranks
-    that have the same, and all others over a part; but for columns of a table, of which nobody
-    else there has any, and those that FSDP has to do with.
+def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> GradientBuckets:
+    """Return gradient buckets, grouped by the ranks that reduce them.
 
-    Under backward that goes on beside what layers say, and not at the same point on every rank: in
-    groups of its own. A pipeline's stages mingle backwards of several micro-batches, of which
-    torch's schedules may set the gradients themselves, so that they wait for the end.
+    Expert gradients are summed over expert-DP ranks, those of TP shards over DP ranks, all others
+    over the whole pipeline rank. Column-sharded embeddings and FSDP parameters need no reduction
+    here.
+
+    Without a pipeline, buckets are reduced during backward, which each rank reaches at a different
+    point of its collectives. They therefore use process groups of their own. With a pipeline,
+    backwards of several micro-batches interleave and torch's schedules may set gradients
+    themselves, so reduction waits for the end.
     """
-    early = plan.pp == 1
-    purpose = "gradients" if early else ""
-    copies = world.partition(plan.replica_groups(), purpose)
-    whole = sliced = None
-    if plan.shard == 1:
-        whole = world.partition(plan.part_groups(), purpose)
-        sliced = world.partition(plan.same_slice_groups(), purpose)
-    sums = [
-        Summed(item.parameter, copies, "experts", item.decays)
+    overlaps_backward = plan.pp == 1
+    purpose = "gradients" if overlaps_backward else ""
+    expert_dp_group = world.partition(plan.expert_dp_groups(), purpose)
+    stage_group = dp_group = None
+    if plan.dp_shard == 1:
+        stage_group = world.partition(plan.stage_groups(), purpose)
+        dp_group = world.partition(plan.dp_groups(), purpose)
+    reduced = [
+        ReducedParameter(item.parameter, expert_dp_group, "experts", item.has_weight_decay)
         if item.bank is not None
-        else Summed(item.parameter, sliced if item.sliced else whole, decays=item.decays)
-        for item in reversed(holdings)
-        if not item.columns
+        else ReducedParameter(
+            item.parameter,
+            dp_group if item.is_tp_sharded else stage_group,
+            decays=item.has_weight_decay,
+        )
+        for item in reversed(trainable)
+        if not item.is_column_sharded
     ]
-    return Buckets(sums, early=early)
+    return GradientBuckets(reduced, overlaps_backward=overlaps_backward)
 
 
-def _optimizer(job: Job, world: World, updated: Sequence[Stretch]) -> AdamW:
-    """Of full moments, or narrow ones, all of them zero."""
+def _make_optimizer(job: Job, world: World, flat_params: Sequence[FlatParams]) -> AdamW:
+    """Return an optimizer with zero moments, full or low-bit."""
     optimizer = (
         AdamW(job.optimizer)
         if job.optimizer.moments == "full"
-        else NarrowAdamW(job.optimizer, job.seed, world.device)
+        else LowBitAdamW(job.optimizer, job.seed, world.device)
     )
-    for stretch in updated:
-        optimizer.hold(stretch, world.rank)
+    for flat in flat_params:
+        optimizer.init_moments(flat, world.rank)
     return optimizer
 
 
-def _columns(plan: Plan, world: World) -> Columns:
-    """The ranks that share out the embedding's columns."""
-    if plan.columns == 1:
-        return ALONE
-    return Columns(plan.columns, world.carrier(plan.part_groups()))
+def _make_column_shard(plan: Plan, world: World) -> ShardedEmbedding:
+    """Return the ranks that shard the embedding's columns."""
+    if plan.embedding_shards == 1:
+        return UNSHARDED
+    return ShardedEmbedding(plan.embedding_shards, world.transport(plan.stage_groups()))
 
 
-def _ends(job: Job, plan: Plan, world: World) -> Group | None:
-    """The group that holds a tied weight on both ends of a pipeline."""
+def _tied_weight_group(job: Job, plan: Plan, world: World) -> Group | None:
+    """Return the group of the first and last pipeline rank if they share a tied weight."""
     if plan.pp == 1 or not job.model.tied:
         return None
-    return world.partition([[chain[0], chain[-1]] for chain in plan.chain_groups()])
+    return world.partition([[chain[0], chain[-1]] for chain in plan.pp_groups()])
 
 
-def _pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipeline | None:
+def _make_pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipeline | None:
     if plan.pp == 1:
         return None
     from moesaic.train.pipeline import Pipeline  # Slow to import, and rarely used.
@@ -191,49 +202,54 @@ def _pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> Pipel
     return Pipeline(job, plan, world, model)
 
 
-def _shared_out(plan: Plan, world: World) -> tuple[DeviceMesh | None, Slices]:
-    """The ranks that share out dense parameters, or have copies, along each dimension in which
-    there are several; and the slices among them."""
-    if plan.shard == plan.tp == 1:
-        return None, WHOLE
-    part = torch.tensor(plan.part_groups()[plan.part(world.rank)])
-    grid = part.view(-1, plan.shard, plan.tp)
-    along = {
-        "replicate": world.partition(plan.shard_replica_groups()),
-        "shard": world.partition(plan.shard_groups()),
-        SLICES: world.partition(plan.slice_groups()),
+def _make_dense_mesh(plan: Plan, world: World) -> tuple[DeviceMesh | None, TensorParallel]:
+    """Return the device mesh of dense parameters, without dimensions of size 1, and the TP
+    group."""
+    if plan.dp_shard == plan.tp == 1:
+        return None, NO_TP
+    stage_ranks = torch.tensor(plan.stage_groups()[plan.pp_rank(world.rank)])
+    grid = stage_ranks.view(-1, plan.dp_shard, plan.tp)
+    all_groups = {
+        "replicate": world.partition(plan.dp_replicate_groups()),
+        "dp_shard": world.partition(plan.dp_shard_groups()),
+        TP_DIM: world.partition(plan.tp_groups()),
     }
-    groups = {name: group for name, group in along.items() if group is not None}
+    groups = {name: group for name, group in all_groups.items() if group is not None}
     mesh = DeviceMesh.from_group(
         list(groups.values()), world.device.type, mesh=grid.squeeze(), mesh_dim_names=tuple(groups)
     )
-    sliced = mesh[SLICES] if plan.tp > 1 else None
-    return mesh, Slices(world.rank % plan.tp, plan.tp, along[SLICES], sliced)
+    tp_mesh = mesh[TP_DIM] if plan.tp > 1 else None
+    return mesh, TensorParallel(world.rank % plan.tp, plan.tp, all_groups[TP_DIM], tp_mesh)
 
 
-def _shard(
+def _apply_fsdp(
     model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Shard dense parameters over `plan.shard` replicas, copy to the rest (FSDP2), materialise.
+    """Shard dense parameters over `plan.dp_shard` ranks by FSDP2, replicate over the rest, and
+    materialise.
 
-    Gradients are summed, not averaged: losses are divided by global counts already. The root holds
-    embedding and head, so that a tied weight is one parameter; each stage of a pipeline is a root.
-    Columns of the embedding are shared out already, as experts are.
-    A stage stays whole until its last backward: others of its micro-batches are on their way.
+    Gradients are summed, not averaged, because losses are already divided by global counts. The
+    root holds embedding and head, so a tied weight is one parameter; each pipeline stage is a root.
+    Experts and column-sharded embeddings are excluded because they are sharded already. A pipeline
+    stage stays unsharded between passes because other micro-batches still need it.
     """
     from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
 
-    copied = "replicate" in (mesh.mesh_dim_names or ())
-    mesh = mesh["replicate", "shard"] if copied else mesh["shard"]
-    apart = {m.arena for m in model.modules() if isinstance(m, Bank | Adapters)}
-    apart |= {
-        m.weight for m in model.modules() if isinstance(m, Embedding | Head) and m.columns.count > 1
+    is_replicated = "replicate" in (mesh.mesh_dim_names or ())
+    mesh = mesh["replicate", "dp_shard"] if is_replicated else mesh["dp_shard"]
+    ignored = {m.arena for m in model.modules() if isinstance(m, ExpertBank | Adapters)}
+    ignored |= {
+        m.weight
+        for m in model.modules()
+        if isinstance(m, Embedding | LMHead) and m.column_shard.num_ranks > 1
     }
-    again = None if plan.pp == 1 else False
+    reshard = None if plan.pp == 1 else False
     for module in (*model.layers, *roots):
-        sharded = fully_shard(module, mesh=mesh, ignored_params=apart, reshard_after_forward=again)
+        sharded = fully_shard(
+            module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshard
+        )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=device)
-    model.tie()  # to_empty makes two of one shared parameter
+    model.tie()  # to_empty splits a shared parameter into two

@@ -1,8 +1,9 @@
-"""Balance of a run: its policy is asked, layer by layer, with the exact rows of each micro-batch.
+"""Expert balancing in a run: its policy decides per layer from the exact token counts of each
+micro-batch.
 
-What copies cost and save is what job or plan say, or as is usual of such devices, or measured when
-a run starts. All ranks that share out experts know the same rows and prices, so that each works out
-the same by itself.
+Prices of replicas come from the job or the plan, from defaults for the device, or from measurements
+at the start. All ranks of an EP group know the same counts and prices, so each computes the same
+decision by itself.
 """
 
 from __future__ import annotations
@@ -17,56 +18,58 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moesaic.dist import device as devices
+from moesaic.dist.all_to_all import Transport
 from moesaic.dist.clock import Clock
-from moesaic.dist.collectives import gather
-from moesaic.dist.exchange import Carrier
-from moesaic.dist.shared import MEMORY
+from moesaic.dist.collectives import all_gather
+from moesaic.dist.shm_all_to_all import SHARED_MEMORY
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Ints, Setting
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray
 from moesaic.facts.job import Job, Prices
-from moesaic.facts.plan import Plan, stages
+from moesaic.facts.plan import Plan, stage_blocks
+from moesaic.kernels import device as devices
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.bank import Bank
-from moesaic.nn.context import NARROW
+from moesaic.nn.context import LOW_PRECISION
+from moesaic.nn.dispatch.permute import Permutation
+from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.moe import MoE
-from moesaic.nn.routes import Routes
 from moesaic.policy import balance as policies
-from moesaic.train import machines
-from moesaic.train.spread import Spread
+from moesaic.train import topology
+from moesaic.train.balance_stats import BalanceStats
 
-_SLOTS, _ROWS, _TIMES = 4, (32, 96, 384), 11
-"""Experts that are tried, their rows each, and how often."""
-_EXCHANGED_BYTES = (1 << 10, 1 << 20, 4 << 20, 16 << 20)
-"""By a rank, to others."""
-_HANDLED_BYTES = 8 << 20
-"""By a rank, out and back."""
-_CACHED_BYTES = 64 << 20
-"""More than caches hold."""
+_NUM_EXPERTS, _TOKENS_PER_EXPERT, _REPEATS = 4, (32, 96, 384), 11
+"""Experts to time, tokens of each, and repetitions."""
+_EXCHANGE_BYTES = (1 << 10, 1 << 20, 4 << 20, 16 << 20)
+"""Bytes that a rank sends per timed exchange."""
+_ROUND_TRIP_BYTES = 8 << 20
+"""Bytes that a rank sends in a timed round trip, out and back."""
+_CACHE_FLUSH_BYTES = 64 << 20
+"""Bytes that evict all caches."""
 
 
 class Balancer:
-    """Asks a policy on one rank of a group, and keeps what came of it until that is told."""
+    """Balance policy of one layer on one rank; keeps decisions until `take_stats`."""
 
-    def __init__(self, policy: policies.Asked, rank: int = 0, clock: Clock | None = None) -> None:
-        """`clock` has what the layer takes; None: nothing tells."""
+    def __init__(
+        self, policy: policies.LayerBalancer, rank: int = 0, clock: Clock | None = None
+    ) -> None:
+        """Wrap `policy`; `clock` times the layer, if given."""
         self._policy, self.early = policy, policy.early
         self._rank, self._clock = rank, clock
-        self._passes = list[tuple[Ints, Setting, Balance]]()
+        self._passes = list[tuple[IntArray, BalanceProblem, BalanceDecision]]()
         self._planning_s = 0.0
 
-    def ahead(self) -> Balance:
-        """Copies for rows that nobody knows yet."""
+    def early_replicas(self) -> BalanceDecision:
+        """Return replicas chosen before the pass's token counts are known."""
         with self._planning():
-            return self._policy.ahead()
+            return self._policy.early_replicas()
 
-    def think(self) -> None:
-        """Decide on those of the next time, as far as that can be done now."""
+    def plan_next(self) -> None:
+        """Decide on the next pass's early replicas, if that is due."""
         with self._planning():
-            self._policy.think()
+            self._policy.plan_next()
 
-    def __call__(self, counts: Ints) -> Balance:
-        """Who computes what of rows [ranks, experts]."""
+    def __call__(self, counts: IntArray) -> BalanceDecision:
+        """Return the balance decision for `counts` [ranks, experts]."""
         with self._planning():
             balance = self._policy(counts)
         self._passes.append((counts, self._policy.setting, balance))
@@ -80,163 +83,185 @@ class Balancer:
         finally:
             self._planning_s += time.perf_counter() - began
 
-    def rehome(self, homes: Ints) -> None:
-        """These are the ranks of all experts from now on."""
-        self._policy.rehome(homes)
+    def set_owners(self, owners: IntArray) -> None:
+        """Set the owner rank of each expert from now on."""
+        self._policy.set_owners(owners)
 
-    def told(self) -> Spread:
-        """What came of it since this was asked last: worked out now, for in a pass tokens wait."""
-        spread = Spread(planning_s=self._planning_s)
+    def take_stats(self) -> BalanceStats:
+        """Return the statistics since the last call. They are computed here, because a pass would
+        delay its tokens."""
+        stats = BalanceStats(planning_s=self._planning_s)
         for counts, setting, balance in self._passes:
-            spread = spread.and_then(Spread.of(counts, setting, balance, self._rank))
+            stats = stats.combine(BalanceStats.from_balance(counts, setting, balance, self._rank))
         self._planning_s, self._passes = 0.0, []
-        return spread if self._clock is None else spread.timed(self._clock.told())
+        return stats if self._clock is None else stats.with_times(self._clock.pop_seconds())
 
 
-def begin(
-    model: LanguageModel, job: Job, plan: Plan, world: World, say: Callable[[str], None] | None
+def attach_balancers(
+    model: LanguageModel, job: Job, plan: Plan, world: World, log: Callable[[str], None] | None
 ) -> Plan:
-    """`plan` with what anything costs, and have the policy of `job` asked by every expert layer, if
-    there is to be one; every rank must call this. To `say`: what takes long."""
+    """Attach a balancer to every expert layer if the job balances, and return `plan` with prices.
+    Every rank must call this. `log` receives a message before slow work."""
     prices = job.balance.prices or plan.prices
-    if prices is None and job.balance.measure:
+    if prices is None and job.balance.measure_prices:
         moe = next((moe for _, moe in model.expert_layers()), None)
-        prices = measured(moe, NARROW.get(job.train.precision), world)
+        prices = measure_prices(moe, LOW_PRECISION.get(job.train.precision), world)
     elif prices is None:
-        prices = policies.usual(job, plan, machines.ranks(world))
-    for layers in _in_turn(model, job, plan) if policies.balances(job, plan) else ():
+        prices = policies.default_prices(job, plan, topology.gather_ranks(world))
+    for layers in (
+        _consecutive_layers(model, job, plan) if policies.should_balance(job, plan) else ()
+    ):
         for before, later in pairwise(layers):
-            before.next = (later,)
-        for place, moe in enumerate(layers):
-            setting = policies.setting_of(job, plan, job.balance, prices, moe.router.layer)
-            policy = policies.Asked(job.balance, setting, follows=place > 0)
-            policy.prepare(lambda kept: say and say(policies.compiling(kept)))
-            ranks = moe.dispatcher.ranks
-            moe.clock = Clock() if devices.is_prompt(world.device) else None
-            moe.balancer = Balancer(policy, ranks.group_ranks.index(ranks.rank), moe.clock)
+            before.next_layers = (later,)
+        for index, moe in enumerate(layers):
+            setting = policies.layer_setting(job, plan, job.balance, prices, moe.router.layer)
+            policy = policies.LayerBalancer(job.balance, setting, follows_expert_layer=index > 0)
+            policy.warm_up(lambda is_cached: log and log(policies.compile_notice(is_cached)))
+            groups = moe.dispatcher.groups
+            moe.clock = Clock() if devices.is_synchronous(world.device) else None
+            moe.balancer = Balancer(policy, groups.ep_ranks.index(groups.rank), moe.clock)
     return plan.model_copy(update={"prices": prices})
 
 
-def _in_turn(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:
-    """Expert layers by runs that are computed one after another; where they are computed again in
-    backward, each is by itself."""
-    mine = dict(model.expert_layers())
+def _consecutive_layers(model: LanguageModel, job: Job, plan: Plan) -> list[list[MoE]]:
+    """Return expert layers grouped by uninterrupted computation; with recomputation each is
+    alone."""
+    local = dict(model.expert_layers())
     if any(layer.recompute for layer in model.decoder_layers()):
-        return [[moe] for moe in mine.values()]
-    runs = stages(plan, job.model)
-    return [[moe for index, moe in mine.items() if f"layers.{index}" in run] for run in runs]
+        return [[moe] for moe in local.values()]
+    runs = stage_blocks(plan, job.model)
+    return [[moe for index, moe in local.items() if f"layers.{index}" in run] for run in runs]
 
 
-def measured(moe: MoE | None, narrow: torch.dtype | None, world: World) -> Prices:
-    """Prices of the slowest rank, by an expert layer of each; some may have none."""
-    own = torch.zeros(6, dtype=torch.float64)
+def measure_prices(moe: MoE | None, compute_dtype: torch.dtype | None, world: World) -> Prices:
+    """Return prices of the slowest rank, measured on one expert layer of each. `moe` is None on
+    ranks without one."""
+    measured = torch.zeros(6, dtype=torch.float64)
     if moe is not None:
-        kind, straight = narrow or moe.bank.arena.dtype, moe.dispatcher.ranks.straight
-        assert straight is not None
-        computing = _computing(moe.bank, kind, world.device)
-        travelling = _travelling(straight, moe.bank.hidden, kind, world.device)
-        by_hand, handling_s = straight.name == MEMORY, 0.0
-        if world.device.type == "cpu" and not by_hand:
-            handling_s = _handling(straight, moe.bank.arena.dtype, kind)
-        own = torch.tensor([*computing, *travelling, handling_s, by_hand]).double()
-    all_of_them = gather(own.to(world.device), world.everyone)
-    row_s, matrices_s, byte_s, latency_s, handling_s, by_hand = all_of_them.amax(0).tolist()
+        dtype, transport = (
+            compute_dtype or moe.bank.arena.dtype,
+            moe.dispatcher.groups.replica_transport,
+        )
+        assert transport is not None
+        expert_s = _measure_experts(moe.bank, dtype, world.device)
+        transfer_s = _measure_transfer(transport, moe.bank.hidden, dtype, world.device)
+        is_shared_memory, cpu_s_per_byte = transport.name == SHARED_MEMORY, 0.0
+        if world.device.type == "cpu" and not is_shared_memory:
+            cpu_s_per_byte = _measure_cpu_per_byte(transport, moe.bank.arena.dtype, dtype)
+        measured = torch.tensor([*expert_s, *transfer_s, cpu_s_per_byte, is_shared_memory]).double()
+    gathered = all_gather(measured.to(world.device), world.group)
+    token_s, weight_read_s, byte_s, latency_s, cpu_s_per_byte, is_shared_memory = gathered.amax(
+        0
+    ).tolist()
     return Prices(
-        rows_per_s=1 / row_s, bytes_per_s=1 / byte_s, latency_s=latency_s, matrices_s=matrices_s,
-        hides=not by_hand, handling_s=handling_s * (not by_hand),
+        expert_tokens_per_s=1 / token_s, bytes_per_s=1 / byte_s, latency_s=latency_s,
+        weight_read_s=weight_read_s, overlaps=not is_shared_memory,
+        cpu_s_per_byte=cpu_s_per_byte * (not is_shared_memory),
     )  # fmt: skip
 
 
-def _computing(bank: Bank, kind: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Seconds of a row, and of all experts beside rows, forward; backward is taken for twice
-    that."""
-    slots, times = min(_SLOTS, len(bank.arena)), dict[int, float]()
-    for each in _ROWS:
+def _measure_experts(
+    bank: ExpertBank, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """Return forward seconds per token and for reading all expert weights. Backward counts as twice
+    forward."""
+    slots, times = min(_NUM_EXPERTS, len(bank.arena)), dict[int, float]()
+    for num_each in _TOKENS_PER_EXPERT:
         counts = torch.zeros(len(bank.arena), dtype=torch.int64)
-        counts[:slots] = each
-        rows = slots * each
-        tokens = torch.ones((rows, bank.hidden), dtype=kind, device=device, requires_grad=True)
-        routes = Routes(counts, torch.arange(rows, device=device))
+        counts[:slots] = num_each
+        num_tokens = slots * num_each
+        tokens = torch.ones(
+            (num_tokens, bank.hidden), dtype=dtype, device=device, requires_grad=True
+        )
+        permutation = Permutation(counts, torch.arange(num_tokens, device=device))
         inputs = [tokens, bank.arena] if bank.arena.requires_grad else [tokens]
-        times[rows] = _usual_s(partial(_there_and_back, bank, tokens, routes, inputs), device)
-    slope, beside = _line(times)
-    return slope / 3, beside / 3 * len(bank.arena) / slots
+        times[num_tokens] = _median_s(
+            partial(_forward_backward, bank, tokens, permutation, inputs), device
+        )
+    slope, intercept = _fit_line(times)
+    return slope / 3, intercept / 3 * len(bank.arena) / slots
 
 
-def _there_and_back(bank: Bank, tokens: Tensor, routes: Routes, inputs: list[Tensor]) -> None:
-    with torch.enable_grad(), bank.at_work() as through:
-        out = through(tokens, routes, None)
+def _forward_backward(
+    bank: ExpertBank, tokens: Tensor, permutation: Permutation, inputs: list[Tensor]
+) -> None:
+    with torch.enable_grad(), bank.expert_function() as experts:
+        out = experts(tokens, permutation, None)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
-def _travelling(
-    carrier: Carrier, width: int, kind: torch.dtype, device: torch.device
+def _measure_transfer(
+    transport: Transport, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of a byte, and of an exchange beside bytes."""
-    others, me = carrier.group.size() - 1, carrier.group.rank()
-    row_bytes, times = width * kind.itemsize, dict[int, float]()
+    """Return seconds per byte and per exchange."""
+    others, me = transport.group.size() - 1, transport.group.rank()
+    row_bytes, times = width * dtype.itemsize, dict[int, float]()
 
-    def exchange(rows: int) -> None:
-        leaving = torch.zeros((others * rows, width), dtype=kind, device=device)
-        each = [rows * (rank != me) for rank in range(others + 1)]
-        _, work = carrier.start(leaving, each, each)
+    def exchange(num_rows: int) -> None:
+        outgoing = torch.zeros((others * num_rows, width), dtype=dtype, device=device)
+        counts = [num_rows * (rank != me) for rank in range(others + 1)]
+        _, work = transport.start(outgoing, counts, counts)
         work.wait()
 
-    for num_bytes in _EXCHANGED_BYTES:
-        rows = max(num_bytes // (row_bytes * others), 1)
-        times[others * rows * row_bytes] = _usual_s(partial(exchange, rows), device)
-    return _line(times)
+    for num_bytes in _EXCHANGE_BYTES:
+        num_rows = max(num_bytes // (row_bytes * others), 1)
+        times[others * num_rows * row_bytes] = _median_s(partial(exchange, num_rows), device)
+    return _fit_line(times)
 
 
-def _handling(carrier: Carrier, kept: torch.dtype, kind: torch.dtype) -> float:
-    """Seconds of its processor that a rank has to give for a byte of a copy or a gradient that it
-    sends or gets: parameters are brought together, go through sockets, and gradients are added."""
-    others, me = carrier.group.size() - 1, carrier.group.rank()
-    before, after = (me - 1) % (others + 1), (me + 1) % (others + 1)
-    numbers = _HANDLED_BYTES // (2 * kept.itemsize)
-    parameters = torch.ones((1, numbers), dtype=kept)
+def _measure_cpu_per_byte(
+    transport: Transport, param_dtype: torch.dtype, dtype: torch.dtype
+) -> float:
+    """Return CPU seconds per byte of replica traffic that a rank sends or receives. They cover
+    packing parameters, sockets and adding gradients."""
+    others, me = transport.group.size() - 1, transport.group.rank()
+    previous, following = (me - 1) % (others + 1), (me + 1) % (others + 1)
+    num_elements = _ROUND_TRIP_BYTES // (2 * param_dtype.itemsize)
+    parameters = torch.ones((1, num_elements), dtype=param_dtype)
     gradients = torch.zeros_like(parameters)
 
-    def moved(row: Tensor, target: int, source: int) -> Tensor:
+    def shift(row: Tensor, target: int, source: int) -> Tensor:
         send, receive = (
             [int(rank == one) for rank in range(others + 1)] for one in (target, source)
         )
-        come, work = carrier.start(row, send, receive)
+        received, work = transport.start(row, send, receive)
         work.wait()
-        return come
+        return received
 
-    def there_and_back() -> None:
-        moved(parameters.to(kind, copy=True), after, before)
-        gradients.add_(moved(gradients, before, after))
+    def round_trip() -> None:
+        shift(parameters.to(dtype, copy=True), following, previous)
+        gradients.add_(shift(gradients, previous, following))
 
-    taken_s = _usual_s(there_and_back, torch.device("cpu"), time.process_time)
-    return taken_s / (2 * numbers * (kind.itemsize + kept.itemsize))
+    cpu_s = _median_s(round_trip, torch.device("cpu"), time.process_time)
+    return cpu_s / (2 * num_elements * (dtype.itemsize + param_dtype.itemsize))
 
 
-def _line(times: dict[int, float]) -> tuple[float, float]:
-    """Slope and beginning of the line whose values are, in parts of them, nearest to `times`; it
-    rises, and begins at 0 or above."""
+def _fit_line(times: dict[int, float]) -> tuple[float, float]:
+    """Return slope and intercept of the line with the least relative error to `times`. The slope is
+    positive and the intercept at least 0."""
     sizes, seconds = (torch.tensor([*column]).double() for column in (times, times.values()))
-    parts = torch.stack((sizes, torch.ones_like(sizes)), 1) / seconds[:, None]
-    slope, begins = torch.linalg.lstsq(parts, torch.ones_like(seconds)[:, None]).solution.flatten()
-    if begins < 0 or slope <= 0:
-        through_0 = (sizes / seconds).sum() / ((sizes / seconds) ** 2).sum()
-        return float(through_0), 0.0
-    return float(slope), float(begins)
+    relative = torch.stack((sizes, torch.ones_like(sizes)), 1) / seconds[:, None]
+    slope, intercept = torch.linalg.lstsq(
+        relative, torch.ones_like(seconds)[:, None]
+    ).solution.flatten()
+    if intercept < 0 or slope <= 0:
+        proportional = (sizes / seconds).sum() / ((sizes / seconds) ** 2).sum()
+        return float(proportional), 0.0
+    return float(slope), float(intercept)
 
 
-def _usual_s(
+def _median_s(
     call: Callable[[], object], device: torch.device, now: Callable[[], float] | None = None
 ) -> float:
-    """The middle one of several times, after one that warms up; as in a step, nothing that it takes
-    is in a cache. By the wall's clock, if no other is given."""
-    now = now or partial(devices.now, device)
-    other = torch.zeros(_CACHED_BYTES, dtype=torch.uint8, device=device)
+    """Return the median seconds of several calls after a warm-up, with caches flushed as in a step.
+    `now` is the clock, by default wall time."""
+    now = now or partial(devices.synchronized_time_s, device)
+    flush = torch.zeros(_CACHE_FLUSH_BYTES, dtype=torch.uint8, device=device)
     call()
     times = list[float]()
-    for _ in range(_TIMES):
-        other.add_(1)
-        began = now()
+    for _ in range(_REPEATS):
+        flush.add_(1)
+        start = now()
         call()
-        times.append(now() - began)
+        times.append(now() - start)
     return statistics.median(times)

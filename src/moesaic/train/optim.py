@@ -1,11 +1,9 @@
-"""AdamW that runs where a block lives, and the learning rate over steps.
+"""AdamW per block, and the learning-rate schedule.
 
-A block is updated in stretches: parameters that lie side by side in memory, as their gradients do
-(`dist.buckets`), are one tensor with one pair of moments; what lies alone is a stretch of its own.
-`update(values, grads, moments, step, ...)` needs nothing but such tensors, so that a block can be
-updated wherever and whenever its gradients are ready, all that is alike of it in a few operations.
-Moments are plain tensors of the values' layout; they are state like any other. `train.narrow` keeps
-them in fewer bytes.
+Parameters of a block that are contiguous in memory, as their gradients are (`dist.buckets`), are
+updated as one tensor with one pair of moments. `update` takes tensors only, so a block can be
+updated as soon as its gradients are ready. Moments are plain tensors in the layout of the values
+and part of the state. `train.low_bit_adamw` stores them in fewer bytes.
 """
 
 from __future__ import annotations
@@ -19,141 +17,148 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from moesaic.dist.buckets import Place
-from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, Piece
+from moesaic.dist.buckets import FlatView
+from moesaic.dist.state import FIRST_MOMENT, SECOND_MOMENT, TensorShard
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
-from moesaic.models.pieces import Held
+from moesaic.models.state import LocalParam
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Parameters of one block, alike to the optimizer, that lie side by side; or one by itself."""
+class FlatParams:
+    """Parameters of one block that are contiguous in memory and decay alike, or a single
+    parameter."""
 
-    items: Sequence[Held]
-    starts: Sequence[int] = (0,)
-    """Where each of them begins in `values`."""
+    params: Sequence[LocalParam]
+    offsets: Sequence[int] = (0,)
+    """Offset of each parameter in `values`, elements."""
     flat: Tensor | None = None
-    """All their numbers, and zeros between them; of one by itself it is asked for, as FSDP2 may put
-    it elsewhere."""
+    """All values in one dimension, zero-padded. None for a single parameter, whose local tensor is
+    read on each use because FSDP2 may move it."""
 
     @property
     def values(self) -> Tensor:
-        """What is updated, in place."""
+        """Tensor that is updated in place."""
         if self.flat is None:
-            return self.items[0].local
-        for item, start in zip(self.items, self.starts, strict=True):
-            there, here = self.flat.data_ptr() + start * self.flat.element_size(), item.local
-            lies = here.data_ptr() == there or not here.numel()
-            assert lies, f"{item.name} has left the memory that it shares"
+            return self.params[0].local
+        for item, start in zip(self.params, self.offsets, strict=True):
+            expected, local = self.flat.data_ptr() + start * self.flat.element_size(), item.local
+            is_in_place = local.data_ptr() == expected or not local.numel()
+            assert is_in_place, f"{item.name} no longer shares the memory of its block"
         return self.flat
 
     @property
     def block(self) -> str:
-        """The block that they belong to."""
-        return self.items[0].block
+        """Name of the block that the parameters belong to."""
+        return self.params[0].block
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay applies to them."""
-        return self.items[0].decays
+    def has_weight_decay(self) -> bool:
+        """True if weight decay applies to the parameters."""
+        return self.params[0].has_weight_decay
 
-    def parts(self, tensor: Tensor) -> Iterator[tuple[Held, Tensor]]:
-        """The parameters, and what of `tensor`, which is laid out as their values, is each one's;
-        as a view."""
+    def split(self, tensor: Tensor) -> Iterator[tuple[LocalParam, Tensor]]:
+        """Yield each parameter and its view of `tensor`, which has the layout of `values`."""
         if self.flat is None:
-            yield self.items[0], tensor
+            yield self.params[0], tensor
             return
-        for item, start in zip(self.items, self.starts, strict=True):
-            here = item.local
-            yield item, tensor[start : start + here.numel()].view(here.shape)
+        for item, start in zip(self.params, self.offsets, strict=True):
+            local = item.local
+            yield item, tensor[start : start + local.numel()].view(local.shape)
 
     def grads(self) -> Tensor:
-        """Their gradients as they lie; those that lie elsewhere are put together."""
-        grads = [item.grad for item in self.items]
+        """Return the gradients in the layout of `values`: a view if they are contiguous, else a
+        copy."""
+        grads = [item.grad for item in self.params]
         if self.flat is None:
             return grads[0]
-        first = grads[0].storage_offset() - self.starts[0]
+        first = grads[0].storage_offset() - self.offsets[0]
         memory = grads[0].untyped_storage().data_ptr()
         if all(
             grad.untyped_storage().data_ptr() == memory and grad.storage_offset() == first + start
-            for grad, start in zip(grads, self.starts, strict=True)
+            for grad, start in zip(grads, self.offsets, strict=True)
         ):
             return grads[0].as_strided(self.flat.shape, (1,), first)
-        found = torch.zeros_like(self.flat)
-        for (_, place), grad in zip(self.parts(found), grads, strict=True):
-            place.copy_(grad)
-        return found
+        copied = torch.zeros_like(self.flat)
+        for (_, target), grad in zip(self.split(copied), grads, strict=True):
+            target.copy_(grad)
+        return copied
 
 
-def stretches(items: Sequence[Held], places: Mapping[nn.Parameter, Place]) -> list[Stretch]:
-    """All of `items`, of one block after another, by where those that share memory are."""
-    groups: dict[tuple[str, int, bool], list[Held]] = {}
-    for item in items:
-        place = places.get(item.parameter)
-        where = id(item) if place is None else id(place.flat)
-        groups.setdefault((item.block, where, item.decays), []).append(item)
-    found = []
+def flatten_params(
+    params: Sequence[LocalParam], places: Mapping[nn.Parameter, FlatView]
+) -> list[FlatParams]:
+    """Group `params`, which are in block order, by the flat tensors of `places`."""
+    groups: dict[tuple[str, int, bool], list[LocalParam]] = {}
+    for item in params:
+        view = places.get(item.parameter)
+        key = id(item) if view is None else id(view.flat)
+        groups.setdefault((item.block, key, item.has_weight_decay), []).append(item)
+    result = []
     for group in groups.values():
         if len(group) == 1:
-            found.append(Stretch(group))
+            result.append(FlatParams(group))
             continue
         flat = places[group[0].parameter].flat
         starts = [places[item.parameter].start for item in group]
         ends = [start + item.local.numel() for start, item in zip(starts, group, strict=True)]
         first = min(starts)
-        inside = [
+        members = [
             one for one in places.values() if one.flat is flat and first <= one.start < max(ends)
         ]
-        assert len(inside) == len(group), f"others lie among {group[0].name} and its like"
-        found.append(Stretch(group, [at - first for at in starts], flat[first : max(ends)]))
-    return found
+        assert len(members) == len(group), f"other parameters interleave with {group[0].name}"
+        result.append(
+            FlatParams(group, [offset - first for offset in starts], flat[first : max(ends)])
+        )
+    return result
 
 
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter), torch's fused kernel."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter), by torch's fused kernel."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
         self.moments: dict[str, tuple[Tensor, ...]] = {}
-        """By parameter; of those in one stretch, views of that of the stretch."""
-        self._together: dict[str, tuple[Tensor, Tensor]] = {}
-        """By the first parameter of a stretch."""
+        """Moments by parameter name; those of flattened parameters are views of `_flat_moments`."""
+        self._flat_moments: dict[str, tuple[Tensor, Tensor]] = {}
+        """Moments by the first parameter's name of each `FlatParams`."""
 
-    def hold(self, stretch: Stretch, rank: int) -> None:
-        """Create zero moments for parameters as `rank` holds them."""
+    def init_moments(self, flat_params: FlatParams, rank: int) -> None:
+        """Create zero moments for the parameters as `rank` stores them."""
         del rank
-        first, second = zeros(stretch.values)
-        self._together[stretch.items[0].name] = first, second
-        for (item, one), (_, two) in zip(stretch.parts(first), stretch.parts(second), strict=True):
-            self.moments[item.name] = one, two
+        first, second = zero_moments(flat_params.values)
+        self._flat_moments[flat_params.params[0].name] = first, second
+        for (item, first_view), (_, second_view) in zip(
+            flat_params.split(first), flat_params.split(second), strict=True
+        ):
+            self.moments[item.name] = first_view, second_view
 
-    def pieces(self, item: Held, rank: int) -> Iterator[Piece]:
-        """A parameter's moments as pieces of state."""
+    def moment_shards(self, param: LocalParam, rank: int) -> Iterator[TensorShard]:
+        """Yield a parameter's moments as state shards."""
         kinds = (FIRST_MOMENT, SECOND_MOMENT)
-        for kind, tensor in zip(kinds, self.moments[item.name], strict=True):
-            yield from item.pieces(kind, tensor, rank)
+        for kind, tensor in zip(kinds, self.moments[param.name], strict=True):
+            yield from param.tensor_shards(kind, tensor, rank)
 
-    def apply(
-        self, some: Sequence[Stretch], rank: int, step: int, *, lr: float, clip: float
+    def update_block(
+        self, flat_params: Sequence[FlatParams], rank: int, step: int, *, lr: float, clip: float
     ) -> None:
-        """Update a block, or some of it, by its gradients, in place; see `update`."""
+        """Update parameters of a block in place by their gradients; see `update`."""
         del rank
         for decay in (True, False):
-            alike = [one for one in some if one.decays == decay]
+            selected = [one for one in flat_params if one.has_weight_decay == decay]
             self.update(
-                [one.values for one in alike], [one.grads() for one in alike],
-                [self._together[one.items[0].name] for one in alike],
+                [one.values for one in selected], [one.grads() for one in selected],
+                [self._flat_moments[one.params[0].name] for one in selected],
                 step, lr=lr, clip=clip, decay=decay,
             )  # fmt: skip
-            # Parameters count for themselves what is written to the memory that they share.
-            sharing = (one for one in alike if one.flat is not None)
-            increment_version([item.local for one in sharing for item in one.items])
+            # Version counters of parameters do not see writes to the flat tensor.
+            flattened = (one for one in selected if one.flat is not None)
+            increment_version([item.local for one in flattened for item in one.params])
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Moments of parameters that have other names from now on, by those that they had."""
+    def rename_params(self, names: Mapping[str, str]) -> None:
+        """Rename the parameters of moments; `names` maps old names to new ones."""
         moments = self.moments
-        kept = {new: moments.pop(old) for old, new in names.items() if old in moments}
-        moments.update(kept)
+        renamed = {new: moments.pop(old) for old, new in names.items() if old in moments}
+        moments.update(renamed)
 
     def update(
         self,
@@ -166,22 +171,22 @@ class AdamW:
         clip: float,
         decay: bool,
     ) -> None:
-        """One step, in place.
+        """Apply one step in place.
 
         Args:
-            values: what is updated.
-            grads: of each its gradient; they may be scaled in place.
-            moments: of each both moments.
-            step: 1 for the first update.
+            values: tensors to update.
+            grads: gradient of each value; may be scaled in place.
+            moments: both moments of each value.
+            step: number of the update, from 1.
             lr: learning rate.
             clip: factor on the gradients.
-            decay: whether weight decay applies.
+            decay: apply weight decay if true.
         """
-        filled = [number for number, one in enumerate(values) if one.numel()]
-        if not filled:
+        nonempty = [index for index, one in enumerate(values) if one.numel()]
+        if not nonempty:
             return
-        values, grads = [values[n] for n in filled], [grads[n] for n in filled]
-        firsts, seconds = ([moments[n][which] for n in filled] for which in (0, 1))
+        values, grads = [values[n] for n in nonempty], [grads[n] for n in nonempty]
+        firsts, seconds = ([moments[n][which] for n in nonempty] for which in (0, 1))
         if clip < 1.0:
             torch._foreach_mul_(grads, clip)
         steps = torch.full((len(values),), float(step - 1), device=values[0].device)
@@ -191,23 +196,23 @@ class AdamW:
             beta1=self.config.betas[0], beta2=self.config.betas[1], eps=self.config.epsilon,
             lr=lr, weight_decay=self.config.weight_decay if decay else 0.0,
         )  # fmt: skip
-        # The fused kernel writes without counting; whoever copies state relies on the count.
+        # The fused kernel bypasses version counters, which copies of state rely on.
         increment_version((*values, *firsts, *seconds))
 
     def close(self) -> None:
-        """Let go of all moments."""
+        """Release all moments."""
         self.moments.clear()
-        self._together.clear()
+        self._flat_moments.clear()
 
 
-def zeros(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Both moments of what has never been updated."""
+def zero_moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return zero first and second moments for `values`."""
     first = torch.zeros_like(values, memory_format=torch.contiguous_format)
     return first, torch.zeros_like(first)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """The learning rate of update `step` (1 is the first) of `steps`."""
+    """Return the learning rate of update `step` of `steps`; the first update is 1."""
     if step <= schedule.warmup:
         return peak * step / schedule.warmup
     if schedule.kind == "constant":

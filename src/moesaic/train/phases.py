@@ -1,7 +1,7 @@
-"""A step as named phases: where its time goes, and where a test may strike.
+"""Named phases of a step: seconds of each, and a hook for tracing and fault injection.
 
-`with phases("forward"):` adds the time spent to that phase. A hook, if there is one, is called with
-the name of each phase as it begins: the place for fault injection and for tracing.
+`with phases("forward"):` adds the elapsed time to that phase. The hook, if any, is called with the
+name of each phase as it begins.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
-from moesaic.dist import device as devices
+from moesaic.kernels import device as devices
 
 
-class Phases:
-    """The phases of one step on this rank."""
+class PhaseTimer:
+    """Phases of one step on this rank."""
 
     def __init__(self, device: torch.device, hook: Callable[[str], None] | None = None) -> None:
         self._device, self._hook = device, hook
@@ -23,12 +23,12 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Spend time in phase `name`."""
+        """Time the block as part of phase `name`."""
         if self._hook is not None:
             self._hook(name)
-        began = devices.now(self._device)
+        began = devices.synchronized_time_s(self._device)
         try:
             yield
         finally:
-            spent = devices.now(self._device) - began
+            spent = devices.synchronized_time_s(self._device) - began
             self.seconds[name] = self.seconds.get(name, 0.0) + spent

@@ -1,8 +1,8 @@
-"""A pipeline: the stages of a model on a chain of ranks, each at work on another micro-batch.
+"""Pipeline parallelism: stages of a model on a chain of ranks, each working on another micro-batch.
 
-torch's schedules say which stage computes what when, and carry activations and their gradients from
-rank to rank. All else of a micro-batch (tokens, positions, targets) each rank of the chain loads
-itself, so that a stage is told no more than its number.
+torch's schedules order the stages' work and send activations and their gradients from rank to rank.
+Each rank loads the rest of a micro-batch (tokens, positions, targets) itself, so a stage receives
+only its number.
 """
 
 from __future__ import annotations
@@ -24,213 +24,227 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from moesaic.dist.collectives import sum_
+from moesaic.dist.collectives import all_reduce_
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, stages
+from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import Context
 from moesaic.train.data import Batch
 from moesaic.train.objectives import lm
 
-_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_MANY_STAGES = {
+_SINGLE_STAGE_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI_STAGE_SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble,
 }  # fmt: skip
 
 
-class Attach(torch.autograd.Function):
-    """`x`, and a loss that backward starts from as well when the gradient of `x` comes."""
+class AttachAuxLoss(torch.autograd.Function):
+    """Autograd function that returns `x` and adds a loss to backward when the gradient of `x`
+    arrives."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        """`x`, not as a view of itself, which could not be cut off its graph afterwards."""
+        """Return `x` detached, not as a view of itself, which could not be cut off its graph
+        afterwards."""
         del ctx, loss
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of `x` as it is, and one for the loss."""
+        """Return the gradient of `x` unchanged, and 1 for the loss."""
         del ctx
         return grads[0], grads[0].new_ones(())
 
 
-class Flow:
-    """Micro-batches on their way through this rank's stages."""
+class MicroBatchFlow:
+    """Micro-batches that pass through this rank's stages."""
 
     def __init__(
         self,
         batches: Sequence[Batch],
-        begin: Callable[[Batch], Context],
-        precision: Callable[[], AbstractContextManager[object]],
-        scale: float,
+        make_context: Callable[[Batch], Context],
+        autocast: Callable[[], AbstractContextManager[object]],
+        loss_scale: float,
     ) -> None:
-        """`begin` makes the context of one when its first block is computed, in `precision`;
-        backward starts from the loss times `scale`."""
-        self.batches, self.precision, self.scale = batches, precision, scale
+        """Store the micro-batches; `make_context` makes a context when the first block of one is
+        computed, under `autocast`. Backward starts from the loss times `loss_scale`."""
+        self.batches, self.autocast, self.loss_scale = batches, autocast, loss_scale
         self.losses: dict[int, lm.Losses] = {}
-        self._begin = begin
+        self._make_context = make_context
         self._contexts: dict[int, Context] = {}
 
     def context(self, number: int) -> Context:
-        """The context of a micro-batch."""
+        """Return the context of a micro-batch."""
         if number not in self._contexts:
-            self._contexts[number] = self._begin(self.batches[number])
+            self._contexts[number] = self._make_context(self.batches[number])
         return self._contexts[number]
 
-    def report(self, number: int, losses: lm.Losses) -> None:
-        """Add what a stage has of a micro-batch's losses."""
-        known = self.losses.get(number)
-        if known is not None:
+    def add_losses(self, number: int, losses: lm.Losses) -> None:
+        """Add a stage's share of a micro-batch's losses."""
+        previous = self.losses.get(number)
+        if previous is not None:
             losses = lm.Losses(
-                known.loss + losses.loss, known.balance + losses.balance, known.z + losses.z,
+                previous.loss + losses.loss,
+                previous.balance_loss + losses.balance_loss,
+                previous.z_loss + losses.z_loss,
                 losses.context,
-            )  # fmt: skip
+            )
         self.losses[number] = losses
 
 
 class Stage(nn.Module):
-    """Consecutive blocks, from what the stage before them sends to what the next one takes."""
+    """Pipeline stage: consecutive blocks, from the previous stage's output to the next one's
+    input."""
 
-    flow: Flow
-    """What passes through now."""
+    flow: MicroBatchFlow
+    """Micro-batches of the current step."""
 
-    def __init__(self, model: LanguageModel, names: Sequence[str], job: Job, lets_go: bool) -> None:
-        """With blocks of such `names`; `lets_go` of masks if nobody asks for them after it."""
+    def __init__(
+        self, model: LanguageModel, names: Sequence[str], job: Job, frees_mask: bool
+    ) -> None:
+        """Take the blocks called `names`; `frees_mask` drops attention masks if no later stage here
+        needs them."""
         super().__init__()
         blocks = dict(model.blocks())
         self.blocks = nn.ModuleList(blocks[name] for name in names)
         self.layers = [i for i in job.model.expert_layers if f"layers.{i}" in names]
-        self.first, self.last = "embed" in names, "head" in names
-        self.job, self.lets_go = job, lets_go
+        self.is_first, self.is_last = "embed" in names, "head" in names
+        self.job, self.frees_mask = job, frees_mask
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """Micro-batch `number` through the blocks; the last stage returns what it adds to the loss.
+        """Compute micro-batch `number`; the last stage returns its share of the loss.
 
-        The auxiliary losses of any other one hang on what it sends.
+        Other stages attach their auxiliary losses to the activation they send.
         """
-        at = int(number)
-        context, routing = self.flow.context(at), self.job.routing
-        if self.first:
+        index = int(number)
+        context, routing = self.flow.context(index), self.job.routing
+        if self.is_first:
             assert context.samples is not None
-            x = self.flow.batches[at].inputs.to(context.samples.device)
-        with self.flow.precision():
+            x = self.flow.batches[index].inputs.to(context.samples.device)
+        with self.flow.autocast():
             for block in self.blocks:
                 x = block(x, context)
-        if self.lets_go:
+        if self.frees_mask:
             context.mask = None
         zero = x.new_zeros(())
-        balance, z = lm.auxiliary(context, self.layers, zero, self.job)
-        beside = routing.balance_loss * balance + routing.z_loss * z
-        for layer in self.layers:  # What stays for the record must not keep the graph.
-            facts = context.layers[layer]
-            context.layers[layer] = replace(
-                facts, balance=facts.balance.detach(), z=facts.z.detach()
+        balance, z = lm.auxiliary_losses(context, self.layers, zero, self.job)
+        aux_loss = routing.balance_loss * balance + routing.z_loss * z
+        for layer in self.layers:  # Facts kept for the record must not keep the graph alive.
+            facts = context.layer_facts[layer]
+            context.layer_facts[layer] = replace(
+                facts, balance_loss=facts.balance_loss.detach(), z_loss=facts.z_loss.detach()
             )
-        loss = x.detach() / self.flow.scale if self.last else zero
-        self.flow.report(at, lm.Losses(loss, balance.detach(), z.detach(), context))
-        beside = self.flow.scale * beside
-        result: Tensor = x + beside if self.last else Attach.apply(x, beside)
+        loss = x.detach() / self.flow.loss_scale if self.is_last else zero
+        self.flow.add_losses(index, lm.Losses(loss, balance.detach(), z.detach(), context))
+        aux_loss = self.flow.loss_scale * aux_loss
+        result: Tensor = x + aux_loss if self.is_last else AttachAuxLoss.apply(x, aux_loss)
         return result
 
 
 class Pipeline:
-    """This rank's stages, and the order in which they work."""
+    """Stages of this rank and their schedule."""
 
     def __init__(self, job: Job, plan: Plan, world: World, model: LanguageModel) -> None:
-        self._job, self._device, self._parts = job, world.device, plan.pp
-        chain = world.partition(plan.chain_groups())
+        self._job, self._device, self._num_ranks = job, world.device, plan.pp
+        chain = world.partition(plan.pp_groups())
         assert chain is not None, "a pipeline has two parts at least"
-        self._chain = chain
-        names = stages(plan, job.model)
+        self._group = chain
+        names = stage_blocks(plan, job.model)
         recompute = job.train.recompute if plan.recompute is None else plan.recompute
-        mine = range(plan.part(world.rank), len(names), plan.pp)
+        local_stages = range(plan.pp_rank(world.rank), len(names), plan.pp)
         self.stages = {
-            index: Stage(model, names[index], job, index == mine[-1] and not recompute)
-            for index in mine
+            index: Stage(model, names[index], job, index == local_stages[-1] and not recompute)
+            for index in local_stages
         }
-        self._count, self._dtype = len(names), next(model.parameters()).dtype
-        self._hidden, self._slices = job.model.hidden, model.slices
+        self._num_stages, self._dtype = len(names), next(model.parameters()).dtype
+        self._hidden, self._tp = job.model.hidden, model.tp
         micro_batches = job.train.micro_batches
-        rows = len(plan.rows(world.rank, job.train.batch // micro_batches))
-        between = self._stream(rows, job.data.sequence)
-        told: list[Any] = [self._told(index, between) for index in mine]
-        more: dict[str, Any] = {"loss_fn": lambda total, _: total, "scale_grads": False}
-        # Of a step that fails they would log, on every rank, what all ranks do when.
+        num_samples = len(plan.sample_range(world.rank, job.train.batch // micro_batches))
+        activation_shape = self._activation_shape(num_samples, job.data.sequence)
+        pipeline_stages: list[Any] = [
+            self._make_stage(index, activation_shape) for index in local_stages
+        ]
+        options: dict[str, Any] = {"loss_fn": lambda total, _: total, "scale_grads": False}
+        # When a step fails, they would log the schedule of all ranks on every rank.
         logging.getLogger(Schedule1F1B.__module__).setLevel(logging.CRITICAL)
         self._schedule: Any
-        if plan.schedule in _ONE_STAGE:
-            self._schedule = _ONE_STAGE[plan.schedule](told[0], micro_batches, **more)
+        if plan.schedule in _SINGLE_STAGE_SCHEDULES:
+            self._schedule = _SINGLE_STAGE_SCHEDULES[plan.schedule](
+                pipeline_stages[0], micro_batches, **options
+            )
         else:
-            self._schedule = _MANY_STAGES[plan.schedule](told, micro_batches, **more)
+            self._schedule = _MULTI_STAGE_SCHEDULES[plan.schedule](
+                pipeline_stages, micro_batches, **options
+            )
 
-    def _stream(self, rows: int, sequence: int) -> tuple[int, int, int]:
-        """The shape of what goes from stage to stage: of slices, a run of tokens."""
-        if self._slices.count == 1:
-            return rows, sequence, self._hidden
-        run = self._slices.run(rows * sequence)
-        return 1, run.stop - run.start, self._hidden
+    def _activation_shape(self, num_samples: int, sequence: int) -> tuple[int, int, int]:
+        """Return the shape of activations between stages; with TP, one sequence shard."""
+        if self._tp.size == 1:
+            return num_samples, sequence, self._hidden
+        shard = self._tp.shard_slice(num_samples * sequence)
+        return 1, shard.stop - shard.start, self._hidden
 
-    def _told(self, index: int, shape: tuple[int, int, int]) -> PipelineStage:
-        """A stage as torch's schedules know it, told what it takes and gives."""
-        between = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+    def _make_stage(self, index: int, shape: tuple[int, int, int]) -> PipelineStage:
+        """Return a stage for torch's schedules, with the shapes of its input and output."""
+        activation = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         stage = self.stages[index]
-        wide = torch.promote_types(self._dtype, torch.float32)
-        loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
+        loss_dtype = torch.promote_types(self._dtype, torch.float32)
+        loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         return PipelineStage(
-            stage, index, self._count, self._device, number if stage.first else between,
-            loss if stage.last else between, group=self._chain,
+            stage, index, self._num_stages, self._device, number if stage.is_first else activation,
+            loss if stage.is_last else activation, group=self._group,
         )  # fmt: skip
 
-    def step(self, flow: Flow) -> list[lm.Losses]:
-        """Forward and backward of all micro-batches; gradients stay where they are."""
-        self._let_in(flow)
+    def step(self, flow: MicroBatchFlow) -> list[lm.Losses]:
+        """Run forward and backward of all micro-batches; gradients stay in place."""
+        self._set_flow(flow)
         numbers = torch.arange(len(flow.batches))
         root = (numbers,) if 0 in self.stages else ()
         try:
             self._schedule.step(*root, number=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
-            raise _cause(error) from None
+            raise _root_cause(error) from None
         return [flow.losses[number] for number in range(len(flow.batches))]
 
     @torch.no_grad()
-    def evaluate(self, flow: Flow) -> lm.Losses:
-        """Forward of the one micro-batch of `flow`, of whatever size."""
-        self._let_in(flow)
-        rows, sequence = flow.batches[0].inputs.shape
-        shape, number = self._stream(rows, sequence), torch.zeros(1)
+    def evaluate(self, flow: MicroBatchFlow) -> lm.Losses:
+        """Run forward of the single micro-batch of `flow`, which may have any size."""
+        self._set_flow(flow)
+        num_samples, sequence = flow.batches[0].inputs.shape
+        shape, number = self._activation_shape(num_samples, sequence), torch.zeros(1)
         for index, stage in self.stages.items():
             x = number
             if index:
                 x = torch.empty(shape, dtype=self._dtype, device=self._device)
-                dist.recv(x, group=self._chain, group_src=(index - 1) % self._parts)
+                dist.recv(x, group=self._group, group_src=(index - 1) % self._num_ranks)
             x = stage(x, number)
-            if index < self._count - 1:
-                dist.send(x, group=self._chain, group_dst=(index + 1) % self._parts)
+            if index < self._num_stages - 1:
+                dist.send(x, group=self._group, group_dst=(index + 1) % self._num_ranks)
         return flow.losses[0]
 
-    def all_layers(
+    def gather_expert_counts(
         self, counts: dict[int, Tensor], dropped: dict[int, int]
     ) -> tuple[dict[int, Tensor], dict[int, int]]:
-        """Tokens by expert, and drops, of each expert layer of all parts."""
+        """Return tokens per expert and drops of each expert layer, over all pipeline ranks."""
         model = self._job.model
         table = torch.zeros(model.layers, model.experts + 1, dtype=torch.int64)
         for layer, tokens in counts.items():
             table[layer, :-1], table[layer, -1] = tokens, dropped[layer]
-        table = sum_(table.to(self._device), self._chain).cpu()
+        table = all_reduce_(table.to(self._device), self._group).cpu()
         return (
             {layer: table[layer, :-1] for layer in model.expert_layers},
             {layer: int(table[layer, -1]) for layer in model.expert_layers},
         )
 
-    def _let_in(self, flow: Flow) -> None:
+    def _set_flow(self, flow: MicroBatchFlow) -> None:
         for stage in self.stages.values():
             stage.flow = flow
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What torch's schedules wrap in an error that tells of their tensors."""
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the error that torch's schedules wrap in one about their tensors."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

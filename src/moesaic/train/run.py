@@ -1,11 +1,12 @@
-"""A run: a model on ranks that takes steps.
+"""Run: a model on its ranks that takes training steps.
 
-One step is named phases: data, forward, backward (a pair for every micro-batch; with a pipeline
-they mingle, and all of them are one phase of that name), reduce, clip, optimizer, and rehome where
-experts may move. A global batch is a list of global sample indices; this rank takes its rows of
-each micro-batch. Losses are divided by counts over all ranks, so gradients are plain sums. Slices
-hold the same samples, and shares of their losses: what counts samples counts those of the first
-slice.
+A step consists of named phases: data, forward, backward, reduce, clip, optimizer, log, and migrate
+where experts may move. Each micro-batch has its own forward and backward; with a pipeline they
+interleave in a phase called pipeline.
+
+A global batch is a list of global sample indices; this rank takes its samples of each micro-batch.
+Losses are divided by counts over all ranks, so gradients are plain sums. All ranks of a TP group
+load the same samples and share their loss; only the first of them counts these samples.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from moesaic.dist.buckets import Buckets
-from moesaic.dist.collectives import gather, sum_, sum_buckets_
-from moesaic.dist.products import engine
-from moesaic.dist.squares import sum_of_squares
-from moesaic.dist.state import PARAMETER, Piece, State
+from moesaic.dist.buckets import GradientBuckets
+from moesaic.dist.collectives import all_gather, all_reduce_, all_reduce_buckets_
+from moesaic.dist.state import PARAMETER, State, TensorShard
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+from moesaic.kernels.grouped_mm import describe_backend
+from moesaic.kernels.norms import sum_of_squares
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import EMBED, Held, biases
-from moesaic.nn.context import NARROW, Context, computing_in
-from moesaic.policy.balance import stands_aside
-from moesaic.train import scale
+from moesaic.models.state import EMBED_WEIGHT, LocalParam, router_biases
+from moesaic.nn.context import LOW_PRECISION, Context, autocast_to
+from moesaic.policy.balance import reason_not_to_balance
+from moesaic.train import loss_scale
+from moesaic.train.balance_stats import BalanceStats
 from moesaic.train.balancing import Balancer
 from moesaic.train.data import Batch, Samples
+from moesaic.train.expert_migration import ExpertMigration, LayerMigration
 from moesaic.train.objectives import lm
-from moesaic.train.optim import AdamW, Stretch, learning_rate
-from moesaic.train.phases import Phases
-from moesaic.train.rehoming import Moved, Rehoming
-from moesaic.train.routes import RouteRecorder, RouteReplay
-from moesaic.train.spread import Spread
+from moesaic.train.optim import AdamW, FlatParams, learning_rate
+from moesaic.train.phases import PhaseTimer
+from moesaic.train.routing_replay import RoutingRecorder, RoutingReplay
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-    from moesaic.train.pipeline import Flow, Pipeline
+    from moesaic.train.pipeline import MicroBatchFlow, Pipeline
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What one step did, the same on every rank but for `phases`."""
+    """Facts of one step, equal on every rank except for `phases` and `balance_stats`."""
 
     step: int
     loss: float
@@ -60,363 +61,424 @@ class StepFacts:
     grad_norm: float
     lr: float
     tokens: int
-    flips: int
+    num_replay_mismatches: int
     dropped: dict[int, int]
     counts: dict[int, Tensor]
-    """Tokens by expert for each expert layer, over the whole batch."""
-    by_rank: dict[int, Tensor]
-    """The same by rank and expert, for layers of this rank's part of the pipeline: of its ranks
-    that between them send each token once."""
+    """Tokens per expert of each expert layer over the whole batch, [experts]."""
+    counts_by_rank: dict[int, Tensor]
+    """Tokens per rank and expert of this pipeline rank's layers, [ranks, experts]. Only ranks that
+    between them dispatch each token once have a row."""
     phases: dict[str, float]
-    scale: float | None = None
-    """The loss scale of fp16 that the step had."""
-    skipped: bool = False
-    """Whether the gradient overflowed, and nothing was updated."""
-    spread: dict[int, Spread] = field(default_factory=dict)
-    """What became of rows by layer, if a policy was asked; of layers and groups of this rank."""
-    moved: Sequence[Moved] = ()
-    """Experts that live elsewhere now, of all layers."""
+    loss_scale: float | None = None
+    """Loss scale of fp16 in this step; None in other precisions."""
+    is_skipped: bool = False
+    """True if the gradient overflowed and the update was skipped."""
+    balance_stats: dict[int, BalanceStats] = field(default_factory=dict)
+    """Balance statistics by layer, for layers and EP groups of this rank."""
+    migrations: Sequence[LayerMigration] = ()
+    """Experts of all layers that migrated after this step."""
 
 
 @dataclass
 class Run:
-    """See the module; made by `assemble`."""
+    """State of a run, as built by `assemble`."""
 
     job: Job
     plan: Plan
     world: World
     model: LanguageModel
-    holdings: list[Held]
-    """What learns."""
-    updated: list[Stretch]
-    """The same, by what is updated in one piece."""
+    trainable: list[LocalParam]
+    """Trainable parameters."""
+    flat_params: list[FlatParams]
+    """Trainable parameters, grouped into tensors that are updated at once."""
     optimizer: AdamW
-    part: Group | None
-    """Ranks that hold the same blocks; all of them but for a pipeline."""
-    ends: Group | None
-    """Ranks of the first and the last part of a pipeline that hold the same tied weight."""
-    buckets: Buckets
-    """Gradients that ranks add up."""
+    pipeline_rank_group: Group | None
+    """Ranks that hold the same blocks: all ranks of a pipeline rank, or all without a pipeline."""
+    tied_weight_group: Group | None
+    """First and last pipeline rank that both hold the tied weight."""
+    buckets: GradientBuckets
+    """Buckets of the gradients that ranks reduce."""
     pipeline: Pipeline | None
-    frozen: list[Held] = field(default_factory=list)
-    """What does not: no gradient, no moments, and no part in the gradient's norm."""
+    frozen: list[LocalParam] = field(default_factory=list)
+    """Frozen parameters: no gradients, no moments, no part in the gradient norm."""
     counters: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0, "tokens": 0})
-    hook: Callable[[str], None] | None = None
-    """Called as each phase begins."""
-    recorder: RouteRecorder | None = None
-    replay: RouteReplay | None = None
-    rehoming: Rehoming | None = None
-    """Who moves experts between steps; nobody: they stay."""
+    phase_hook: Callable[[str], None] | None = None
+    """Function to call with the name of each phase as it begins."""
+    recorder: RoutingRecorder | None = None
+    replay: RoutingReplay | None = None
+    migration: ExpertMigration | None = None
+    """Expert migration between steps; None if experts stay."""
 
     def state(self) -> State:
-        """Everything that training goes on from, as live pieces."""
-        pieces: list[Piece] = []
-        for item in self.holdings:
-            pieces += item.pieces(PARAMETER, item.local, self.world.rank)
-            pieces += self.optimizer.pieces(item, self.world.rank)
+        """Return everything that training resumes from, as live shards."""
+        shards: list[TensorShard] = []
+        for item in self.trainable:
+            shards += item.tensor_shards(PARAMETER, item.local, self.world.rank)
+            shards += self.optimizer.moment_shards(item, self.world.rank)
         for item in self.frozen:
-            pieces += item.pieces(PARAMETER, item.local, self.world.rank)
-        pieces += biases(self.model, self.plan, self.world.rank)
-        pieces += () if self.rehoming is None else self.rehoming.pieces()
-        return State(pieces, dict(self.counters))
+            shards += item.tensor_shards(PARAMETER, item.local, self.world.rank)
+        shards += router_biases(self.model, self.plan, self.world.rank)
+        shards += () if self.migration is None else self.migration.state_shards()
+        return State(shards, dict(self.counters))
 
     def step(self, samples: Samples) -> StepFacts:
-        """One optimizer step on the next global batch of `samples`."""
-        phases = Phases(self.world.device, self.hook)
+        """Take one optimizer step on the next global batch of `samples`."""
+        phases = PhaseTimer(self.world.device, self.phase_hook)
         with phases("data"):
-            micro = self._load(samples)
-            targets = self._count(micro)
-        losses = self._gradients(micro, targets, phases)
+            micro = self._load_micro_batches(samples)
+            targets = self._count_targets(micro)
+        losses = self._forward_backward(micro, targets, phases)
         with phases("reduce"):
-            self._reduce()
+            self._reduce_gradients()
         with phases("clip"):
-            factor = scale.scale_of(self.counters)
-            norm = self.gradient_norm() / factor
-            finite = math.isfinite(norm)  # The same on all ranks, whoever met an overflow.
+            scale = loss_scale.current_scale(self.counters)
+            grad_norm = self.gradient_norm() / scale
+            is_finite = math.isfinite(
+                grad_norm
+            )  # All ranks get the same result, whichever overflowed.
         with phases("optimizer"):
-            lr = self._update(norm, factor) if finite else self._skip(norm, losses)
-            if finite:
-                self._rebalance(losses)
+            lr = (
+                self._update(grad_norm, scale)
+                if is_finite
+                else self._skip_update(grad_norm, losses)
+            )
+            if is_finite:
+                self._update_router_biases(losses)
         self.counters["step"] += 1
         self.counters["samples"] += self.job.train.batch
         self.counters["tokens"] += targets
         with phases("log"):
-            spread = {
-                layer: moe.balancer.told()
+            balance_stats = {
+                layer: moe.balancer.take_stats()
                 for layer, moe in self.model.expert_layers()
                 if isinstance(moe.balancer, Balancer)
             }
-            facts = self._facts(losses, norm, lr, targets, phases)
-        scaled = scale.EXPONENT in self.counters
-        facts = replace(facts, spread=spread, moved=self._rehome(facts.counts, phases))
-        return replace(facts, scale=factor, skipped=not finite) if scaled else facts
+            facts = self._make_step_facts(losses, grad_norm, lr, targets, phases)
+        is_scaled = loss_scale.EXPONENT in self.counters
+        facts = replace(
+            facts,
+            balance_stats=balance_stats,
+            migrations=self._migrate_experts(facts.counts, phases),
+        )
+        return replace(facts, loss_scale=scale, is_skipped=not is_finite) if is_scaled else facts
 
-    def gradients(self, samples: Samples) -> list[lm.Losses]:
-        """Gradients of the next global batch, reduced and left in place, without an update.
+    def compute_gradients(self, samples: Samples) -> list[lm.Losses]:
+        """Compute the gradients of the next global batch, reduce them and leave them in place
+        without an update.
 
-        Those of fp16 are times the loss scale.
+        In fp16 they are multiplied by the loss scale.
         """
-        micro = self._load(samples)
-        losses = self._gradients(micro, self._count(micro), Phases(self.world.device))
-        self._reduce()
+        micro = self._load_micro_batches(samples)
+        losses = self._forward_backward(
+            micro, self._count_targets(micro), PhaseTimer(self.world.device)
+        )
+        self._reduce_gradients()
         return losses
 
-    def _load(self, samples: Samples) -> list[Batch]:
-        """This rank's rows of every micro-batch of the next global batch."""
+    def _load_micro_batches(self, samples: Samples) -> list[Batch]:
+        """Return this rank's samples of every micro-batch of the next global batch."""
         train = self.job.train
         size = train.batch // train.micro_batches
-        rows = self.plan.rows(self.world.rank, size)
+        local = self.plan.sample_range(self.world.rank, size)
         start = self.counters["samples"]
-        firsts = range(start, start + train.batch, size)
-        return [samples.batch(range(f + rows.start, f + rows.stop)) for f in firsts]
+        starts = range(start, start + train.batch, size)
+        return [samples.batch(range(first + local.start, first + local.stop)) for first in starts]
 
-    def _count(self, micro: Sequence[Batch]) -> int:
-        local = sum(self._targets(batch) for batch in micro)
+    def _count_targets(self, micro: Sequence[Batch]) -> int:
+        local = sum(self._num_local_targets(batch) for batch in micro)
         total = torch.tensor([local], device=self.world.device)
-        return int(sum_(total, self.part))
+        return int(all_reduce_(total, self.pipeline_rank_group))
 
-    def _context(self, batch: Batch) -> Context:
-        """The context of a micro-batch to learn from."""
+    def _training_context(self, batch: Batch) -> Context:
+        """Return the training context of a micro-batch."""
         context = lm.make_context(self.model, batch, self.job, self.counters["step"])
         context.training = True
         context.keep_choices = self.recorder is not None
         if self.replay is not None:
-            choices = self.replay.choices(self.counters["step"], batch.samples)
+            choices = self.replay.read_expert_ids(self.counters["step"], batch.samples)
             context.replay = {
-                layer: chosen[context.run].to(self.world.device)
+                layer: chosen[context.token_slice].to(self.world.device)
                 for layer, chosen in choices.items()
             }
         return context
 
-    def _targets(self, batch: Batch) -> int:
-        return lm.num_targets(batch) if self.plan.counts(self.world.rank) else 0
+    def _num_local_targets(self, batch: Batch) -> int:
+        return lm.num_targets(batch) if self.plan.counts_samples(self.world.rank) else 0
 
-    def _gradients(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
+    def _forward_backward(
+        self, micro: Sequence[Batch], targets: int, phases: PhaseTimer
+    ) -> list[lm.Losses]:
         self.model.train()
         if self.pipeline is None:
-            losses = self._in_turn(micro, targets, phases)
+            losses = self._run_micro_batches(micro, targets, phases)
         else:
             with phases("pipeline"):
-                factor = scale.scale_of(self.counters)
-                losses = self.pipeline.step(self._flow(micro, self._context, targets, factor))
+                factor = loss_scale.current_scale(self.counters)
+                losses = self.pipeline.step(
+                    self._micro_batch_flow(micro, self._training_context, targets, factor)
+                )
         if self.recorder is not None:
             for batch, result in zip(micro, losses, strict=True):
-                self._record(self.recorder, batch, result.context.choices)
+                self._record_routing(self.recorder, batch, result.context.choices)
         return losses
 
-    def _flow(
+    def _micro_batch_flow(
         self,
         micro: Sequence[Batch],
-        begin: Callable[[Batch], Context],
+        make_context: Callable[[Batch], Context],
         targets: int,
-        factor: float = 1.0,
-    ) -> Flow:
-        """Micro-batches for the pipeline."""
-        from moesaic.train.pipeline import Flow
+        loss_scale: float = 1.0,
+    ) -> MicroBatchFlow:
+        """Return micro-batches for the pipeline."""
+        from moesaic.train.pipeline import MicroBatchFlow
 
-        def aimed(batch: Batch) -> Context:
-            context = begin(batch)
-            lm.aim(context, batch, targets, self.world.device, factor)
+        def context_with_targets(batch: Batch) -> Context:
+            context = make_context(batch)
+            lm.set_targets(context, batch, targets, self.world.device, loss_scale)
             return context
 
-        return Flow(micro, aimed, self.precision, factor)
+        return MicroBatchFlow(micro, context_with_targets, self.autocast, loss_scale)
 
-    def _in_turn(self, micro: Sequence[Batch], targets: int, phases: Phases) -> list[lm.Losses]:
-        """Forward and backward of one micro-batch after the other."""
+    def _run_micro_batches(
+        self, micro: Sequence[Batch], targets: int, phases: PhaseTimer
+    ) -> list[lm.Losses]:
+        """Run forward and backward of one micro-batch after the other."""
         losses = []
         for index, batch in enumerate(micro):
-            if self.plan.shard > 1:
-                # Every micro-batch leaves a shard of the gradient; copies add up at the last one.
+            if self.plan.dp_shard > 1:
+                # Each micro-batch reduce-scatters gradients; only the last one all-reduces over
+                # replicas.
                 sharded = cast("FSDPModule", self.model)
                 sharded.set_requires_all_reduce(index == len(micro) - 1)
-            with phases("forward"), self.precision():
-                factor = scale.scale_of(self.counters)
-                context = self._context(batch)
-                total, result = lm.compute(self.model, batch, context, self.job, targets, factor)
+            with phases("forward"), self.autocast():
+                scale = loss_scale.current_scale(self.counters)
+                context = self._training_context(batch)
+                total, result = lm.compute_loss(
+                    self.model, batch, context, self.job, targets, scale
+                )
             with phases("backward"):
                 if index == len(micro) - 1:
-                    self.buckets.expect()
+                    self.buckets.expect_last_backward()
                 total.backward()
-                result.context.mask = None  # The largest part of what the losses hold on to.
+                result.context.mask = None  # The mask is most of the memory that the losses keep.
             losses.append(result)
         return losses
 
-    def _record(self, recorder: RouteRecorder, batch: Batch, own: dict[int, Tensor]) -> None:
-        """Of choices, all slices' together: a slice's own need not be of whole samples."""
-        group = self.model.slices.group
-        choices = {layer: gather(chosen, group).flatten(0, 1) for layer, chosen in own.items()}
-        if self.plan.counts(self.world.rank):
+    def _record_routing(
+        self, recorder: RoutingRecorder, batch: Batch, local_expert_ids: dict[int, Tensor]
+    ) -> None:
+        """Record the choices of all TP ranks together, because one rank's need not cover whole
+        samples."""
+        group = self.model.tp.group
+        choices = {
+            layer: all_gather(chosen, group).flatten(0, 1)
+            for layer, chosen in local_expert_ids.items()
+        }
+        if self.plan.counts_samples(self.world.rank):
             recorder.record(self.counters["step"], batch.samples, choices)
 
-    def precision(self) -> AbstractContextManager[object]:
-        """A stretch in which products take the job's precision."""
-        return computing_in(self.job.train.precision, self.world.device)
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return a context in which matmuls run in the job's precision."""
+        return autocast_to(self.job.train.precision, self.world.device)
 
-    def engines(self) -> str | None:
-        """What multiplies experts on this rank, and what carries tokens to those of others, for a
-        person; None where it has no experts."""
+    def describe_backends(self) -> str | None:
+        """Describe this rank's grouped matmul and its token transports for the user; None without
+        experts."""
         moe = next((moe for _, moe in self.model.expert_layers()), None)
         if moe is None:
             return None
-        kind = NARROW.get(self.job.train.precision, moe.bank.arena.dtype)
-        found = f"experts: {engine(self.world.device, kind, moe.bank.by)}"
-        carriers = [one.name for one in moe.dispatcher.ranks.carriers]
-        return f"{found}; tokens carried by {' and then '.join(carriers)}" if carriers else found
+        dtype = LOW_PRECISION.get(self.job.train.precision, moe.bank.arena.dtype)
+        experts = f"experts: {describe_backend(self.world.device, dtype, moe.bank.backend)}"
+        transports = [transport.name for transport in moe.dispatcher.groups.transports]
+        return f"{experts}; tokens sent by {', then '.join(transports)}" if transports else experts
 
-    def balance(self) -> str | None:
-        """Who balances experts' loads, and what is counted on, for a person; None: nobody does."""
+    def describe_balance(self) -> str | None:
+        """Describe the balance policy and its prices for the user; None if the job wants no
+        balancing."""
         prices, config = self.plan.prices, self.job.balance
-        asked = any(moe.balancer for _, moe in self.model.expert_layers())
-        why = stands_aside(self.job, self.plan)
-        if prices is None or not (asked or self.rehoming):
-            return None if why is None else f"balance: no copies, {why}"
-        moves = f"; experts may move every {config.rehome_every} steps" if self.rehoming else ""
-        policy = config.name if asked else "no copies" if why is None else f"no copies, {why}"
-        idle = asked and config.early and not prices.hides
-        hidden = "; nothing hides early copies here (balance.early): leave that out" * idle
-        return f"balance: {policy}{moves}; {prices.words()}{hidden}"
+        balances = any(moe.balancer for _, moe in self.model.expert_layers())
+        reason = reason_not_to_balance(self.job, self.plan)
+        if prices is None or not (balances or self.migration):
+            return None if reason is None else f"balance: no replicas, {reason}"
+        migration = (
+            f"; experts may migrate every {config.migrate_every} steps" if self.migration else ""
+        )
+        policy = (
+            config.display_name
+            if balances
+            else "no replicas"
+            if reason is None
+            else f"no replicas, {reason}"
+        )
+        hint = (
+            "; remove balance.prefetch: nothing overlaps replica transfers on these ranks"
+            if balances and config.prefetch and not prices.overlaps
+            else ""
+        )
+        return f"balance: {policy}{migration}; {prices.describe()}{hint}"
 
-    def _reduce(self) -> None:
-        """Sum what is left of gradients over ranks that learn the same, and wait for all sums; then
-        a tied weight's over both ends of a pipeline.
+    def _reduce_gradients(self) -> None:
+        """Finish the reduction of all gradients, and add up a tied weight's over both ends of a
+        pipeline.
 
-        Of columns of a table nobody else in the part has any. FSDP has done its own, over ranks
-        that are alike; what is not cut is left to the slices.
+        Column-sharded embeddings need no reduction. FSDP has reduced its own over DP ranks;
+        gradients of unsharded parameters still need a sum over TP ranks.
         """
-        if self.plan.shard > 1:
-            held = (item for item in reversed(self.holdings) if not item.columns)
-            whole = [item.grad for item in held if item.bank is None and not item.sliced]
-            sum_buckets_(whole, self.model.slices.group)
+        if self.plan.dp_shard > 1:
+            params = (item for item in reversed(self.trainable) if not item.is_column_sharded)
+            unsharded = [
+                item.grad for item in params if item.bank is None and not item.is_tp_sharded
+            ]
+            all_reduce_buckets_(unsharded, self.model.tp.group)
         self.buckets.finish()
-        if self.ends is not None:
-            sum_buckets_([item.grad for item in self.holdings if item.name == EMBED], self.ends)
+        if self.tied_weight_group is not None:
+            all_reduce_buckets_(
+                [item.grad for item in self.trainable if item.name == EMBED_WEIGHT],
+                self.tied_weight_group,
+            )
 
     def gradient_norm(self) -> float:
-        """The norm of the whole gradient; its first owner counts an element, and nobody else."""
-        mine = [item.grad for item in self.holdings if item.owners[0] == self.world.rank]
+        """Return the norm of the whole gradient; the first owner of each element counts it."""
+        local = [item.grad for item in self.trainable if item.owners[0] == self.world.rank]
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        if mine:
-            total += sum_of_squares(mine)
-        return math.sqrt(float(sum_(total, self.world.everyone)))
+        if local:
+            total += sum_of_squares(local)
+        return math.sqrt(float(all_reduce_(total, self.world.group)))
 
     def _update(self, norm: float, factor: float) -> float:
-        """Update everything by gradients that are `factor` times what they should be."""
+        """Update all parameters by gradients that are `factor` times too large; return the learning
+        rate."""
         train, lr = self.job.train, self._learning_rate()
         clip = min(1.0, train.clip / (norm + 1e-6)) if train.clip else 1.0
-        update = scale.updates(self.counters) + 1
-        for _, block in groupby(self.updated, key=lambda one: one.block):
-            some = list(block)
-            self.optimizer.apply(some, self.world.rank, update, lr=lr, clip=clip / factor)
-            for item in (item for one in some for item in one.items):
+        update = loss_scale.num_updates(self.counters) + 1
+        for _, block in groupby(self.flat_params, key=lambda flat: flat.block):
+            group = list(block)
+            self.optimizer.update_block(group, self.world.rank, update, lr=lr, clip=clip / factor)
+            for item in (item for flat in group for item in flat.params):
                 item.parameter.grad = None
-        scale.keep(self.counters)
+        loss_scale.record_update(self.counters)
         return lr
 
-    def _skip(self, norm: float, losses: list[lm.Losses]) -> float:
-        """Update nothing, for a gradient that has overflowed; the scale of the loss changes."""
-        scale.shrink(self.counters, norm, self._summed(losses)[0])
-        for item in self.holdings:
+    def _skip_update(self, norm: float, losses: list[lm.Losses]) -> float:
+        """Skip the update after an overflow and back off the loss scale; return the learning
+        rate."""
+        loss_scale.back_off(self.counters, norm, self._reduce_losses(losses)[0])
+        for item in self.trainable:
             item.parameter.grad = None
         return self._learning_rate()
 
     def _learning_rate(self) -> float:
-        """Of this step; skipped ones count, so that a run ends where its schedule does."""
+        """Return this step's learning rate. Skipped steps count, so that the schedule ends with the
+        run."""
         step, steps = self.counters["step"] + 1, self.job.train.steps
         return learning_rate(step, steps, self.job.optimizer.lr, self.job.schedule)
 
-    def _rebalance(self, losses: list[lm.Losses]) -> None:
-        """Biases follow what the whole batch asked of experts; every rank knows it."""
+    def _update_router_biases(self, losses: list[lm.Losses]) -> None:
+        """Adjust router biases by the experts requested in the whole batch, which every rank
+        knows."""
         if self.job.finetune is not None and self.job.finetune.router == "frozen":
             return
         for layer, router in self.model.sigmoid_routers():
-            asked = torch.stack([one.context.layers[layer].asked for one in losses]).sum(0)
-            router.rebalance(asked, self.job.routing.bias_step)
+            requested = torch.stack(
+                [micro.context.layer_facts[layer].requested for micro in losses]
+            ).sum(0)
+            router.update_bias(requested, self.job.routing.bias_update_rate)
 
-    def _rehome(self, counts: Mapping[int, Tensor], phases: Phases) -> list[Moved]:
-        """Experts to where they should live, if it is time for that."""
-        if self.rehoming is None:
+    def _migrate_experts(
+        self, counts: Mapping[int, Tensor], phases: PhaseTimer
+    ) -> list[LayerMigration]:
+        """Move experts to their new owner ranks, if migration is due."""
+        if self.migration is None:
             return []
-        self.rehoming.add(counts)
-        if not self.rehoming.due(self.counters["step"]):
+        self.migration.add_counts(counts)
+        if not self.migration.is_due(self.counters["step"]):
             return []
-        with phases("rehome"):
-            self.plan, moved = self.rehoming.settle(self.plan)
-        return moved
+        with phases("migrate"):
+            self.plan, migrations = self.migration.migrate(self.plan)
+        return migrations
 
-    def _summed(self, losses: list[lm.Losses]) -> tuple[float, float, float, float, float]:
-        """All losses weighed, each by itself, and flips, over all ranks."""
-        flips = sum(f.flips for one in losses for f in one.context.layers.values())
-        columns = [
-            torch.stack([part.double() for part in (one.loss, one.balance, one.z)])
-            for one in losses
+    def _reduce_losses(self, losses: list[lm.Losses]) -> tuple[float, float, float, float, float]:
+        """Return the total loss, its terms, and the replay mismatches, each summed over all
+        ranks."""
+        mismatches = sum(
+            facts.num_replay_mismatches
+            for micro in losses
+            for facts in micro.context.layer_facts.values()
+        )
+        terms = [
+            torch.stack([term.double() for term in (micro.loss, micro.balance_loss, micro.z_loss)])
+            for micro in losses
         ]
-        local = torch.cat((torch.stack(columns).sum(0), columns[0].new_tensor([flips])))
-        loss, balance, z, all_flips = sum_(local, self.world.everyone).tolist()
+        local = torch.cat((torch.stack(terms).sum(0), terms[0].new_tensor([mismatches])))
+        loss, balance, z, all_mismatches = all_reduce_(local, self.world.group).tolist()
         routing = self.job.routing
         total = loss + routing.balance_loss * balance + routing.z_loss * z
-        return total, loss, balance, z, all_flips
+        return total, loss, balance, z, all_mismatches
 
-    def _facts(
-        self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: Phases
+    def _make_step_facts(
+        self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: PhaseTimer
     ) -> StepFacts:
-        total, loss, balance, z, flips = self._summed(losses)
+        total, loss, balance, z, mismatches = self._reduce_losses(losses)
         by_rank: dict[int, Tensor] = {}
         dropped: dict[int, int] = {}
         for one in losses:
-            for layer, facts in one.context.layers.items():
+            for layer, facts in one.context.layer_facts.items():
                 by_rank[layer] = facts.counts + by_rank.get(layer, 0)
-                dropped[layer] = facts.dropped + dropped.get(layer, 0)
-        by_rank = _on_host(by_rank)
+                dropped[layer] = facts.num_dropped + dropped.get(layer, 0)
+        by_rank = _copy_to_host(by_rank)
         counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
         if self.pipeline is not None:
-            counts, dropped = self.pipeline.all_layers(counts, dropped)
+            counts, dropped = self.pipeline.gather_expert_counts(counts, dropped)
         return StepFacts(
             step=self.counters["step"], loss=loss, total_loss=total, balance_loss=balance,
-            z_loss=z, grad_norm=norm, lr=lr, tokens=targets, flips=int(flips), dropped=dropped,
-            counts=counts, by_rank=by_rank, phases=phases.seconds,
+            z_loss=z, grad_norm=norm, lr=lr, tokens=targets,
+            num_replay_mismatches=int(mismatches), dropped=dropped,
+            counts=counts, counts_by_rank=by_rank, phases=phases.seconds,
         )  # fmt: skip
 
     @torch.no_grad()
-    def validate(self, samples: Samples, limit: int) -> tuple[float, int]:
-        """Mean loss over the first `limit` samples, and the number of targets."""
+    def validate(self, samples: Samples, max_samples: int) -> tuple[float, int]:
+        """Return the mean loss over the first `max_samples` samples, and the number of targets."""
         self.model.eval()
-        count = min(limit, len(samples))
+        count = min(max_samples, len(samples))
         size = max(self.job.train.batch // self.job.train.micro_batches, 1)
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for start in range(0, count, size):
-            rows = self.plan.rows(self.world.rank, min(size, count - start))
-            batch = samples.batch(range(start + rows.start, start + rows.stop), shuffled=False)
-            losses = self._judge(batch)
-            # In a pipeline those count who have the loss.
-            counted = self._targets(batch) if "head" in self.model.names else 0
+            sample_range = self.plan.sample_range(self.world.rank, min(size, count - start))
+            batch = samples.batch(
+                range(start + sample_range.start, start + sample_range.stop), shuffled=False
+            )
+            losses = self._validation_losses(batch)
+            # In a pipeline only the last rank has the loss, so only it counts targets.
+            counted = self._num_local_targets(batch) if "head" in self.model.block_names else 0
             total += torch.stack((losses.loss.double(), total.new_tensor(counted)))
-        loss, targets = sum_(total, self.world.everyone).tolist()
+        loss, targets = all_reduce_(total, self.world.group).tolist()
         return loss / max(targets, 1.0), int(targets)
 
-    def _judge(self, batch: Batch) -> lm.Losses:
-        """The losses of a batch, of which a part of a pipeline has its own."""
+    def _validation_losses(self, batch: Batch) -> lm.Losses:
+        """Return the losses of a batch; in a pipeline, this rank's share of them."""
 
-        def begin(batch: Batch) -> Context:
+        def make_context(batch: Batch) -> Context:
             return lm.make_context(self.model, batch, self.job, 0)
 
         if self.pipeline is not None:
-            return self.pipeline.evaluate(self._flow([batch], begin, 1))
-        with self.precision():
-            return lm.compute(self.model, batch, begin(batch), self.job, 1)[1]
+            return self.pipeline.evaluate(self._micro_batch_flow([batch], make_context, 1))
+        with self.autocast():
+            return lm.compute_loss(self.model, batch, make_context(batch), self.job, 1)[1]
 
     def close(self) -> None:
-        """Let go of the model; the world stays."""
-        self.holdings.clear()
-        self.updated.clear()
+        """Release the model; the world stays."""
+        self.trainable.clear()
+        self.flat_params.clear()
         self.frozen.clear()
         self.optimizer.close()
         self.buckets.close()
-        self.pipeline = self.rehoming = None
+        self.pipeline = self.migration = None
         del self.model
 
 
-def _on_host(tables: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Tables of one shape by layer, brought from the device, if they are there, at one go."""
+def _copy_to_host(tables: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copy equally shaped tables, by layer, to the host in one transfer if they are on a device."""
     if all(one.device.type == "cpu" for one in tables.values()):
         return tables
     return dict(zip(tables, torch.stack(list(tables.values())).cpu(), strict=True))

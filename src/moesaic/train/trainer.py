@@ -1,8 +1,8 @@
-"""The training engine: from a job and a world to a finished run directory.
+"""Trainer: from a job and a world to a finished run directory.
 
-It opens data, finds what to start from (a checkpoint, Hugging Face weights, initial values),
-assembles the run and takes steps; it records what happened, validates, saves, and ends with a
-checkpoint. Nothing is written to the run's directory before everything has been checked.
+It opens the data, finds the starting point (a checkpoint, Hugging Face weights or initial values),
+assembles the run and takes steps. It records events, validates, saves, and ends with a checkpoint.
+Everything is checked before anything is written to the run's directory.
 """
 
 from __future__ import annotations
@@ -16,77 +16,78 @@ from typing import Any, Protocol
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
-from moesaic.dist import device as devices
-from moesaic.dist.checkpoint import Checkpoint, Saver, candidates, go_back_to
-from moesaic.dist.products import check
-from moesaic.dist.state import PARAMETER, Piece, Source
+from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
+from moesaic.dist.state import PARAMETER, Source, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job, Prices
-from moesaic.facts.plan import Plan, in_words, planned
-from moesaic.facts.workload import count
-from moesaic.facts.workload.finetune import A, B, describe
+from moesaic.facts.plan import Plan, describe_plan, plan_from_job
+from moesaic.facts.workload import count_parameters
+from moesaic.facts.workload.adapters import A, B, describe_trainable
+from moesaic.kernels import device as devices
+from moesaic.kernels.grouped_mm import check_backend
 from moesaic.models.hf.reader import HFSource
-from moesaic.models.initial import InitialSource
-from moesaic.nn.context import NARROW
-from moesaic.train import scale
+from moesaic.models.init import InitialSource
+from moesaic.nn.context import LOW_PRECISION
+from moesaic.train import loss_scale
 from moesaic.train.assemble import DTYPES, assemble
 from moesaic.train.data import TextData
-from moesaic.train.directory import alone, write_opening
-from moesaic.train.expectation import Expectation, most_bytes
-from moesaic.train.jobfile import LoadedJob
-from moesaic.train.machines import check_machines, described, settled
+from moesaic.train.expert_migration import LayerMigration
+from moesaic.train.job_file import LoadedJob
+from moesaic.train.prediction_check import PredictionCheck, max_peak_bytes
 from moesaic.train.record import RunRecord
-from moesaic.train.rehoming import Moved
-from moesaic.train.routes import RouteReplay, recording
+from moesaic.train.routing_replay import RoutingReplay, open_recorder
 from moesaic.train.run import Run
+from moesaic.train.run_directory import lock_run_directory, write_run_metadata
+from moesaic.train.topology import check_topology, describe_ranks, resolve_dispatch
 
 
 class Progress(Protocol):
-    """What a person watches while a run goes on; only rank 0's is shown."""
+    """Progress display of a run; only rank 0's is shown."""
 
     def message(self, text: str) -> None:
-        """Say something."""
+        """Show a message."""
 
     def start(self, total: int, done: int) -> None:
-        """Training begins with `done` of `total` steps behind it."""
+        """Begin a display of `total` steps, `done` of which are behind it."""
 
     def step(self, figures: Mapping[str, float]) -> None:
-        """One more step is done."""
+        """Show one more step."""
 
     def done(self) -> None:
-        """Training is over."""
+        """End the display."""
 
 
 class PretrainedSource:
-    """Parameters from a Hugging Face directory; moments and adapters as they are initially."""
+    """Source of parameters from a Hugging Face directory; moments and adapters get initial
+    values."""
 
     def __init__(self, weights: Source, initial: Source) -> None:
-        self._weights, self._initial = weights, initial
+        self._pretrained, self._initial = weights, initial
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Fill all kinds."""
-        given: list[Piece] = []
-        new: list[Piece] = []
-        for piece in pieces:
-            made = piece.kind != PARAMETER or piece.name.endswith((A, B))
-            (new if made else given).append(piece)
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill shards of all kinds."""
+        pretrained: list[TensorShard] = []
+        new: list[TensorShard] = []
+        for shard in shards:
+            is_initial = shard.kind != PARAMETER or shard.name.endswith((A, B))
+            (new if is_initial else pretrained).append(shard)
         self._initial.fill(new)
-        self._weights.fill(given)
+        self._pretrained.fill(pretrained)
 
 
 def train(
     loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
 ) -> dict[str, Any]:
-    """Train `loaded.job` into `out`; returns the run's last figures.
+    """Train `loaded.job` into `out` and return the run's last figures.
 
     Args:
         loaded: the job, its text, and the plan that rules it, if any.
         out: the run's directory.
-        resume: a checkpoint's path, "auto" for the newest one under `out`, None to start afresh.
+        resume: path of a checkpoint, "auto" for the newest one under `out`, None for a new run.
         world: the ranks.
-        progress: who watches.
+        progress: display of progress.
     """
-    with alone(out, world, fresh=resume is None):
+    with lock_run_directory(out, world, fresh=resume is None):
         return _train(loaded, out, resume, world, progress)
 
 
@@ -94,41 +95,43 @@ def _train(
     loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
 ) -> dict[str, Any]:
     job = loaded.job
-    plan = loaded.plan or settled(planned(job, world.size), job, world)
-    check_machines(plan, world, loaded.plan_origin)
+    plan = loaded.plan or resolve_dispatch(plan_from_job(job, world.size), job, world)
+    check_topology(plan, world, loaded.plan_origin)
     if loaded.plan is not None and job.model.experts:
-        check(plan.grouped_mm, world.device, key=f"{loaded.plan_origin}: grouped_mm")
+        check_backend(plan.grouped_mm, world.device, key=f"{loaded.plan_origin}: grouped_mm")
     data = TextData.open(job.data, job.seed, world, progress.message)
     data.check_vocab(job.model.vocab)
     replay = None
     if job.routing.replay:
-        replay = RouteReplay(Path(job.routing.replay), job, data.digest)
+        replay = RoutingReplay(Path(job.routing.replay), job, data.digest)
     source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-    homes = loaded.plan is None or job.balance.rehome_every > 0
-    plan = _as_left(plan, source, homes=homes)
-    first = (counters or {}).get("step", 0)
+    with_placement = loaded.plan is None or job.balance.migrate_every > 0
+    plan = _restore_decisions(plan, source, with_placement=with_placement)
+    first_step = (counters or {}).get("step", 0)
     if replay is not None:
-        replay.check_steps(first)
+        replay.check_steps(first_step)
     run = assemble(job, plan, world, source, counters, progress.message)
     plan, run.replay = run.plan, replay
     if origin is not None:
-        _go_back(Path(origin), out, world, progress)
+        _set_resume_point(Path(origin), out, world, progress)
     with ExitStack() as stack:
         if job.routing.record:
-            place = Path(job.routing.record)
-            run.recorder = stack.enter_context(recording(place, world, data.digest, first))
-        write_opening(out, loaded.text, job, plan, world, data.tokenizer)
+            record_path = Path(job.routing.record)
+            run.recorder = stack.enter_context(
+                open_recorder(record_path, world, data.digest, first_step)
+            )
+        write_run_metadata(out, loaded.text, job, plan, world, data.tokenizer)
         session = _Session(run, data, RunRecord(out, job, world), progress, world)
         stack.enter_context(session)
         if world.size > 1:
-            progress.message(f"plan: {in_words(plan)}")
-        return session.go(origin)
+            progress.message(f"plan: {describe_plan(plan)}")
+        return session.train(origin)
 
 
 def _find_start(
     loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress, digest: str
 ) -> tuple[Source, dict[str, int] | None, str | None]:
-    """The source of state, the position in the run, and the checkpoint it comes from."""
+    """Return the source of state, the counters, and the checkpoint's path if there is one."""
     job = loaded.job
     if resume is None:
         initial = InitialSource(job.seed, job.model.init_std)
@@ -137,7 +140,7 @@ def _find_start(
         return PretrainedSource(HFSource(Path(job.source), job.model), initial), None, None
     path = Path(resume)
     if resume == "auto":
-        path = Path(world.led(lambda: str(_newest(out / "checkpoints"))))
+        path = Path(world.run_on_rank_zero(lambda: str(_newest_checkpoint(out / "checkpoints"))))
     progress.message(f"resuming from {path}")
     checkpoint = Checkpoint.open(path)
     checkpoint.verify_shared(world)
@@ -146,66 +149,67 @@ def _find_start(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
             "raise train.steps (--set train.steps=N)"
         )
-    _compare(checkpoint.facts, job, digest, path, progress)
+    _check_same_run(checkpoint.facts, job, digest, path, progress)
     return checkpoint, dict(checkpoint.counters), str(path)
 
 
-def _as_left(plan: Plan, source: Source, *, homes: bool) -> Plan:
-    """`plan`, with what a checkpoint of the same layout goes by, so that the run goes on as if it
-    had never stopped: what anything costs, if nobody says so now, and where experts live, if that
-    changes, or no plan was given."""
+def _restore_decisions(plan: Plan, source: Source, *, with_placement: bool) -> Plan:
+    """Return `plan` with the prices and expert placement of a checkpoint with the same layout. The
+    resumed run then continues as if it had never stopped. Prices of the plan or the job take
+    precedence, and so does a given plan's placement unless experts migrate."""
     if not isinstance(source, Checkpoint):
         return plan
-    kept = {"homes_of_layers": {}, **source.facts["plan"]}
-    now, prices = plan.decisions(), kept.pop("prices", None)
-    kept.pop("grouped_mm", None)
+    saved = {"expert_placement_by_layer": {}, **source.facts["plan"]}
+    now, prices = plan.decisions(), saved.pop("prices", None)
+    saved.pop("grouped_mm", None)
     del now["prices"], now["grouped_mm"]
-    if homes:
-        now |= {key: kept[key] for key in ("homes", "homes_of_layers")}
-    if kept != now:
+    if with_placement:
+        now |= {key: saved[key] for key in ("expert_placement", "expert_placement_by_layer")}
+    if saved != now:
         return plan
     changes: dict[str, Any] = {
-        "homes_by_rank": kept["homes"], "homes_of_layers": kept["homes_of_layers"],
-    }  # fmt: skip
+        key: saved[key] for key in ("expert_placement", "expert_placement_by_layer")
+    }
     if plan.prices is None and prices:
         changes["prices"] = Prices(**prices)
     return plan.model_copy(update=changes)
 
 
-def _go_back(origin: Path, out: Path, world: World, progress: Progress) -> None:
-    """Leave the checkpoints behind that are newer than the one that the run goes on from."""
+def _set_resume_point(origin: Path, out: Path, world: World, progress: Progress) -> None:
+    """Make the checkpoint that the run resumed from the newest one for `--resume`."""
 
-    def point() -> str:
+    def select_origin() -> str:
         directory = out / "checkpoints"
         if origin.resolve().parent != directory.resolve():
             return ""
-        names = [path.name for path in candidates(directory)]
+        names = [path.name for path in resume_candidates(directory)]
         newer = names[: names.index(origin.name)]
         if newer:
-            go_back_to(origin)
+            set_head(origin)
         return ", ".join(newer)
 
-    left = world.led(point)
-    if left:
+    newer_names = world.run_on_rank_zero(select_origin)
+    if newer_names:
         progress.message(
-            f"going back to {origin.name}: --resume goes on from here now, no more from {left}"
+            f"going back to {origin.name}: --resume now continues from it, not from {newer_names}"
         )
 
 
-def _newest(directory: Path) -> Path:
-    found = candidates(directory)
-    if not found:
+def _newest_checkpoint(directory: Path) -> Path:
+    candidates = resume_candidates(directory)
+    if not candidates:
         raise StoreError(
-            f"--resume: '{directory}' holds no whole checkpoint to go on from; start afresh "
-            "without --resume, in another --out"
+            f"--resume: '{directory}' holds no complete checkpoint: start a new run without "
+            "--resume, in another --out"
         )
-    return found[0]
+    return candidates[0]
 
 
-def _compare(
+def _check_same_run(
     facts: Mapping[str, Any], job: Job, digest: str, path: Path, progress: Progress
 ) -> None:
-    """Refuse to go on over other samples; say what else the job has changed since."""
+    """Raise if the run would resume on other samples or another model; report other changes of the
+    job."""
     if facts.get("data") != digest:
         raise ConfigError(
             f"--resume: '{path}' was trained on other samples (text, tokenizer, seed, sequence or "
@@ -213,32 +217,36 @@ def _compare(
             "(moesaic convert, then [model] from)"
         )
     before, now = dict(_flatten(facts["job"])), dict(_flatten(job.model_dump(mode="json")))
-    kept, wanted = before.get("optimizer.moments", "full"), now["optimizer.moments"]
-    if kept != wanted:
+    saved, wanted = before.get("optimizer.moments", "full"), now["optimizer.moments"]
+    if saved != wanted:
         raise ConfigError(
-            f"--resume: '{path}' has moments of optimizer.moments = {_shown(kept)}, the job has "
-            f"{_shown(wanted)}: restore it, or start a new run from its weights (moesaic convert, "
-            "then [model] from)"
+            f"--resume: '{path}' has moments of optimizer.moments = {_format_value(saved)}, the "
+            f"job has {_format_value(wanted)}: restore it, or start a new run from its weights "
+            "(moesaic convert, then [model] from)"
         )
-    kept, wanted = before.get("train.precision", "fp32"), now["train.precision"]
-    if DTYPES[kept] != DTYPES[wanted]:
-        bits = {key: 8 * DTYPES[key].itemsize for key in (kept, wanted)}
+    saved, wanted = before.get("train.precision", "fp32"), now["train.precision"]
+    if DTYPES[saved] != DTYPES[wanted]:
+        bits = {key: 8 * DTYPES[key].itemsize for key in (saved, wanted)}
         raise ConfigError(
-            f"--resume: '{path}' has weights of train.precision = {_shown(kept)}, which are kept "
-            f"in {bits[kept]} bits, the job has {_shown(wanted)}, of {bits[wanted]}: restore it, "
-            "or start a new run from its weights (moesaic convert, then [model] from)"
+            f"--resume: '{path}' has weights of train.precision = {_format_value(saved)}, which "
+            f"are kept in {bits[saved]} bits, the job has {_format_value(wanted)}, of "
+            f"{bits[wanted]}: restore it, or start a new run from its weights (moesaic convert, "
+            "then [model] from)"
         )
     for key in (key for key in (*now, *before) if key.startswith("finetune")):
         if before.get(key) != now.get(key):
-            was, has = (_shown(one.get(key)) for one in (before, now))
+            old_value, new_value = (_format_value(flat_job.get(key)) for flat_job in (before, now))
             raise ConfigError(
-                f"--resume: '{path}' was trained with {key} = {was}, the job has {has}: restore "
-                "it, or start a new run from its weights (moesaic convert, then [model] from)"
+                f"--resume: '{path}' was trained with {key} = {old_value}, the job has "
+                f"{new_value}: restore it, or start a new run from its weights (moesaic convert, "
+                "then [model] from)"
             )
-    for key in _changed(before, now):
-        old, new = (_shown(one.get(key)) for one in (before, now))
-        named = key.removeprefix("model.")
-        if named not in (key, "init_std", "max_positions") and not named.startswith("extras."):
+    for key in _changed_keys(before, now):
+        old, new = (_format_value(flat_job.get(key)) for flat_job in (before, now))
+        model_key = key.removeprefix("model.")
+        if model_key not in (key, "init_std", "max_positions") and not model_key.startswith(
+            "extras."
+        ):
             raise ConfigError(
                 f"--resume: '{path}' is of a model with {key} = {old}, the job has {new}: "
                 "restore it, or start a new run"
@@ -246,19 +254,19 @@ def _compare(
         progress.message(f"changed since the checkpoint: {key} = {new}, was {old}")
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Keys whose values differ, those of a table that only one of the two has among them.
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield keys whose values differ, including those of a table that only one of the jobs has.
 
-    A key that an older version did not know is not one.
+    A key that an older version did not know is skipped.
     """
     for key in sorted({*before, *now}):
         table = key.rpartition(".")[0]
-        known = (key in before and key in now) or table in before or table in now
-        if known and before.get(key) != now.get(key):
+        is_known = (key in before and key in now) or table in before or table in now
+        if is_known and before.get(key) != now.get(key):
             yield key
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return "unset" if value is None else keys.show(value)
 
 
@@ -271,7 +279,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class _Session:
-    """One process's part in one call of `train`."""
+    """Training of one process in one call of `train`."""
 
     def __init__(
         self, run: Run, data: TextData, record: RunRecord, progress: Progress, world: World
@@ -280,52 +288,52 @@ class _Session:
         self.progress, self.world, self.job = progress, world, run.job
         self.saver = Saver(
             record.out / "checkpoints", world, self.job.checkpoint.keep,
-            asynchronous=self.job.checkpoint.asynchronous, on_event=record.event,
+            asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
         )  # fmt: skip
-        run.hook = self._enter
-        self.expectation = Expectation(run.plan, run.job, world)
+        run.phase_hook = self._on_phase
+        self.prediction_check = PredictionCheck(run.plan, run.job, world)
         self.figures: dict[str, Any] = {}
 
-    def go(self, origin: str | None) -> dict[str, Any]:
-        """Steps until the job is done."""
+    def train(self, origin: str | None) -> dict[str, Any]:
+        """Take steps until the job is done; return the last figures."""
         train, began = self.job.train, time.perf_counter()
-        done = self.run.counters["step"]
-        self._announce(origin)
-        for line in (self.run.engines(), self.run.balance()):
+        first_done = self.run.counters["step"]
+        self._write_run_start(origin)
+        for line in (self.run.describe_backends(), self.run.describe_balance()):
             if line is not None:
                 self.progress.message(line)
-        for line in describe(self.job) if self.job.finetune is not None else ():
+        for line in describe_trainable(self.job) if self.job.finetune is not None else ():
             self.progress.message(line)
-        if train.precision in NARROW and self.world.device.type == "cpu":
+        if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
             self.progress.message(
-                f'train.precision = "{train.precision}" on a CPU: few are quick at it, "fp32" may '
-                "be far faster"
+                f'train.precision = "{train.precision}" on a CPU: few CPUs are fast at it, '
+                'try "fp32"'
             )
-        named = self.job.kernels.grouped_mm != "auto" and self.job.model.experts > 0
-        if named and self.world.device.type == "cpu":
+        is_pinned = self.job.kernels.grouped_mm != "auto" and self.job.model.experts > 0
+        if is_pinned and self.world.device.type == "cpu":
             self.progress.message("kernels.grouped_mm has no effect on a CPU")
         self.saver.prepare(self.run.state())
-        self.progress.start(train.steps, done)
+        self.progress.start(train.steps, first_done)
         rates: list[float] = []
-        for step in range(done + 1, train.steps + 1):
+        for step in range(first_done + 1, train.steps + 1):
             self._step()
             rates.append(self.figures["tokens_per_s"])
             if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                 self._validate()
-            every = self.job.checkpoint.every
-            if every and step % every == 0 and step < train.steps:
+            save_every = self.job.checkpoint.every
+            if save_every and step % save_every == 0 and step < train.steps:
                 self._save()
         self._validate()
         self._save()
         self.saver.wait()
-        peak_bytes = most_bytes(self.world)
-        compared = self.expectation.compare(peak_bytes)
-        if compared is not None:
-            self.record.event("prediction", step=self.run.counters["step"], **compared)
-        self.world.barrier()  # the rank that serves the store must not leave before the others
+        peak_bytes = max_peak_bytes(self.world)
+        comparison = self.prediction_check.compare(peak_bytes)
+        if comparison is not None:
+            self.record.write_event("prediction", step=self.run.counters["step"], **comparison)
+        self.world.barrier()  # The rank that serves the store must not leave before the others.
         self.progress.done()
         seconds = time.perf_counter() - began
-        self.record.event(
+        self.record.write_event(
             "run_end", step=self.run.counters["step"], seconds=seconds, reason="finished",
             peak_bytes=peak_bytes,
         )  # fmt: skip
@@ -337,12 +345,13 @@ class _Session:
         }  # fmt: skip
 
     def __enter__(self) -> None:
-        """Nothing: all is open."""
+        """Do nothing; everything is open already."""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let go of everything; a save that is under way is abandoned if training failed.
+        """Close everything; abandon a save in progress if training failed.
 
-        What closing then meets (a full disk, still full) does not take the place of the failure.
+        An error in closing, such as a disk that is still full, does not replace the error that
+        ended training.
         """
         try:
             with ExitStack() as stack:
@@ -355,14 +364,14 @@ class _Session:
             if kind is None:
                 raise
 
-    def _announce(self, origin: str | None) -> None:
-        counts, train = count(self.job.model), self.job.train
-        self.record.event(
+    def _write_run_start(self, origin: str | None) -> None:
+        counts, train = count_parameters(self.job.model), self.job.train
+        self.record.write_event(
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
             parameters_total=counts.total, parameters_active=counts.active,
             plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
-            machines=described(self.world), engines=self.run.engines(),
+            rank_hosts=describe_ranks(self.world), backends=self.run.describe_backends(),
         )  # fmt: skip
 
     def _step(self) -> None:
@@ -370,26 +379,26 @@ class _Session:
         try:
             facts = self.run.step(self.data.train)
         except DivergedError as error:
-            joint = "; else" if scale.EXPONENT in self.run.counters else ":"
-            raise DivergedError(f"{error}{joint} {self._advise()}") from None
+            separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
+            raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.expectation.add(step_s, facts.phases)
-        self.figures = {**self.figures, **self.record.step(facts, step_s)}
+        self.prediction_check.add_step(step_s, facts.phases)
+        self.figures = {**self.figures, **self.record.write_step(facts, step_s)}
         self.figures["step"] = facts.step
         self.progress.step(self.figures)
-        if facts.moved:
-            self.progress.message(f"step {facts.step}: {_in_words(facts.moved)}")
+        if facts.migrations:
+            self.progress.message(f"step {facts.step}: {_describe_migrations(facts.migrations)}")
 
-    def _advise(self) -> str:
-        """What helps against divergence."""
-        saved = candidates(self.record.out / "checkpoints")
-        back = "go on from the newest checkpoint with --resume" if saved else "start again"
-        return f"lower optimizer.lr or lengthen schedule.warmup, and {back}"
+    def _divergence_advice(self) -> str:
+        """Return the remedy for divergence."""
+        candidates = resume_candidates(self.record.out / "checkpoints")
+        restart = "go on from the newest checkpoint with --resume" if candidates else "start again"
+        return f"lower optimizer.lr or lengthen schedule.warmup, and {restart}"
 
-    def _enter(self, phase: str) -> None:
-        """The copy of a save goes on beside forward and backward; the update waits for its end."""
+    def _on_phase(self, phase: str) -> None:
+        """Wait for the copy of a save, which overlaps forward and backward, before the update."""
         if phase == "optimizer":
-            self.saver.settle()
+            self.saver.wait_for_copy()
 
     def _validate(self) -> None:
         if self.data.validation is None:
@@ -397,7 +406,9 @@ class _Session:
         began = time.perf_counter()
         limit = self.job.train.validation_samples
         loss, tokens = self.run.validate(self.data.validation, limit)
-        self.record.validation(self.run.counters["step"], loss, tokens, time.perf_counter() - began)
+        self.record.write_validation(
+            self.run.counters["step"], loss, tokens, time.perf_counter() - began
+        )
         self.figures["validation_loss"] = loss
         self.progress.message(f"step {self.run.counters['step']}: validation loss {loss:.4f}")
 
@@ -412,18 +423,19 @@ class _Session:
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
 
 
-def _in_words(moved: Sequence[Moved]) -> str:
-    """What has moved, for a person."""
-    number = sum(len(one.to.moves) for one in moved)
-    experts = f"{number} experts of {len(moved)} layer{'s'[: len(moved) > 1]} have moved"
-    size = f"{sum(one.num_bytes for one in moved) / 1e6:,.3g} MB"
-    worst = max(moved, key=lambda one: one.to.before)
+def _describe_migrations(migrations: Sequence[LayerMigration]) -> str:
+    """Describe migrated experts for the user."""
+    number = sum(len(migration.decision.moves) for migration in migrations)
+    layers = f"{len(migrations)} layer{'s'[: len(migrations) > 1]}"
+    size = f"{sum(migration.num_bytes for migration in migrations) / 1e6:,.3g} MB"
+    worst = max(migrations, key=lambda migration: migration.decision.imbalance_before)
     return (
-        f"{experts} for good, {size}; in layer {worst.layer} the busiest rank had "
-        f"{worst.to.before:.2f} times the mean, and would have had {worst.to.after:.2f}"
+        f"migrated {number} experts of {layers}, {size}; the busiest rank of layer {worst.layer} "
+        f"had {worst.decision.imbalance_before:.2f} times the mean tokens, "
+        f"{worst.decision.imbalance_after:.2f} under the new placement"
     )
 
 
-def deadline(job: Job) -> timedelta:
-    """How long a rank of `job` waits for its peers."""
-    return timedelta(seconds=job.train.deadline_s)
+def collective_timeout(job: Job) -> timedelta:
+    """Return how long a rank of `job` waits for its peers."""
+    return timedelta(seconds=job.train.collective_timeout_s)

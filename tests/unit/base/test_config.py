@@ -155,13 +155,13 @@ GOOD: dict[str, Any] = {"gears": 1, "wheel": {"radius": 0.3}}
         ({"gears": "x" * 200}, f'gears = "{"x" * 76}... is a string: give an integer from 1'),
     ],
 )
-def test_a_mistake_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+def test_mistake_is_reported_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {**GOOD, **changes}, "bike.toml")
     assert str(caught.value) == f"bike.toml: {sentence}"
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_keys_are_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {"wheel": {"radius": 1}}, "b")
     assert (
@@ -173,13 +173,13 @@ def test_what_is_missing_is_named() -> None:
     assert str(caught.value) == "b: table [wheel] is missing: add it (both wheels)"
 
 
-def test_a_misspelt_key_is_not_also_a_missing_one() -> None:
+def test_misspelt_key_is_not_also_missing() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, {"gaers": 1, "wheel": {"radius": 1}}, "b")
     assert str(caught.value) == "b: unknown key 'gaers': did you mean 'gears'?"
 
 
-def test_the_item_that_set_a_wrong_value_is_blamed() -> None:
+def test_error_names_the_set_item() -> None:
     sets = ["wheel.spokes=5", "wheel.spokes=1", "gears=2"]
     with pytest.raises(ConfigError) as caught:
         parse(Bicycle, apply_sets(GOOD, sets), "b.toml", sets)
@@ -207,29 +207,29 @@ def test_the_item_that_set_a_wrong_value_is_blamed() -> None:
         ("path=/tmp/x.txt", "path", "/tmp/x.txt"),
     ],
 )
-def test_a_set_value_is_read_as_toml_or_as_a_word(item: str, key: str, value: Any) -> None:
+def test_set_value_is_toml_or_a_string(item: str, key: str, value: Any) -> None:
     assert apply_sets(GOOD, [item])[key] == value
 
 
-def test_sets_leave_the_original_alone_and_the_last_one_wins() -> None:
+def test_apply_sets_copies_and_the_last_item_wins() -> None:
     raw = {"wheel": {"radius": 1.0}, "day": parse_toml("x = 2020-01-02", "")["x"]}
     assert apply_sets(raw, ["wheel.radius=2.0", "wheel.radius=3.0"])["wheel"]["radius"] == 3.0
     assert raw["wheel"] == {"radius": 1.0}
 
 
 @pytest.mark.parametrize("item", ["", "=3", "gears", "a..b=3", ".a=1", "a.=1"])
-def test_a_malformed_set_says_so(item: str) -> None:
+def test_malformed_set_is_rejected(item: str) -> None:
     with pytest.raises(ConfigError, match=r"is not of the form key\.path=value"):
         apply_sets(GOOD, [item])
 
 
-def test_a_set_below_a_value_says_so() -> None:
+def test_set_below_a_value_is_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         apply_sets(GOOD, ["gears.x=1"])
     assert str(caught.value) == "--set gears.x=1: 'gears' is a value and has no keys of its own"
 
 
-def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+def test_unusable_file_is_explained(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     with pytest.raises(ConfigError, match=r"there is no file '.*bad.toml'"):
         read_toml(bad)
@@ -250,14 +250,14 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         read_toml(bad)
 
 
-def test_json_holds_every_default_and_reads_back() -> None:
+def test_json_has_every_default_and_round_trips() -> None:
     bicycle = parse(Bicycle, {**GOOD, "notes": {"a": [1, None]}}, "b")
     raw = json.loads(bicycle.to_json())
     assert raw["wheel"] == {"radius": 0.3, "spokes": 24}
     assert parse(Bicycle, raw, "b.json") == bicycle
 
 
-def test_toml_reads_back() -> None:
+def test_toml_round_trips() -> None:
     raw = {
         "gears": 1, "wheel": {"radius": 1e-7}, "maker": "us",
         "tags": ['"quoted"', "a\\b\x7f\u00e9"],
@@ -283,7 +283,7 @@ names = st.sampled_from(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(names, values))
-def test_any_table_is_taken_or_refused_in_one_line(raw: dict[str, Any]) -> None:
+def test_any_table_is_parsed_or_rejected_in_one_line(raw: dict[str, Any]) -> None:
     try:
         bicycle = parse(Bicycle, raw, "b.toml")
     except ConfigError as error:
@@ -335,7 +335,7 @@ class Luggage(Section):
 POCKETS = [{"litres": 1.5}, {"zip": False, "litres": 7}]
 
 
-def test_lists_of_tables_read_back() -> None:
+def test_lists_of_tables_round_trip() -> None:
     bags = [
         {"name": "a", "pockets": POCKETS, "wheel": {"radius": 0.1}},
         {"name": "b", "pockets": POCKETS[:1]},
@@ -353,7 +353,7 @@ def test_lists_of_tables_read_back() -> None:
 
 
 @given(st.lists(st.lists(st.floats(min_value=1e-9, max_value=5), min_size=1, max_size=3)))
-def test_any_lists_of_tables_read_back(litres: list[list[float]]) -> None:
+def test_any_lists_of_tables_round_trip(litres: list[list[float]]) -> None:
     pockets = [[Pocket(litres=one) for one in inside] for inside in litres]
     luggage = Luggage(owner="[me]", bags=[Bag(name="x", pockets=inside) for inside in pockets])
     assert parse(Luggage, parse_toml(luggage.to_toml(), "l"), "l") == luggage
@@ -393,13 +393,13 @@ def test_any_lists_of_tables_read_back(litres: list[list[float]]) -> None:
          "unknown key 'bags[0].pockets[0].zzz': 'bags.pockets' has the keys zip, litres"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_list_of_tables_says_in_which(bags: Any, sentence: str) -> None:
+def test_mistake_in_a_list_of_tables_names_the_index(bags: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(Luggage, {"owner": "me", "bags": bags}, "l.toml")
     assert str(caught.value) == f"l.toml: {sentence}"
 
 
-def test_an_item_that_sets_a_list_of_tables_is_blamed_for_what_is_in_it() -> None:
+def test_error_names_the_set_item_of_a_list_of_tables() -> None:
     item = 'bags=[{name="a", pockets=[{litres=0}]}]'
     with pytest.raises(ConfigError, match=r"^--set bags=.*: bags\[0\]\.pockets\[0\]\.litres = 0"):
         parse(Luggage, apply_sets({"owner": "me"}, [item]), "l.toml", [item])

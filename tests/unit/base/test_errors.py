@@ -1,4 +1,4 @@
-"""What a file system or a full memory says becomes the user's; everything else stays a bug."""
+"""User errors from file systems and exhausted memory; everything else stays a bug."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 
 import pytest
 
-from moesaic.base.errors import as_user_error, unwritable
+from moesaic.base.errors import as_user_error, write_error
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_a_file_system_that_refuses(number: int) -> None:
+def test_file_system_errors_are_user_errors(number: int) -> None:
     error = OSError(number, os.strerror(number), "run/events/rank-0.jsonl")
     opening = f"'run/events/rank-0.jsonl': {os.strerror(number)}: "
     assert str(as_user_error(error, "")).startswith(opening)
     nameless = OSError(number, os.strerror(number))
     assert str(as_user_error(nameless, "")).startswith(os.strerror(number))
-    assert str(unwritable("--out = 'x'", error)).startswith("--out = 'x' cannot be written (")
+    assert str(write_error("--out = 'x'", error)).startswith("--out = 'x' cannot be written (")
 
 
-def test_too_little_memory() -> None:
+def test_out_of_memory_is_a_user_error() -> None:
     torch = pytest.importorskip("torch")
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried")):
         assert "not enough memory" in str(as_user_error(error, "buy some"))
@@ -40,5 +40,5 @@ def test_too_little_memory() -> None:
         KeyError(),
     ],
 )
-def test_a_bug_stays_a_bug(error: Exception) -> None:
+def test_other_errors_are_not_user_errors(error: Exception) -> None:
     assert as_user_error(error, "buy some") is None

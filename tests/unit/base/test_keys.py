@@ -53,7 +53,7 @@ class Shelf(Section):
     """Many."""
 
 
-def test_walk_lists_what_a_file_may_say() -> None:
+def test_walk_lists_all_keys() -> None:
     assert list(keys.walk(Root)) == [
         ("inner", "table", "", "Inside."),
         ("inner.from", "a string", "unset", "A directory of files."),
@@ -76,7 +76,7 @@ def test_explain() -> None:
     )
 
 
-def test_a_list_of_tables_has_the_keys_of_its_tables() -> None:
+def test_list_of_tables_has_the_keys_of_its_tables() -> None:
     assert [(entry.path, entry.kind) for entry in keys.walk(Shelf)][:3] == [
         ("roots", "list of tables"), ("roots.inner", "table"), ("roots.inner.from", "a string"),
     ]  # fmt: skip
@@ -98,15 +98,15 @@ def test_a_list_of_tables_has_the_keys_of_its_tables() -> None:
         ("", "unknown key '\"\"': the keys at the top are inner, share, words, extra"),
     ],
 )
-def test_a_key_that_does_not_exist(key: str, sentence: str) -> None:
+def test_unknown_key_is_explained(key: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         keys.explain(Root, key)
     assert str(caught.value) == sentence
 
 
-def test_values_are_shown_as_toml_writes_them() -> None:
+def test_values_are_shown_as_toml() -> None:
     assert keys.show({"a": [1, 2.5, True], "b": "x"}) == '{ a = [1, 2.5, true], b = "x" }'
     assert keys.show(float("nan")) == "nan"
-    assert keys.listed(["a"]) == "a"
-    assert keys.listed(["a", "b", "c"], "and") == "a, b and c"
-    assert keys.dotted(["a", 0, "b c", 1, 2]) == 'a[0]."b c"[1][2]'
+    assert keys.join_words(["a"]) == "a"
+    assert keys.join_words(["a", "b", "c"], "and") == "a, b and c"
+    assert keys.dotted_key(["a", 0, "b c", 1, 2]) == 'a[0]."b c"[1][2]'

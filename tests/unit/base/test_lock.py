@@ -1,4 +1,4 @@
-"""One process at a time, and no lock that outlives its holder."""
+"""One process at a time, and no lock outlives its holder."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from typing import NoReturn
 
 import pytest
 
-from moesaic.base.lock import locked
+from moesaic.base.lock import file_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from moesaic.base.lock import locked
-with locked(Path(sys.argv[1]), print):
+from moesaic.base.lock import file_lock
+with file_lock(Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(60)
 """
 
 
 class BusyError(Exception):
-    """Somebody else has it."""
+    """Another process holds the lock."""
 
 
 def give_up(holder: str) -> NoReturn:
     raise BusyError(holder)
 
 
-def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
+def test_lock_is_removed_on_release(tmp_path: Path) -> None:
     path = tmp_path / "LOCK"
-    with locked(path, give_up):
+    with file_lock(path, give_up):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
-        with pytest.raises(BusyError, match=f"process {os.getpid()} on "), locked(path, give_up):
+        with pytest.raises(BusyError, match=f"process {os.getpid()} on "), file_lock(path, give_up):
             pass
         assert path.exists()
     assert not path.exists()
-    with pytest.raises(ZeroDivisionError), locked(path, give_up):
+    with pytest.raises(ZeroDivisionError), file_lock(path, give_up):
         _ = 1 / 0
     assert not path.exists()
 
 
-def test_a_killed_holder_locks_nobody_out(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     path = tmp_path / "LOCK"
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(BusyError, match=f"process {holder.pid} on "), locked(path, give_up):
+        with pytest.raises(BusyError, match=f"process {holder.pid} on "), file_lock(path, give_up):
             pass
     finally:
         holder.kill()
         holder.communicate()
     assert path.exists()
-    with locked(path, give_up):
+    with file_lock(path, give_up):
         pass
     assert not path.exists()
 
 
-def test_never_two_at_once(tmp_path: Path) -> None:
+def test_lock_is_exclusive(tmp_path: Path) -> None:
     path, inside, most = tmp_path / "LOCK", 0, 0
     pause = threading.Event()
 
     def work() -> None:
         nonlocal inside, most
         for _ in range(50):
-            with locked(path, lambda _: pause.wait(0.0005)):
+            with file_lock(path, lambda _: pause.wait(0.0005)):
                 inside += 1
                 most = max(most, inside)
                 pause.wait(0.0002)

@@ -1,4 +1,4 @@
-"""The example of fine-tuning, from its tokenizer to an answer."""
+"""Fine-tuning example, from its tokenizer to an answer."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def test_the_example(
         for document in sample["documents"]:
             before = ""
             for part in document:
-                if part["counts"]:
+                if part["in_loss"]:
                     assert before.endswith("<|im_start|>assistant\n")
                     assert part["text"].endswith("<|im_end|>")
                     assert part["text"].count("<|im_end|>") == 1
                 before = part["text"]
-            assert document[-1]["counts"]
+            assert document[-1]["in_loss"]
 
     assert main(["inspect", JOB, "--set", "samples=1"]) == 0
     text = capfd.readouterr().out
     first = facts["samples"][0]
-    assert f"sample 0: {first['targets']} tokens count" in text
+    assert f"sample 0: {first['targets']} tokens in the loss" in text
     part = first["documents"][0]
     assert part[0]["text"] + f"\u27e6{part[1]['text']}\u27e7" in text
 
@@ -73,10 +73,10 @@ def test_samples_of_a_text(
         "targets": 12,
         "documents": [
             [
-                {"counts": False, "text": "a"},
-                {"counts": True, "text": "b\x1b[2J<|endoftext|>"},
+                {"in_loss": False, "text": "a"},
+                {"in_loss": True, "text": "b\x1b[2J<|endoftext|>"},
             ],
-            [{"counts": False, "text": "c"}, {"counts": True, "text": "defgh<|endoftext|>"}],
+            [{"in_loss": False, "text": "c"}, {"in_loss": True, "text": "defgh<|endoftext|>"}],
         ],
     }
     assert main(["inspect", "job.toml", "--set", "samples=1"]) == 0
@@ -85,9 +85,9 @@ def test_samples_of_a_text(
     assert "\x1b" not in text
     Path("odd.toml").write_text(Path("job.toml").read_text() + '[layout]\nschedule = "gpipe"\n')
     assert main(["inspect", "odd.toml", "--set", "samples=1"]) == 0
-    told = capfd.readouterr()
-    assert "layout.schedule has no effect" in told.err
-    assert "layout.schedule" not in told.out
+    captured = capfd.readouterr()
+    assert "layout.schedule has no effect" in captured.err
+    assert "layout.schedule" not in captured.out
     assert main(["inspect", "odd.toml", "--set", "samples=1", "--json"]) == 0
     (warning,) = json.loads(capfd.readouterr().out)["warnings"]
     assert warning == "layout.schedule has no effect: layout.pp = 1 makes no pipeline"

@@ -1,4 +1,4 @@
-"""What is damaged, full or cut off is said in one sentence, by every verb."""
+"""Damaged files and full disks: one sentence from every verb."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.cli.main import main
 from moesaic.dist.checkpoint import Saver
-from moesaic.dist.state import PARAMETER, Piece, State
+from moesaic.dist.state import PARAMETER, State, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.workload import parameters
-from moesaic.train.jobfile import load_job
+from moesaic.train.job_file import load_job
 
 JOB = """
 [model]
@@ -81,56 +81,59 @@ def flip(file: Path) -> None:
         ("convert run --out hf", "what follows is of step 2"),
     ],
 )
-def test_an_older_checkpoint_is_never_used_in_silence(
+def test_using_an_older_checkpoint_causes_a_warning(
     line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flip(newest(place) / "rank-0.safetensors")
     assert main(line.split()) == 0
-    said = capfd.readouterr().err
-    assert "warning: passed over: checkpoint 'run/checkpoints/step-00000004' is damaged" in said
-    assert "'rank-0.safetensors' is not what was written" in said
-    assert words in said
+    errors = capfd.readouterr().err
+    assert "warning: passed over: checkpoint 'run/checkpoints/step-00000004' is damaged" in errors
+    assert "'rank-0.safetensors' is not what was written" in errors
+    assert words in errors
 
 
-def test_resume_never_falls_back_by_itself(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_refuses_a_damaged_checkpoint(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (newest(place) / "COMMIT").write_bytes(b"")
     line = "train job.toml --out run --set train.steps=6 --resume"
     assert main(line.split()) == 2
-    said = capfd.readouterr().err
-    assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest intact one is" in said
+    errors = capfd.readouterr().err
+    assert "step-00000004' is damaged: 'COMMIT' cannot be read; the newest intact one is" in errors
     assert main([*line.split(), "run/checkpoints/step-00000002"]) == 0
 
 
-def test_going_back_is_what_the_next_resume_goes_on_from(
+def test_resume_from_an_older_checkpoint_is_final(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line = ["train", "job.toml", "--out", "run"]
     back = [*line, "--resume", "run/checkpoints/step-00000002", "--set", "checkpoint.every=0"]
-    # It diverges at once: cut off before it has saved anything.
+    # It diverges at once, before it saves anything.
     assert main([*back, "--set", "optimizer.lr=1e300", "--set", "train.steps=9"]) == 2
-    said = capfd.readouterr().out
-    assert "going back to step-00000002: --resume goes on from here now, no more from" in said
+    text = capfd.readouterr().out
+    assert (
+        "going back to step-00000002: --resume now continues from it, not from step-00000004"
+        in text
+    )
     assert main([*line, "--set", "train.steps=5", "--resume"]) == 0
     assert "resuming from run/checkpoints/step-00000002" in capfd.readouterr().out
     assert main([*line, "--set", "train.steps=6", "--resume"]) == 0
     assert "resuming from run/checkpoints/step-00000005" in capfd.readouterr().out
 
 
-def test_inspect_tells_what_is_gone_and_goes_on(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_lists_damage(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (newest(place) / "rank-0.safetensors").unlink()
     (place / "run" / "plan.json").write_text("{")
     (place / "run" / "loads" / "part-000000.parquet").write_bytes(b"torn")
     assert main(["inspect", "run"]) == 2
-    said = capfd.readouterr()
-    assert "plan.json' is not readable JSON" in said.err
-    assert "'rank-0.safetensors' is missing" in said.err
-    assert "step 2" in said.out
+    captured = capfd.readouterr()
+    assert "plan.json' is not readable JSON" in captured.err
+    assert "'rank-0.safetensors' is missing" in captured.err
+    assert "step 2" in captured.out
 
 
 @pytest.mark.parametrize("verb", ["report run", "inspect run"])
-def test_damaged_records_are_one_sentence(
+def test_damaged_records_cause_one_error(
     verb: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import pyarrow as pa
@@ -145,29 +148,32 @@ def test_damaged_records_are_one_sentence(
     pq.write_table(pa.table({"layer": [1]}), loads / "part-000008.parquet")
     capfd.readouterr()
     assert main(verb.split()) == 2
-    said = capfd.readouterr().err
-    assert said == (
-        "error: 'run/loads/part-000008.parquet' has no column 'step': remove it, it is of others\n"
+    errors = capfd.readouterr().err
+    assert errors == (
+        "error: 'run/loads/part-000008.parquet' has no column 'step': another program wrote it, "
+        "remove it\n"
     )
 
 
-def test_weights_that_are_no_numbers_are_named(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_with_nan_cause_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_job(place / "job.toml").job
-    pieces = [
-        Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape), torch.full(p.shape, torch.nan), (0,))
+    shards = [
+        TensorShard(
+            PARAMETER, p.name, p.shape, (0,) * len(p.shape), torch.full(p.shape, torch.nan), (0,)
+        )
         for p in parameters(job.model)
     ]
     saver = Saver(place / "spoilt" / "checkpoints", World.solo(), keep=1)
-    saver.save(State(pieces, {"step": 1}), 1, {"job": job.model_dump(mode="json")})
+    saver.save(State(shards, {"step": 1}), 1, {"job": job.model_dump(mode="json")})
     saver.wait()
     assert main(["generate", "spoilt", "--prompt", "a"]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: token 1 cannot be chosen, as the model's scores are not finite")
+    errors = capfd.readouterr().err
+    assert errors.startswith(
+        "error: token 1 cannot be chosen, as the model's scores are not finite"
+    )
 
 
-def test_stdout_that_takes_nothing_or_few_letters(place: Path) -> None:
+def test_stdout_that_is_full_or_ascii(place: Path) -> None:
     line = [sys.executable, "-m", "moesaic", "generate", "run", "--set", "max_tokens=3"]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
@@ -185,7 +191,7 @@ def test_stdout_that_takes_nothing_or_few_letters(place: Path) -> None:
     assert ended.stdout.startswith(b"--- ?")
 
 
-def test_dry_run_looks_at_the_weights(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_checks_initial_weights(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "run", "--out", "hf"]) == 0
     (place / "tune.toml").write_text(
         JOB.replace('preset = "tiny-olmoe"', 'from = "hf"').replace(
@@ -200,12 +206,12 @@ def test_dry_run_looks_at_the_weights(place: Path, capfd: pytest.CaptureFixture[
     for line in (["inspect", "hf"], ["train", "tune.toml", "--dry-run"],
                  ["train", "tune.toml", "--out", "tuned", "--set", "train.steps=1"]):  # fmt: skip
         assert main(line) == 0
-        told = capfd.readouterr()
-        (said,) = (one for one in told.err.splitlines() if "left out" in one)
+        captured = capfd.readouterr()
+        (warning,) = (one for one in captured.err.splitlines() if "left out" in one)
         directory = "hf" if line[0] == "inspect" else f"{place}/hf"
         words = f"warning: '{directory}': tensor '{buffer}' is left out, and no export will have it"
-        assert said.startswith(words), line
-        assert "left out" not in told.out
+        assert warning.startswith(words), line
+        assert "left out" not in captured.out
     assert main(["train", "tune.toml", "--dry-run", "--json"]) == 0
     assert buffer in " ".join(json.loads(capfd.readouterr().out)["warnings"])
     weights.unlink()

@@ -1,4 +1,4 @@
-"""What needs no engine: help, --explain, --dry-run; none of it may import one."""
+"""Commands without torch: help, --explain and --dry-run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesaic import __version__
 from moesaic.base import keys
 from moesaic.base.config import parse
 from moesaic.cli.flags import JobAndPlan, JobPlanAndCluster
-from moesaic.cli.main import VERBS, main, spell_out
+from moesaic.cli.main import VERBS, expand_resume, main
 from moesaic.facts.job import Job
 from moesaic.serve.config import GenerateConfig
 
@@ -66,10 +66,10 @@ LIGHT = [
 ]  # fmt: skip
 
 
-def test_it_answers_with_heavy_libraries_absent() -> None:
+def test_light_commands_work_without_heavy_libraries() -> None:
     program = f"""
 import sys
-for name in ("torch", "datasets", "transformers", "plotly", "pyarrow", "tokenizers"):
+for name in ("torch", "datasets", "transformers", "pyarrow", "tokenizers"):
     sys.modules[name] = None
 from moesaic.cli.main import main
 for line in {LIGHT!r}:
@@ -82,16 +82,16 @@ for line in {LIGHT!r}:
     )
 
 
-def test_a_verb_brings_no_other(place: Path) -> None:
+def test_a_verb_imports_no_other(place: Path) -> None:
     program = (
         "import sys; from moesaic.cli.main import main; main(['plan', '--explain', 'plan.ep']); "
         "print([name for name in sys.modules if name.startswith('moesaic.cli.')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    brought = done.stdout.decode().splitlines()[-1]
-    assert "moesaic.cli.plan" in brought
-    for verb in set(VERBS) - {"plan", "trace"}:  # A plan may be of what was traced.
-        assert f"'moesaic.cli.{verb}'" not in brought
+    imported = done.stdout.decode().splitlines()[-1]
+    assert "moesaic.cli.plan" in imported
+    for verb in set(VERBS) - {"plan", "trace"}:  # `plan` predicts traced models.
+        assert f"'moesaic.cli.{verb}'" not in imported
 
 
 def test_verbs_run_on_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
@@ -110,17 +110,17 @@ def test_verbs_run_on_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_streams_that_take_nothing_change_no_status(line: str, closed: str, status: int) -> None:
+def test_closed_streams_change_no_status(line: str, closed: str, status: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m moesaic {line} {closed}"
     assert subprocess.run(["sh", "-c", command], check=False).returncode == status
 
 
-def test_without_its_code_it_lacks_words_alone(place: Path) -> None:
-    """As where only bytecode is installed."""
+def test_without_source_only_descriptions_are_missing(place: Path) -> None:
+    """Only bytecode may be installed."""
     program = (
         "import inspect\n"
-        "def gone(thing): raise OSError('could not get source code')\n"
-        "inspect.getsource = gone\n"
+        "def fail(thing): raise OSError('could not get source code')\n"
+        "inspect.getsource = fail\n"
         "from moesaic.cli.main import main\n"
         "assert main(['train', '--explain', 'train.steps']) == 0\n"
         "assert main(['train', 'job.toml', '--set', 'train.stepz=3']) == 2\n"
@@ -138,7 +138,7 @@ def test_help_names_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
         if verb not in ("calibrate", "trace"):
             for flag in ("--set", "--out", "--dry-run", "--json", "--explain"):
                 assert flag in flags
-    assert "one a GPU, else one a core" in run("probe --help", capfd)
+    assert "one per GPU, else one per core" in run("probe --help", capfd)
     assert run("", capfd) == text
     assert run("--version", capfd) == f"moesaic {__version__}\n"
 
@@ -169,22 +169,24 @@ def test_explain_all_leaves_no_key_out(
     assert [entry["path"] for entry in listed] == shown[1:]
 
 
-def test_explain_knows_the_files_beside_a_job(capfd: pytest.CaptureFixture[str]) -> None:
-    homes = run("train --explain plan.homes", capfd)
-    assert homes.startswith("plan.homes: a list of lists of integers\n  The experts on each of")
-    assert run("plan --explain plan.homes", capfd) == homes
-    assert "\n  .places: Where each rank runs" in run("train --explain plan", capfd)
+def test_explain_knows_plan_and_cluster_files(capfd: pytest.CaptureFixture[str]) -> None:
+    placement = run("train --explain plan.expert_placement", capfd)
+    assert placement.startswith(
+        "plan.expert_placement: a list of lists of integers\n  Experts on each of"
+    )
+    assert run("plan --explain plan.expert_placement", capfd) == placement
+    assert "\n  .places: Host and device of each rank" in run("train --explain plan", capfd)
     preset = run("plan --explain cluster.hosts.preset", capfd)
     assert preset.startswith('cluster.hosts.preset: "v100-8", "a100-8"')
     assert "list of tables" in run("plan --explain cluster.hosts.devices.matmul", capfd)
-    found = json.loads(run("plan --explain cluster.calibration --json", capfd))
-    assert [entry["path"] for entry in found][:2] == [
+    entries = json.loads(run("plan --explain cluster.calibration --json", capfd))
+    assert [entry["path"] for entry in entries][:2] == [
         "cluster.calibration", "cluster.calibration.runs",
     ]  # fmt: skip
     for line, words in (
         ("plan --explain links", "unknown key 'links': did you mean 'cluster.links'?"),
         ("plan --explain cluster.host", "unknown key 'cluster.host': did you mean 'cluster.hosts'"),
-        ("train --explain homes", "unknown key 'homes': did you mean 'plan.homes'?"),
+        ("train --explain expert_placement", "did you mean 'plan.expert_placement'?"),
         ("train --explain ep", "unknown key 'ep': did you mean 'layout.ep'?"),
     ):
         assert main(line.split()) == 2
@@ -192,18 +194,21 @@ def test_explain_knows_the_files_beside_a_job(capfd: pytest.CaptureFixture[str])
 
 
 def test_explain_as_json(capfd: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run("train --explain schedule --json", capfd))
-    assert [entry["path"] for entry in found] == [
+    entries = json.loads(run("train --explain schedule --json", capfd))
+    assert [entry["path"] for entry in entries] == [
         "schedule", "schedule.kind", "schedule.warmup", "schedule.final",
     ]  # fmt: skip
 
 
-def test_a_dry_run_of_a_pipeline_tells_of_its_fullest_rank(
+def test_a_dry_run_of_a_pipeline_shows_its_fullest_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     line = "train job.toml --dry-run --nproc 4 --set layout.pp=2 --set layout.schedule=gpipe"
     text = run(line, capfd)
-    assert "plan             4 ranks, layers over 2 parts, gpipe, experts over 2, tokens" in text
+    assert (
+        "plan             4 ranks, layers over 2 pipeline ranks (gpipe), experts over 2, tok"
+        in text
+    )
     assert "memory per rank  " in text
     facts = json.loads(run(f"{line} --json", capfd))
     memory = facts["memory_per_rank"]
@@ -215,37 +220,37 @@ def test_a_dry_run_of_a_pipeline_tells_of_its_fullest_rank(
     ]  # fmt: skip
 
 
-def test_a_dry_run_tells_of_ranks_without_samples(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_warns_of_idle_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.toml", "--dry-run", "--nproc", "4", "--json"]) == 0
-    told = capfd.readouterr()
+    captured = capfd.readouterr()
     words = (
         "2 of 4 ranks have no sample in a micro-batch (train.batch = 2, train.micro_batches = 1): "
-        "take fewer ranks, or raise train.batch to 4"
+        "use fewer ranks, or raise train.batch to 4"
     )
-    assert words in json.loads(told.out)["warnings"]
-    assert f"warning: {words}\n" in told.err
+    assert words in json.loads(captured.out)["warnings"]
+    assert f"warning: {words}\n" in captured.err
     assert main(["train", "job.toml", "--dry-run", "--nproc", "2"]) == 0
     assert "no sample" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_dry_run_tells_of_columns_of_one_rank(
+def test_a_dry_run_warns_of_columns_on_one_rank(
     ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sets = ["--set", 'layout.embedding="columns"', "--set", f"layout.ep={ranks}"]
     assert main(["train", "job.toml", "--dry-run", "--nproc", str(ranks), *sets]) == 0
-    said = "layout.embedding has no effect: nobody shares the table"
-    assert (said in capfd.readouterr().err) == (ranks == 1)
+    warning = "layout.embedding has no effect: each stage has one rank"
+    assert (warning in capfd.readouterr().err) == (ranks == 1)
 
 
-def test_a_dry_run_tells_all_and_writes_nothing(
+def test_a_dry_run_shows_everything_and_writes_nothing(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = set(place.rglob("*"))
     line = "train job.toml --dry-run --nproc 2 --set train.steps=7"
     text = run(line, capfd)
-    assert "parameters       1,927,296 in all, 747,648 active (39%)" in text
-    assert "plan             2 ranks, experts over 2, tokens once to each expert, dense" in text
+    assert "parameters       1,927,296 in total, 747,648 active (39%)" in text
+    assert "plan             2 ranks, experts over 2, tokens once per expert, dense" in text
     assert "memory per rank  " in text
     for kind in ("parameters", "gradients", "moments", "activations"):
         assert f"  {kind}" in text
@@ -255,11 +260,11 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     facts = json.loads(run(f"{line} --json", capfd))
     assert parse(Job, facts["job"], "dry run") == job
     assert facts["plan"] == {
-        "ranks": 2, "ep": 2, "shard": 1, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
-        "dispatch": "rows", "hosts": 1, "local": "along", "chunks": 1, "grouped_mm": "auto",
-        "embedding": "whole", "experts": 16,
-        "homes": [[*range(8)], [*range(8, 16)]], "homes_of_layers": {}, "copies": [],
-        "prices": None,
+        "ranks": 2, "ep": 2, "dp_shard": 1, "tp": 1, "etp": 1, "pp": 1, "schedule": "1f1b",
+        "dispatch": "all_to_all", "dispatch_hosts": 1, "overlap_local": False, "chunks": 1,
+        "grouped_mm": "auto", "embedding": "whole", "experts": 16,
+        "expert_placement": [[*range(8)], [*range(8, 16)]], "expert_placement_by_layer": {},
+        "expert_replicas": [], "prices": None,
         "stages": [["embed", *(f"layers.{layer}" for layer in range(4)), "head"]],
         "tiers": {"parameters": "device", "moments": "device"}, "mode": "synchronous",
         "recompute": False, "micro_batches": 1, "places": [],
@@ -270,17 +275,17 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert memory.pop("total_bytes") == sum(memory.values()) > peak
     assert [warning.split()[0] for warning in facts["warnings"]] == ["schedule.final"]
     text = run(f"{line} --set layout.tp=2", capfd)
-    assert "tokens once to each expert, matrices in 2 slices, dense parameters on" in text
-    sliced = json.loads(run(f"{line} --set layout.tp=2 --json", capfd))["memory_per_rank"]
-    assert sliced["parameters_bytes"] < memory["parameters_bytes"]
+    assert "tokens once per expert, matrices over 2 TP ranks, dense parameters on" in text
+    sharded = json.loads(run(f"{line} --set layout.tp=2 --json", capfd))["memory_per_rank"]
+    assert sharded["parameters_bytes"] < memory["parameters_bytes"]
     assert set(place.rglob("*")) == before
 
 
 def test_resume_needs_no_value() -> None:
-    assert spell_out(["train", "a.toml", "--resume"])[-2:] == ["--resume", "auto"]
-    assert spell_out(["--resume", "--out", "x"]) == ["--resume", "auto", "--out", "x"]
-    assert spell_out(["--resume", "job.toml"]) == ["--resume", "auto", "job.toml"]
-    assert spell_out(["--resume", "run/step"]) == ["--resume", "run/step"]
+    assert expand_resume(["train", "a.toml", "--resume"])[-2:] == ["--resume", "auto"]
+    assert expand_resume(["--resume", "--out", "x"]) == ["--resume", "auto", "--out", "x"]
+    assert expand_resume(["--resume", "job.toml"]) == ["--resume", "auto", "job.toml"]
+    assert expand_resume(["--resume", "run/step"]) == ["--resume", "run/step"]
 
 
 def test_the_page_of_keys_is_current() -> None:

@@ -1,4 +1,4 @@
-"""Whatever the user gets wrong ends with one sentence, status 2, and nothing written."""
+"""User errors: one sentence, exit status 2, and no files written."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TRAIN = [
     ("train.steps.x=1", "'train.steps' is a value"),
     ("train.precision=fp31", 'did you mean "fp32"'),
     ("train.micro_batches=3", "train.batch = 2 is not divisible by train.micro_batches = 3"),
-    ("train.device=gpu", "train.device = 'gpu' is no device"),
+    ("train.device=gpu", "train.device = 'gpu' is not a device"),
     ("train.device=xpu", "train.device = 'xpu' is not supported"),
     ("optimizer.lr=nan", "optimizer.lr = nan is out of range"),
     ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] is 1 long"),
@@ -65,8 +65,8 @@ TRAIN = [
     ("schedule.warmup=3", "schedule.warmup = 3 is longer than train.steps = 2"),
     ("layout.ep=3", "layout.ep = 3 does not divide model.experts = 16"),
     ("layout.ep=2", "layout.ep = 2 does not divide the number of ranks (1)"),
-    ("layout.shard=2", "layout.shard = 2 does not divide the number of ranks (1)"),
-    ("layout.shard=some", 'layout.shard = "some" is not known'),
+    ("layout.dp_shard=2", "layout.dp_shard = 2 does not divide the number of ranks (1)"),
+    ("layout.dp_shard=some", 'layout.dp_shard = "some" is not known'),
     ("model.preset=tiny", 'model.preset = "tiny" is not known'),
     ("model.from=old", 'model.from = "old" holds no config.json'),
     ("model.heads=5", "model.kv_heads = 4 does not divide model.heads = 5"),
@@ -83,8 +83,8 @@ TRAIN = [
     ('data.cache=""', 'data.cache = "" is empty: give'),
     ("train.batch=100000000000", "train.batch = 100000000000 is out of range"),
     ("train.steps=3000000000", "train.steps = 3000000000 is out of range"),
-    ("train.deadline_s=1e300", "train.deadline_s = 1e+300 is out of range"),
-    ("train.deadline_s=1e-4", "train.deadline_s = 0.0001 is out of range"),
+    ("train.collective_timeout_s=1e300", "train.collective_timeout_s = 1e+300 is out of range"),
+    ("train.collective_timeout_s=1e-4", "train.collective_timeout_s = 0.0001 is out of range"),
     ("model.layers=1000000000", "model.layers = 1000000000 is out of range"),
     (f"train.steps={'9' * 5000}", "train.steps = "),
     ("data.sequence=9999", "data.sequence = 9999 is longer than model.max_positions = 4096"),
@@ -97,11 +97,11 @@ TRAIN = [
 def test_a_wrong_job(item: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = written(place)
     assert main(["train", "job.toml", "--set", item, "--out", "run"]) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert words in said.err
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
     assert written(place) == before
 
 
@@ -125,9 +125,9 @@ VERBS = [
     ("train job.toml --out file", "--out 'file' is a file"),
     ("train job.toml --resume", "--resume needs --out RUN"),
     ("train --resume job.toml", "--resume needs --out RUN"),
-    ("train job.toml --resume --out old", "--resume: 'old' holds no checkpoint"),
-    ("train job.toml --resume auto --out new", "--resume: 'new' holds no checkpoint"),
-    ("train job.toml --resume old/checkpoints/step-00000002", "is no checkpoint"),
+    ("train job.toml --resume --out old", "--resume: 'old' has no checkpoint"),
+    ("train job.toml --resume auto --out new", "--resume: 'new' has no checkpoint"),
+    ("train job.toml --resume old/checkpoints/step-00000002", "is not a checkpoint"),
     ("train job.toml --nproc 2 --set train.device=cuda:0", "names one GPU for 2 or more ranks"),
     ("train job.toml --frob", "no such option: --frob"),
     ("train job.toml --out=", "--out '' is empty: give a path"),
@@ -167,17 +167,15 @@ def test_a_wrong_command(
 ) -> None:
     before = written(place)
     assert main(line.split()) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert words in said.err
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
     assert written(place) == before
 
 
-def test_a_damaged_checkpoint_is_told_and_not_used(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = place / "old" / "checkpoints" / "step-00000002"
     (path / "COMMIT").write_text("{}")
     for line in ("generate old --prompt x", f"inspect {path}", f"convert {path} --out new"):
@@ -186,7 +184,7 @@ def test_a_damaged_checkpoint_is_told_and_not_used(
     assert not (place / "new").exists()
 
 
-def test_a_bug_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("ours")
 
@@ -195,7 +193,7 @@ def test_a_bug_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> No
         main(["train", "job.toml"])
 
 
-def test_an_interruption_is_tidy(
+def test_an_interrupt_prints_one_word(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`moesaic probe`: a file that parses, and nothing else left behind."""
+"""`moesaic probe`: a file that parses, and no other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moesaic.facts.cluster import load_cluster
 TINY = [
     f"--set={item}"
     for item in (
-        "seconds=0.4", "largest=64", "dtypes=['fp32']", "copy_bytes=1048576",
+        "seconds=0.4", "largest_side=64", "dtypes=['fp32']", "copy_bytes=1048576",
         "message_bytes=65536", "disk_bytes=1048576", "device=cpu", "disks=['disk']",
     )
 ]  # fmt: skip
@@ -38,19 +38,18 @@ def start(*words: str, module: str = "moesaic") -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def but_unsteady(err: str) -> str:
-    """`err` without what is said of a busy machine."""
-    of_busy = ("warning: the machine was not steady", "measuring ")
-    return "".join(one for one in err.splitlines(keepends=True) if not one.startswith(of_busy))
+def without_noise_warnings(err: str) -> str:
+    prefixes = ("warning: the machine was not steady", "measuring ")
+    return "".join(one for one in err.splitlines(keepends=True) if not one.startswith(prefixes))
 
 
 def ranks_of(parent: int) -> list[int]:
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed}
-    return [pid for pid, command in commands.items() if b"moesaic.cli.measure" in command]
+    return [pid for pid, command in commands.items() if b"moesaic.cli.probe_worker" in command]
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -61,23 +60,23 @@ def gone(pid: int) -> bool:
 def test_ranks_measure_and_the_file_parses(place: Path) -> None:
     process = start("--nproc", "2", *TINY, "--set", "name=mine", "--json")
     out, err = process.communicate(timeout=100)
-    assert (process.returncode, but_unsteady(err)) == (0, "")
+    assert (process.returncode, without_noise_warnings(err)) == (0, "")
     facts = json.loads(out)
     points = facts["points"]
-    unsteady = points["half_within"] > 0.2 or points["nine_tenths_within"] > 0.5
+    unsteady = points["relative_range_median"] > 0.2 or points["relative_range_p90"] > 0.5
     assert (len(facts["notes"]), "was not steady" in err) == (unsteady, unsteady)
     cluster = load_cluster(place / "cluster.toml")
     assert cluster.name == "mine"
     assert facts["cluster"] == cluster.model_dump(mode="json", by_alias=True)
     assert [device.count for device in cluster.hosts[0].devices] == [2, 1]
     assert [link.kind for link in cluster.links] == ["loopback"]
-    assert {figure["what"] for figure in facts["figures"]} >= {"fp32 products", "read", "latency"}
-    assert all(figure["value"] > 0 <= figure["spread"] for figure in facts["figures"])
+    assert {figure["metric"] for figure in facts["figures"]} >= {"fp32 matmul", "read", "latency"}
+    assert all(figure["value"] > 0 <= figure["relative_range"] for figure in facts["figures"])
     assert (place / "cluster.toml").read_text().startswith("# Measured by moesaic ")
     assert sorted(path.name for path in place.rglob("*")) == ["cluster.toml", "disk"]
 
 
-def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:
+def test_a_process_of_torchrun_is_one_rank(place: Path) -> None:
     module = "torch.distributed.run --standalone --nproc-per-node 2 -m moesaic"
     process = start(*TINY, "--out", "two.toml", module=module)
     out, err = process.communicate(timeout=100)
@@ -88,7 +87,7 @@ def test_under_torchrun_the_program_is_one_rank(place: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_a_probe_that_is_ended(number: signal.Signals, place: Path) -> None:
+def test_no_rank_outlives_its_probe(number: signal.Signals, place: Path) -> None:
     process = start("--nproc", "2", *TINY, "--set", "seconds=600")
     try:
         end = time.monotonic() + 60
@@ -96,21 +95,21 @@ def test_nothing_outlives_a_probe_that_is_ended(number: signal.Signals, place: P
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < end
             time.sleep(0.05)
-        time.sleep(4)  # By now they measure.
+        time.sleep(4)  # They are measuring now.
     finally:
         os.kill(process.pid, number)
-        # Less than what torch's agent gives ranks that do not hear the signal.
+        # Less than torch's agent waits for ranks that ignore the signal.
         process.communicate(timeout=25)
     statuses = {signal.SIGKILL: -9, signal.SIGINT: 130}
     assert process.returncode == statuses[number]
     end = time.monotonic() + 20
-    while not all(gone(pid) for pid in ranks):
+    while not all(has_ended(pid) for pid in ranks):
         assert time.monotonic() < end, "a rank outlived its parent"
         time.sleep(0.05)
     assert [path.name for path in place.rglob("*")] == ["disk"]
 
 
-def test_a_file_that_comes_to_be_there_meanwhile_stays(place: Path) -> None:
+def test_a_file_of_another_program_is_kept(place: Path) -> None:
     process = start("--nproc", "1", *TINY, "--set", "seconds=3", "--out", "same.toml")
     end = time.monotonic() + 60
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
@@ -120,9 +119,9 @@ def test_a_file_that_comes_to_be_there_meanwhile_stays(place: Path) -> None:
     (place / "same.toml").write_text("another's")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (2, "")
-    assert but_unsteady(err) == (
-        "error: --out 'same.toml' has come to be there meanwhile, and stays as it is: do this "
-        "again with the name of another file\n"
+    assert without_noise_warnings(err) == (
+        "error: --out 'same.toml' was created by another program meanwhile and is left as it is: "
+        "try again with another file name\n"
     )
     assert sorted(path.name for path in place.rglob("*")) == ["disk", "same.toml"]
     assert (place / "same.toml").read_text() == "another's"
@@ -132,18 +131,17 @@ def test_a_file_that_comes_to_be_there_meanwhile_stays(place: Path) -> None:
     ("line", "sentence"),
     [
         ("--out disk", "--out 'disk' is a directory: name a file, such as disk/cluster.toml"),
-        ("--out there.toml", "--out 'there.toml' is there already, perhaps with changes of yours: "
-         "remove it, or name another file"),
-        ("--out no/where.toml", "--out 'no/where.toml' is in a directory that is not there: make "
-         "it first"),
+        ("--out there.toml", "--out 'there.toml' already exists: remove it, or name another file"),
+        ("--out no/where.toml", "--out 'no/where.toml' is in a directory that does not exist: "
+         "create it first"),
         ("--nproc 0", "--nproc 0: give a number from 1"),
-        ("--set disks=['nowhere']", "disks = 'nowhere' is no directory: name one on the disk to "
+        ("--set disks=['nowhere']", "disks = 'nowhere' is not a directory; name one on the disk to "
          "measure"),
-        ("--set device=gpu", "device = 'gpu' is no device: use auto, cpu or cuda"),
+        ("--set device=gpu", "device = 'gpu' is not a device; use auto, cpu or cuda"),
         ("--set second=3", "--set second=3: unknown key 'second': did you mean 'seconds'?"),
     ],
 )  # fmt: skip
-def test_a_mistake_ends_with_one_sentence(
+def test_user_errors(
     line: str, sentence: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (place / "there.toml").write_text("mine")

@@ -5,7 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from moesaic.cli.progress import Bar, Lines, Nobody, duration, watcher
+from moesaic.cli.progress import (
+    NoProgress,
+    ProgressBar,
+    ProgressLines,
+    format_duration,
+    make_progress,
+)
 
 
 def figures(step: int) -> dict[str, float]:
@@ -15,7 +21,11 @@ def figures(step: int) -> dict[str, float]:
 def train(terminal: bool, every_s: float | None = None) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
-    watched = Lines(console, every_s) if every_s is not None else watcher(console, shown=True)
+    watched = (
+        ProgressLines(console, every_s)
+        if every_s is not None
+        else make_progress(console, is_shown=True)
+    )
     watched.message("resuming from somewhere")
     watched.start(10, 3)
     for step in range(4, 11):
@@ -42,12 +52,14 @@ def test_a_terminal_gets_a_bar() -> None:
 
 def test_other_ranks_are_silent() -> None:
     file = io.StringIO()
-    assert isinstance(watcher(Console(file=file), shown=False), Nobody)
-    assert isinstance(watcher(Console(file=file, force_terminal=True), shown=True), Bar)
+    assert isinstance(make_progress(Console(file=file), is_shown=False), NoProgress)
+    assert isinstance(
+        make_progress(Console(file=file, force_terminal=True), is_shown=True), ProgressBar
+    )
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1:01"), (3723, "1:02:03")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

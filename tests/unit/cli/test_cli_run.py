@@ -1,4 +1,4 @@
-"""One small run through every verb, in this process."""
+"""One small run through every verb, in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesaic.cli.main import main
 from moesaic.facts.job import Job
 from moesaic.models.hf.settings import ConvertConfig
 from moesaic.models.hf.writer import SHARD_BYTES
-from moesaic.train import scale
+from moesaic.train import loss_scale
 
 JOB = """
 [model]
@@ -57,7 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _chdir(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
 
 
@@ -70,7 +70,7 @@ def loaded(line: str, capfd: pytest.CaptureFixture[str], *more: str) -> Any:
     return json.loads(run(f"{line} --json", capfd, *more))
 
 
-def test_a_run_leaves_what_it_should() -> None:
+def test_a_run_writes_its_files() -> None:
     job = parse(Job, json.loads(Path("run/job.json").read_text()), "job.json")
     assert job.checkpoint.every == 2
     assert Path("run/job.toml").read_text() == f"{JOB.rstrip()}\n\n# --set checkpoint.every=2\n"
@@ -81,13 +81,13 @@ def test_a_run_leaves_what_it_should() -> None:
     assert json.loads(Path("run/versions.json").read_text())["moesaic"]
 
 
-def test_training_tells_what_came_of_it(capfd: pytest.CaptureFixture[str]) -> None:
-    text = run("train job.toml --out told --set train.steps=2", capfd)
+def test_training_prints_a_summary(capfd: pytest.CaptureFixture[str]) -> None:
+    text = run("train job.toml --out fresh --set train.steps=2", capfd)
     assert "step 2/2: loss " in text
     assert "trained 2 steps in " in text
-    assert "  checkpoint  told/checkpoints/step-00000002\n" in text
-    assert "  report      told/report.html\n" in text
-    assert '  next        moesaic generate told --prompt "..."\n' in text
+    assert "  checkpoint  fresh/checkpoints/step-00000002\n" in text
+    assert "  report      fresh/report.html\n" in text
+    assert '  next        moesaic generate fresh --prompt "..."\n' in text
 
 
 def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixture[str]) -> None:
@@ -102,45 +102,45 @@ def test_training_chooses_a_directory_and_prints_json(capfd: pytest.CaptureFixtu
 FP16 = ("--set", "train.precision=fp16")
 
 
-def test_skipped_steps_are_told(
+def test_skipped_steps_are_reported(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale, "INITIAL_EXPONENT", 30)
+    monkeypatch.setattr(loss_scale, "INITIAL_EXPONENT", 30)
     facts = loaded("train job.toml --out over --set train.steps=20", capfd, *FP16)
     skipped = facts["skipped"]
     assert 1 < skipped < 20
-    said = run("train job.toml --out over2 --set train.steps=20", capfd, *FP16)
-    assert f", {skipped} of 20 steps skipped for an overflow of fp16: loss " in said
+    text = run("train job.toml --out over2 --set train.steps=20", capfd, *FP16)
+    assert f", {skipped} of 20 steps skipped because fp16 overflowed: loss " in text
     line = f"train job.toml --out none --set train.steps={skipped}".split()
-    words = f"error: all {skipped} steps were skipped for an overflow of fp16, and nothing was lear"
+    words = f"error: all {skipped} steps were skipped because fp16 overflowed, so nothing"
     assert main([*line, *FP16]) == 2
-    told = capfd.readouterr()
-    assert told.err.splitlines()[-1].startswith(words)
-    assert f", {skipped} of {skipped} steps skipped for an overflow" in told.out
+    captured = capfd.readouterr()
+    assert captured.err.splitlines()[-1].startswith(words)
+    assert f", {skipped} of {skipped} steps skipped because fp16" in captured.out
     assert Path("none/report.html").exists()
     facts = loaded(f"train job.toml --out none --resume --set train.steps={skipped + 1}", capfd,
                    *FP16)  # fmt: skip
     assert facts["skipped"] == skipped
     assert main([*line[:3], "none2", *line[4:], "--json", *FP16]) == 2
-    told = capfd.readouterr()
-    assert json.loads(told.out)["skipped"] == skipped
-    assert words in told.err
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["skipped"] == skipped
+    assert words in captured.err
 
 
-def test_a_loss_of_fp16_that_is_no_number_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_loss_in_fp16_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     line = ["train", "job.toml", "--out", "nan", "--set", "model.init_std=30.0", *FP16]
     assert main(line) == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith(
+    errors = capfd.readouterr().err.splitlines()[-1]
+    assert errors.startswith(
         "error: step 1: the gradient's norm is nan as the loss is nan, for which "
     )
-    assert said.endswith(
+    assert errors.endswith(
         'set train.precision = "bf16" or "fp32"; else lower optimizer.lr or lengthen '
         "schedule.warmup, and start again"
     )
 
 
-def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed(capfd: pytest.CaptureFixture[str]) -> None:
     run("train job.toml --out resumed --set train.steps=2", capfd)
     line = "train job.toml --out resumed"
     assert "resuming from resumed/checkpoints/step-00000002" in run(f"{line} --resume", capfd)
@@ -151,7 +151,7 @@ def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     events = list(read_events(Path("resumed/events/rank-0.jsonl")))
     starts = [event for event in events if event["event"] == "run_start"]
     assert [event["step"] for event in starts] == [1, 3, 3]
-    (machine,) = starts[-1]["machines"]
+    (machine,) = starts[-1]["rank_hosts"]
     assert machine == {"host": 0, "kind": "cpu", "threads": torch.get_num_threads()}
 
     before = Path("branched/job.json").read_bytes()
@@ -167,26 +167,26 @@ def test_a_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("kept", "other"), [("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")]
 )
-def test_a_run_goes_on_in_a_precision_that_keeps_weights_in_as_many_bits(
+def test_a_run_is_resumed_in_a_precision_with_equal_weights(
     kept: str, other: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, refused = f"{kept}-to-{other}", "fp64" in (kept, other)
     run("train job.toml --out", capfd, out, "--set", f"train.precision={kept}")
     more = ["--out", out, "--resume", "--set", "train.steps=5", "--set", f"train.precision={other}"]
     assert main(["train", "job.toml", *more]) == (2 if refused else 0)
-    told = capfd.readouterr()
+    captured = capfd.readouterr()
     changed = f'changed since the checkpoint: train.precision = "{other}", was "{kept}"'
-    assert (changed in told.out) == (not refused)
+    assert (changed in captured.out) == (not refused)
     if refused:
         was, now = (64, 32) if kept == "fp64" else (32, 64)
         assert (
             f'step-00000004\' has weights of train.precision = "{kept}", which are kept in {was} '
             f'bits, the job has "{other}", of {now}: restore it, or start a new run from its '
             "weights (moesaic convert, then [model] from)\n"
-        ) in told.err
+        ) in captured.err
 
 
-def test_text_is_continued_from_any_form(capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_is_generated_from_any_form(capfd: pytest.CaptureFixture[str]) -> None:
     tokens = []
     for model in ("run", "run/checkpoints/step-00000004", "hf"):
         more = ["--prompt", "Document", "--set", "temperature=0", "--set", "max_tokens=5"]
@@ -197,7 +197,7 @@ def test_text_is_continued_from_any_form(capfd: pytest.CaptureFixture[str]) -> N
     assert 1 <= len(tokens[0]) <= 5
 
 
-def test_text_streams_and_draws_repeat(
+def test_text_streams_and_sampling_repeats(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["--set", "max_tokens=12", "--set", "temperature=5"]
@@ -219,18 +219,18 @@ def test_several_prompts_and_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_generation_can_be_rehearsed_and_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_generation_has_a_dry_run_and_errors(capfd: pytest.CaptureFixture[str]) -> None:
     facts = loaded("generate run --prompt Doc --dry-run", capfd)
     assert facts["prompt_tokens"] == [3]
     for item, words in (
-        ("max_tokens=5000", "max_tokens = 5000 are more than the model's 4096 positions"),
-        ("device=tpu", "device = 'tpu' is no device"),
+        ("max_tokens=5000", "max_tokens = 5000 exceed the model's 4096 positions"),
+        ("device=tpu", "device = 'tpu' is not a device"),
         ("tokenizer=nowhere", 'tokenizer = "nowhere" does not exist'),
     ):
         assert main(["generate", "run", "--prompt", "Doc", "--set", item]) == 2
         assert words in capfd.readouterr().err
     assert main(["generate", "run", "--prompt", ""]) == 2
-    assert 'prompt "" holds no token' in capfd.readouterr().err
+    assert 'prompt "" has no tokens' in capfd.readouterr().err
 
 
 def test_a_model_is_converted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +253,7 @@ def test_a_directory_is_inspected(capfd: pytest.CaptureFixture[str]) -> None:
 
     facts = loaded("inspect run/checkpoints/step-00000002", capfd)
     assert (facts["kind"], facts["step"], facts["verified"]) == ("checkpoint", 2, False)
-    assert facts["holds"] == ["first_moment", "parameter", "second_moment"]
+    assert facts["tensor_kinds"] == ["first_moment", "parameter", "second_moment"]
 
     facts = loaded("inspect hf --set verify=true", capfd)
     assert (facts["kind"], facts["dtypes"]) == ("Hugging Face model", ["F32"])
@@ -276,9 +276,9 @@ def test_damage_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "hurt"]) == 0
     capfd.readouterr()
     assert main(["inspect", "hurt", "--set", "verify=true"]) == 2
-    said = capfd.readouterr()
-    assert victim.name in said.err
-    assert "step 2" in said.out
+    captured = capfd.readouterr()
+    assert victim.name in captured.err
+    assert "step 2" in captured.out
     assert main(["generate", "hurt/checkpoints/step-00000001", "--prompt", "x"]) == 2
     assert victim.name in capfd.readouterr().err
 

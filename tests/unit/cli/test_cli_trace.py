@@ -1,4 +1,4 @@
-"""`moesaic trace`, and `moesaic plan --workload`: from a model of the user's own to figures."""
+"""`moesaic trace` and `moesaic plan --workload`."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert call("trace nets:make --batch 32 --out workload.json", place) == 0
-    said = capfd.readouterr().out
-    assert said.startswith("Sequential: 9,610 parameters, 1.3 MFLOP and ")
-    assert "a micro-batch of 32x64 float32" in said
-    assert "wrote workload.json" in said
+    text = capfd.readouterr().out
+    assert text.startswith("Sequential: 9,610 parameters, 1.3 MFLOP and ")
+    assert "per micro-batch of 32x64 float32" in text
+    assert "wrote workload.json" in text
     traced = load_traced(place / "workload.json")
     assert [block.name for block in traced.blocks] == ["0", "1", "2", "(outside)"]
     assert traced.batch == 32
@@ -92,12 +92,12 @@ def test_a_model_becomes_a_file_and_the_file_a_prediction(
     assert facts["samples_per_s"] == pytest.approx(4 * 32 / facts["step_s"])
     assert facts["memory_per_rank"]["moments_bytes"] == 2 * 9610 * 4
     assert call(line, place) == 0
-    said = capfd.readouterr().out
-    assert said.startswith("Sequential whole on each of 8 ranks on a node (NVIDIA H100")
-    assert "blocks " in said
+    text = capfd.readouterr().out
+    assert text.startswith("Sequential, a replica on each of 8 ranks on a node (NVIDIA H100")
+    assert "blocks " in text
 
 
-def test_copies_are_held_against_the_smallest_device(
+def test_replicas_must_fit_the_smallest_device(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     slow = "devices = { count = 1, memory_bandwidth = 1e6 }"
@@ -131,7 +131,7 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets", "is not of the form MODULE:FACTORY"),
         ("trace nets:make", "--out is missing: name the file"),
         ("trace none_such:make --json", "there is no module 'none_such'"),
-        ("trace nets_needy:make --json", "needs surely_not_there, which is not there: install it"),
+        ("trace nets_needy:make --json", "needs surely_not_there, which is not installed"),
         ("trace nets_wrong:make --json", "raised ZeroDivisionError at nets"),
         ("trace nets:none --json", "has no function 'none'"),
         ("trace nets:number --json", "has no function 'number'"),
@@ -142,20 +142,20 @@ def test_blocks_real_numbers_and_a_dry_run(place: Path, capfd: pytest.CaptureFix
         ("trace nets:asks --json", "asks for values of a tensor (aten._local_scalar_dense"),
         ("trace nets:make --block 7 --json", "blocks = '7' is no module of the model"),
         ("trace nets:leaves --json", "leaves() raised SystemExit at nets"),
-        ("trace nets:make --out no/where.json", "is in a directory that is not there: make it"),
+        ("trace nets:make --out no/where.json", "is in a directory that does not exist: create"),
         ("trace nets:make --out .", "--out '.' is a directory: name a file"),
-        ("trace nets:make --out cluster.toml", "--out 'cluster.toml' is there already"),
-        ("trace nets:make --out /dev/null", "--out '/dev/null' is no plain file"),
+        ("trace nets:make --out cluster.toml", "--out 'cluster.toml' already exists"),
+        ("trace nets:make --out /dev/null", "--out '/dev/null' is not a plain file"),
         ("plan --workload none.json --cluster cluster.toml", "'none.json': there is no such file"),
         ("plan --workload a.json", "--cluster is missing"),
-        ("plan job.toml --workload a.json --cluster cluster.toml", "goes without JOB.toml, which"),
-        ("plan --workload a.json --cluster cluster.toml --set a=1", "goes without --set, which is"),
+        ("plan job.toml --workload a.json --cluster cluster.toml", "combined with JOB.toml, which"),
+        ("plan --workload a.json --cluster cluster.toml --set a=1", "combined with --set, which"),
     ],
 )
 def test_mistakes(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert call(line, place) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert words in said.err
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err

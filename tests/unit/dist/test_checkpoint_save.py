@@ -1,4 +1,4 @@
-"""Saving: what reaches the disk, in what order, and what training hears of it."""
+"""Checkpoint saving: files, their order on disk, events and errors."""
 
 from __future__ import annotations
 
@@ -19,30 +19,41 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.checkpoint import Checkpoint, Saver, committed, newest_intact
+from moesaic.dist.checkpoint import Checkpoint, Saver, list_committed, newest_intact
 from moesaic.dist.checkpoint.manifest import DTYPES
 from moesaic.dist.checkpoint.staging import Staging
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece, State
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, State, TensorShard
 from moesaic.dist.world import World
-from moesaic.testing.states import Box, Division, blank, cut, rows, same_bits, whole, worlds
+from moesaic.testing.states import (
+    Box,
+    Division,
+    blank_shards,
+    make_shards,
+    row_boxes,
+    same_bits,
+    whole_box,
+    worlds,
+)
 
 
 def solo_state(value: float = 1.0) -> State:
-    pieces = [
-        Piece(PARAMETER, "a", (4, 3), (0, 0), torch.full((4, 3), value), (0,)),
-        Piece(FIRST_MOMENT, "a", (4, 3), (0, 0), torch.full((4, 3), -value), (0,)),
+    shards = [
+        TensorShard(PARAMETER, "a", (4, 3), (0, 0), torch.full((4, 3), value), (0,)),
+        TensorShard(FIRST_MOMENT, "a", (4, 3), (0, 0), torch.full((4, 3), -value), (0,)),
     ]
-    return State(pieces, {"step": int(value), "samples": 8})
+    return State(shards, {"step": int(value), "samples": 8})
 
 
 def save_all(
     directory: Path, tensors: dict[str, torch.Tensor], division: Division, size: int, **options: Any
 ) -> Checkpoint:
-    """Save on `size` ranks of one process; the checkpoint that came of it."""
-    everyone = worlds(size)
-    savers = [Saver(directory, world, keep=2, **options) for world in everyone]
-    for saver, world in zip(savers, everyone, strict=True):
-        saver.save(State(cut(tensors, division, world.rank), {"step": 1}), 1, {"size": size})
+    """Save on `size` ranks of one process; return the checkpoint."""
+    ranks = worlds(size)
+    savers = [Saver(directory, world, keep=2, **options) for world in ranks]
+    for saver, world in zip(savers, ranks, strict=True):
+        saver.save(
+            State(make_shards(tensors, division, world.rank), {"step": 1}), 1, {"size": size}
+        )
     for saver in savers:
         saver.wait()
     newest = {saver.newest for saver in savers}
@@ -52,7 +63,7 @@ def save_all(
 
 @st.composite
 def divisions(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[tuple[Box, Any]]:
-    """Any grid of boxes over `shape`, some of them empty, each held by any ranks."""
+    """Draw a grid of boxes over `shape`, some of them empty, each owned by any ranks."""
     edges = []
     for extent in shape:
         inner = draw(st.lists(st.integers(0, extent), max_size=3))
@@ -67,87 +78,87 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[tuple
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_division_loads_into_any_other(
+def test_any_sharding_loads_into_any_other(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3), "shape"))
     before, after = data.draw(st.integers(1, 3), "before"), data.draw(st.integers(1, 3), "after")
     tensors = {"t": torch.randn(shape)}
-    one = {"t": data.draw(divisions(shape, before), "one")}
-    other = {"t": data.draw(divisions(shape, after), "other")}
-    checkpoint = save_all(tmp_path_factory.mktemp("any"), tensors, one, before)
+    saved = {"t": data.draw(divisions(shape, before), "saved")}
+    loaded = {"t": data.draw(divisions(shape, after), "loaded")}
+    checkpoint = save_all(tmp_path_factory.mktemp("any"), tensors, saved, before)
     for rank in range(after):
-        wanted = cut(tensors, other, rank)
-        found = blank(wanted)
+        expected = make_shards(tensors, loaded, rank)
+        found = blank_shards(expected)
         checkpoint.fill(found)
-        assert same_bits(found, wanted)
+        assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_every_type_shape_and_stride_comes_back(tmp_path: Path, asynchronous: bool) -> None:
+def test_every_dtype_shape_and_stride_is_restored(tmp_path: Path, asynchronous: bool) -> None:
     noise = torch.randint(0, 256, (1920,), dtype=torch.uint8)
     tensors = {}
     for dtype in DTYPES:
         bits = noise % 2 if dtype == torch.bool else noise
-        tensors[f"type.{dtype}"] = bits.view(dtype).reshape(-1, 4)
+        tensors[f"dtype.{dtype}"] = bits.view(dtype).reshape(-1, 4)
     tensors["scalar"], tensors["empty"] = torch.tensor(3.5), torch.empty(0, 7)
-    division = {name: [(whole(tensor.shape), (0,))] for name, tensor in tensors.items()}
-    pieces = cut(tensors, division, 0)
+    division = {name: [(whole_box(tensor.shape), (0,))] for name, tensor in tensors.items()}
+    shards = make_shards(tensors, division, 0)
     arena = torch.randn(6, 40)
-    pieces.append(Piece(PARAMETER, "strided", (6, 8), (0, 0), arena[:, 3:11], (0,)))
-    pieces.append(Piece(PARAMETER, "turned", (40, 6), (0, 0), arena.t(), (0,)))
+    shards.append(TensorShard(PARAMETER, "strided", (6, 8), (0, 0), arena[:, 3:11], (0,)))
+    shards.append(TensorShard(PARAMETER, "transposed", (40, 6), (0, 0), arena.t(), (0,)))
     saver = Saver(tmp_path, World.solo(), keep=1, asynchronous=asynchronous)
-    saver.save(State(pieces, {"step": 7, "tokens": 9}), 7, {"job": {"seed": 1}})
+    saver.save(State(shards, {"step": 7, "tokens": 9}), 7, {"job": {"seed": 1}})
     saver.wait()
-    checkpoint = Checkpoint.open(committed(tmp_path)[0])
-    found = blank(pieces)
+    checkpoint = Checkpoint.open(list_committed(tmp_path)[0])
+    found = blank_shards(shards)
     checkpoint.fill(found)
-    assert same_bits(found, pieces)
+    assert same_bits(found, shards)
     assert (checkpoint.step, checkpoint.counters) == (7, {"step": 7, "tokens": 9})
     assert checkpoint.facts == {"job": {"seed": 1}}
     assert checkpoint.tensors["parameter/empty"].shape == (0, 7)
 
 
-def test_what_several_ranks_hold_is_written_once_and_shared_out(tmp_path: Path) -> None:
+def test_replicated_shards_are_written_once_and_balanced(tmp_path: Path) -> None:
     sizes = [50, 40, 30, 20, 10, 10, 10, 10]
     tensors = {f"t{i}": torch.randn(10 * size) for i, size in enumerate(sizes)}
-    division = {name: [(whole(tensor.shape), (0, 1, 2))] for name, tensor in tensors.items()}
+    division = {name: [(whole_box(tensor.shape), (0, 1, 2))] for name, tensor in tensors.items()}
     checkpoint = save_all(tmp_path, tensors, division, 3)
-    assert all(len(record.pieces) == 1 for record in checkpoint.tensors.values())
+    assert all(len(record.shards) == 1 for record in checkpoint.tensors.values())
     loads = dict.fromkeys(range(3), 0)
     for name, record in checkpoint.tensors.items():
-        rank = int(record.pieces[0].file.split("-")[1].split(".")[0])
+        rank = int(record.shards[0].file.split("-")[1].split(".")[0])
         loads[rank] += tensors[name.removeprefix("parameter/")].nbytes
     assert sorted(loads.values()) == [2400, 2400, 2400]
 
 
-def test_files_are_cut_and_open_to_the_library(tmp_path: Path) -> None:
+def test_files_are_split_and_readable_by_safetensors(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(100) for i in range(7)}
-    division = {name: [(whole(tensor.shape), (0,))] for name, tensor in tensors.items()}
+    division = {name: [(whole_box(tensor.shape), (0,))] for name, tensor in tensors.items()}
     checkpoint = save_all(tmp_path, tensors, division, 1, file_bytes=1000)
     files = sorted(path.name for path in checkpoint.path.glob("*.safetensors"))
     assert files == ["rank-0-1.safetensors", "rank-0-2.safetensors", "rank-0-3.safetensors",
                      "rank-0.safetensors"]  # fmt: skip
     for name, record in checkpoint.tensors.items():
-        piece = record.pieces[0]
-        with safe_open(checkpoint.path / piece.file, "pt") as file:
-            read = file.get_tensor(piece.entry)
+        shard = record.shards[0]
+        with safe_open(checkpoint.path / shard.file, "pt") as file:
+            read = file.get_tensor(shard.entry)
         assert torch.equal(read, tensors[name.removeprefix("parameter/")])
 
 
-def test_the_newest_commits_stay_even_when_the_run_goes_back(tmp_path: Path) -> None:
+def test_newest_commits_are_kept_after_rollback(tmp_path: Path) -> None:
     saver = Saver(tmp_path, World.solo(), keep=3)
     for step in (1, 2, 3, 4):
         saver.save(solo_state(step), step, {})
     saver.wait()
-    assert [path.name for path in committed(tmp_path)] == [
+    assert [path.name for path in list_committed(tmp_path)] == [
         "step-00000004", "step-00000003", "step-00000002",
     ]  # fmt: skip
-    # A run that resumed from step 2 comes by step 3 again: the older step 3 is not overwritten.
+    # A run resumed from step 2 repeats step 3, and must not overwrite the older step 3.
     saver = Saver(tmp_path, World.solo(), keep=3)
     saver.save(solo_state(30), 3, {})
     saver.wait()
-    assert [path.name for path in committed(tmp_path)] == [
+    assert [path.name for path in list_committed(tmp_path)] == [
         "step-00000003-2", "step-00000004", "step-00000003",
     ]  # fmt: skip
     assert saver.newest == tmp_path / "step-00000003-2"
@@ -157,7 +168,7 @@ def test_the_newest_commits_stay_even_when_the_run_goes_back(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_save_holds_the_moment_it_was_called(tmp_path: Path, overlap: bool) -> None:
+def test_save_has_the_state_at_its_call(tmp_path: Path, overlap: bool) -> None:
     go_on = threading.Event()
 
     def phase(name: str) -> None:
@@ -167,32 +178,35 @@ def test_a_save_holds_the_moment_it_was_called(tmp_path: Path, overlap: bool) ->
     saver = Saver(tmp_path, World.solo(), keep=1, phase=phase)
     state = solo_state(5)
     saver.save(state, 5, {}, overlap)
-    wanted = [piece.tensor.clone() for piece in state.pieces]
-    saver.settle()
+    expected = [shard.tensor.clone() for shard in state.shards]
+    saver.wait_for_copy()
     state.counters["step"] = 99
-    for piece in state.pieces:
-        piece.tensor.zero_()
+    for shard in state.shards:
+        shard.tensor.zero_()
     go_on.set()
     saver.wait()
     checkpoint = Checkpoint.open(tmp_path / "step-00000005")
-    checkpoint.fill(state.pieces)
-    assert all(torch.equal(p.tensor, w) for p, w in zip(state.pieces, wanted, strict=True))
+    checkpoint.fill(state.shards)
+    assert all(
+        torch.equal(shard.tensor, values)
+        for shard, values in zip(state.shards, expected, strict=True)
+    )
     assert checkpoint.counters["step"] == 5
 
 
 def slow_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Copies begin when the event is set."""
+    """Delay copies until the returned event is set."""
     go_on, real = threading.Event(), Staging.copy
 
-    def copy(self: Staging, pieces: list[Piece]) -> None:
+    def copy(self: Staging, shards: list[TensorShard]) -> None:
         assert go_on.wait(20)
-        real(self, pieces)
+        real(self, shards)
 
     monkeypatch.setattr(Staging, "copy", copy)
     return go_on
 
 
-def test_settling_waits_for_the_copy_and_for_no_more(
+def test_wait_for_copy_does_not_wait_for_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, write_on = slow_copy(monkeypatch), threading.Event()
@@ -201,54 +215,54 @@ def test_settling_waits_for_the_copy_and_for_no_more(
         if name == "placed":
             assert write_on.wait(20)
 
-    heard: dict[str, Any] = {}
+    events: dict[str, Any] = {}
     saver = Saver(
         tmp_path, World.solo(), 1, phase=phase,
-        on_event=lambda name, **fields: heard.update({name: fields}),
+        on_event=lambda name, **fields: events.update({name: fields}),
     )  # fmt: skip
-    assert saver.settle() == 0
+    assert saver.wait_for_copy() == 0
     saver.save(solo_state(1), 1, {}, overlap=True)
-    settling = threading.Thread(target=saver.settle)
-    settling.start()
-    settling.join(0.1)
-    assert settling.is_alive()
+    waiting = threading.Thread(target=saver.wait_for_copy)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
     go_on.set()
-    settling.join(20)
-    assert not settling.is_alive()
-    assert committed(tmp_path) == []
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert list_committed(tmp_path) == []
     write_on.set()
     saver.wait()
-    assert saver.settle() == 0
-    assert heard["checkpoint_done"]["blocking_s"] > heard["checkpoint"]["blocking_s"] + 0.1
+    assert saver.wait_for_copy() == 0
+    assert events["checkpoint_done"]["blocking_s"] > events["checkpoint"]["blocking_s"] + 0.1
     Checkpoint.open(tmp_path / "step-00000001").verify()
 
 
-def test_a_state_that_changes_under_the_copy_is_never_committed(
+def test_state_changed_during_the_copy_is_never_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = slow_copy(monkeypatch)
     saver = Saver(tmp_path, World.solo(), 1)
     state = solo_state(1)
     saver.save(state, 1, {}, overlap=True)
-    state.pieces[1].tensor.add_(1)
+    state.shards[1].tensor.add_(1)
     go_on.set()
-    with pytest.raises(AssertionError, match=r"first_moment/a was changed .* settle\(\)"):
+    with pytest.raises(AssertionError, match=r"first_moment/a was changed .* wait_for_copy\(\)"):
         saver.wait()
-    assert committed(tmp_path) == []
-    saver.settle()
+    assert list_committed(tmp_path) == []
+    saver.wait_for_copy()
     saver.save(state, 2, {}, overlap=True)
     saver.wait()
-    assert [path.name for path in committed(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in list_committed(tmp_path)] == ["step-00000002"]
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+def test_second_save_waits_for_the_first(tmp_path: Path) -> None:
     go_on, steps = threading.Event(), []
 
     def phase(name: str) -> None:
         if name == "placed":
             assert go_on.wait(20)
         if name == "staged":
-            steps.append(len(committed(tmp_path)))
+            steps.append(len(list_committed(tmp_path)))
 
     saver = Saver(tmp_path, World.solo(), keep=5, phase=phase)
     saver.save(solo_state(1), 1, {})
@@ -263,15 +277,15 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert steps == [0, 1]
 
 
-def test_later_saves_use_the_buffer_again(tmp_path: Path) -> None:
+def test_later_saves_reuse_the_buffer(tmp_path: Path) -> None:
     saver = Saver(tmp_path, World.solo(), keep=1)
     saver.prepare(solo_state())
     addresses = set()
     for step in (1, 2, 3):
         saver.save(solo_state(step), step, {})
         addresses.add(saver._staging._buffer.data_ptr())
-    # Another layout that fits in the same memory.
-    smaller = State(solo_state().pieces[:1], {"step": 4})
+    # Another layout that fits in the same buffer.
+    smaller = State(solo_state().shards[:1], {"step": 4})
     saver.save(smaller, 4, {})
     addresses.add(saver._staging._buffer.data_ptr())
     saver.wait()
@@ -281,22 +295,26 @@ def test_later_saves_use_the_buffer_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_events_come_in_order(tmp_path: Path, asynchronous: bool) -> None:
-    heard: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     saver = Saver(
-        tmp_path, World.solo(), 1, asynchronous, lambda name, **fields: heard.append((name, fields))
+        tmp_path,
+        World.solo(),
+        1,
+        asynchronous,
+        lambda name, **fields: events.append((name, fields)),
     )
     blocking_s = saver.save(solo_state(3), 3, {})
     saver.wait()
-    assert [name for name, _ in heard] == ["checkpoint", "checkpoint_done"]
-    begun, done = heard[0][1], heard[1][1]
-    assert begun["step"] == done["step"] == 3
-    assert begun["path"] == done["path"] == str(tmp_path / "step-00000003")
-    assert 0 < begun["blocking_s"] <= blocking_s
+    assert [name for name, _ in events] == ["checkpoint", "checkpoint_done"]
+    started, done = events[0][1], events[1][1]
+    assert started["step"] == done["step"] == 3
+    assert started["path"] == done["path"] == str(tmp_path / "step-00000003")
+    assert 0 < started["blocking_s"] <= blocking_s
     assert done["bytes"] == Checkpoint.open(tmp_path / "step-00000003").num_bytes
-    assert done["seconds"] >= begun["blocking_s"]
+    assert done["seconds"] >= started["blocking_s"]
 
 
-def test_the_commit_record_is_renamed_after_all_else_is_on_disk(
+def test_commit_record_is_renamed_after_all_fsyncs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -325,7 +343,7 @@ def test_the_commit_record_is_renamed_after_all_else_is_on_disk(
     assert "step-00000001" in after
 
 
-def test_leftovers_of_a_killed_run_go_and_other_files_stay(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_other_files_stay(tmp_path: Path) -> None:
     saver = Saver(tmp_path, World.solo(), keep=3)
     saver.save(solo_state(1), 1, {})
     saver.wait()
@@ -334,48 +352,50 @@ def test_leftovers_of_a_killed_run_go_and_other_files_stay(tmp_path: Path) -> No
         for file in ("rank-0.safetensors", "rank-11-1.safetensors", "manifest.json",
                      "COMMIT.partial"):  # fmt: skip
             (tmp_path / name / file).write_bytes(b"half")
-    (tmp_path / "step-00000003" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000003" / "notes.txt").write_text("user file")
     (tmp_path / "step-9").mkdir()
     Saver(tmp_path, World.solo(), keep=3)
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert [name for name in left if not name.startswith("step-00000001")] == [
         "step-00000003", "step-00000003/notes.txt", "step-9",
     ]  # fmt: skip
-    assert [path.name for path in committed(tmp_path)] == ["step-00000001"]
+    assert [path.name for path in list_committed(tmp_path)] == ["step-00000001"]
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    """Mount a file system of 256 KiB."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(directory)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
 def big_state(num_bytes: int) -> State:
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-    return State([Piece(PARAMETER, "big", tuple(tensor.shape), (0,), tensor, (0,))], {"step": 2})
+    return State(
+        [TensorShard(PARAMETER, "big", tuple(tensor.shape), (0,), tensor, (0,))], {"step": 2}
+    )
 
 
-def test_a_full_disk_is_an_error_and_the_run_can_go_on(small_disk: Path) -> None:
-    heard: list[tuple[str, dict[str, Any]]] = []
+def test_full_disk_is_an_error_and_the_run_continues(small_disk: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
     saver = Saver(
-        small_disk, World.solo(), 2, on_event=lambda name, **fields: heard.append((name, fields))
+        small_disk, World.solo(), 2, on_event=lambda name, **fields: events.append((name, fields))
     )
     saver.save(solo_state(1), 1, {})
     saver.save(big_state(1 << 20), 2, {})
     with pytest.raises(StoreError, match=r"step 2 .*No space left.*'.*step-00000001'"):
         saver.wait()
-    saver.wait()  # Told once.
-    failed = [fields for name, fields in heard if name == "checkpoint_failed"]
+    saver.wait()  # Raised once.
+    failed = [fields for name, fields in events if name == "checkpoint_failed"]
     assert len(failed) == 1
     assert failed[0]["step"] == 2
     assert "No space left" in failed[0]["error"]
-    # What was half written is gone, so there is room again.
+    # The partial files are gone, so there is space again.
     assert {path.parent.name for path in small_disk.glob("*/*")} == {"step-00000001"}
     Checkpoint.open(small_disk / "step-00000001").verify()
     saver.save(solo_state(3), 3, {})
@@ -383,17 +403,17 @@ def test_a_full_disk_is_an_error_and_the_run_can_go_on(small_disk: Path) -> None
     assert {path.name for path in small_disk.iterdir()} == {"step-00000003", "step-00000001"}
 
 
-def test_the_next_save_raises_what_failed_in_the_background(small_disk: Path) -> None:
+def test_next_save_raises_the_background_error(small_disk: Path) -> None:
     saver = Saver(small_disk, World.solo(), keep=2)
     saver.save(big_state(1 << 20), 2, {})
     with pytest.raises(StoreError, match="No space left"):
         saver.save(solo_state(3), 3, {})
     saver.save(solo_state(4), 4, {})
     saver.wait()
-    assert [path.name for path in committed(small_disk)] == ["step-00000004"]
+    assert [path.name for path in list_committed(small_disk)] == ["step-00000004"]
 
 
-def test_a_directory_that_cannot_be_written_is_an_error(small_disk: Path) -> None:
+def test_unwritable_directory_is_an_error(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     saver = Saver(small_disk, World.solo(), keep=2)
     saver.save(solo_state(1), 1, {})
@@ -401,19 +421,19 @@ def test_a_directory_that_cannot_be_written_is_an_error(small_disk: Path) -> Non
         saver.wait()
 
 
-def test_a_file_in_the_directory_s_place_is_an_error(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoints"
-    place.write_text("no directory")
-    saver = Saver(place, World.solo(), keep=2, asynchronous=False)
+def test_file_instead_of_directory_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoints"
+    file.write_text("not a directory")
+    saver = Saver(file, World.solo(), keep=2, asynchronous=False)
     with pytest.raises(StoreError, match=r"step 1 in '.*checkpoints' was not made"):
         saver.save(solo_state(1), 1, {})
 
 
-def test_what_cannot_be_removed_is_told_and_costs_no_save(
+def test_undeletable_checkpoint_is_reported_and_the_save_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
-    saver = Saver(tmp_path, World.solo(), 1, on_event=lambda name, **_: heard.append(name))
+    events: list[str] = []
+    saver = Saver(tmp_path, World.solo(), 1, on_event=lambda name, **_: events.append(name))
     saver.save(solo_state(1), 1, {})
     saver.wait()
 
@@ -423,30 +443,30 @@ def test_what_cannot_be_removed_is_told_and_costs_no_save(
     monkeypatch.setattr(Path, "unlink", unlink)
     saver.save(solo_state(2), 2, {})
     saver.wait()
-    assert heard[-2:] == ["checkpoint_done", "checkpoint_leftover"]
-    assert len(committed(tmp_path)) == 2
+    assert events[-2:] == ["checkpoint_done", "checkpoint_leftover"]
+    assert len(list_committed(tmp_path)) == 2
     monkeypatch.undo()
     saver.save(solo_state(3), 3, {})
     saver.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
+def test_failed_rank_fails_the_save_of_all(tmp_path: Path) -> None:
     tensors = {"t": torch.randn(9, 2)}
-    division = {"t": [(box, (i,)) for i, box in enumerate(rows((9, 2), 3))]}
+    division = {"t": [(box, (i,)) for i, box in enumerate(row_boxes((9, 2), 3))]}
 
-    def broken(name: str) -> None:
+    def fail(name: str) -> None:
         if name == "file_written":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for victim in range(3):
-        everyone = worlds(3)
+    for failing_rank in range(3):
+        ranks = worlds(3)
         savers = [
-            Saver(tmp_path, world, keep=2, phase=broken if world.rank == victim else None)
-            for world in everyone
+            Saver(tmp_path, world, keep=2, phase=fail if world.rank == failing_rank else None)
+            for world in ranks
         ]
-        for saver, world in zip(savers, everyone, strict=True):
-            saver.save(State(cut(tensors, division, world.rank)), 1, {})
+        for saver, world in zip(savers, ranks, strict=True):
+            saver.save(State(make_shards(tensors, division, world.rank)), 1, {})
         for saver in savers:
             with pytest.raises(StoreError, match=r"step 1 .*Input/output error") as caught:
                 saver.wait()
@@ -461,31 +481,31 @@ def save_and_wait(saver: Saver, state: State, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_rank_that_fails_in_its_copy_fails_the_save_of_all(tmp_path: Path, overlap: bool) -> None:
+def test_failed_copy_fails_the_save_of_all(tmp_path: Path, overlap: bool) -> None:
     tensors = {"t": torch.randn(4, 2)}
-    division = {"t": [(box, (i,)) for i, box in enumerate(rows((4, 2), 2))]}
+    division = {"t": [(box, (i,)) for i, box in enumerate(row_boxes((4, 2), 2))]}
 
-    def broken(name: str) -> None:
+    def fail(name: str) -> None:
         if name == "staged":
             raise MemoryError("no room for a copy")
 
-    for victim in range(2):
-        everyone = worlds(2)
+    for failing_rank in range(2):
+        ranks = worlds(2)
         savers = [
-            Saver(tmp_path, world, keep=2, phase=broken if world.rank == victim else None)
-            for world in everyone
+            Saver(tmp_path, world, keep=2, phase=fail if world.rank == failing_rank else None)
+            for world in ranks
         ]
-        states = [State(cut(tensors, division, world.rank)) for world in everyone]
-        savers[1 - victim].save(states[1 - victim], 1, {}, overlap)
+        states = [State(make_shards(tensors, division, world.rank)) for world in ranks]
+        savers[1 - failing_rank].save(states[1 - failing_rank], 1, {}, overlap)
         with pytest.raises(MemoryError):
-            save_and_wait(savers[victim], states[victim], overlap)
+            save_and_wait(savers[failing_rank], states[failing_rank], overlap)
         with pytest.raises(StoreError, match="no room for a copy"):
-            savers[1 - victim].wait()
+            savers[1 - failing_rank].wait()
         assert list(tmp_path.glob("*/*")) == []
 
 
-def test_pieces_that_make_no_whole_state_are_never_committed(tmp_path: Path) -> None:
-    half = Piece(PARAMETER, "t", (4, 2), (0, 0), torch.zeros(2, 2), (0,))
+def test_incomplete_or_overlapping_shards_are_never_committed(tmp_path: Path) -> None:
+    half = TensorShard(PARAMETER, "t", (4, 2), (0, 0), torch.zeros(2, 2), (0,))
     saver = Saver(tmp_path, World.solo(), keep=2)
     saver.save(State([half]), 1, {})
     with pytest.raises(AssertionError, match=r"parameter/t .* not wholly covered: 4 of 8"):
@@ -493,17 +513,17 @@ def test_pieces_that_make_no_whole_state_are_never_committed(tmp_path: Path) -> 
     saver.save(State([half, half]), 2, {})
     with pytest.raises(AssertionError, match=r"parameter/t .* overlap"):
         saver.wait()
-    assert committed(tmp_path) == []
+    assert list_committed(tmp_path) == []
 
 
-def test_a_save_whose_peers_are_lost_can_be_abandoned(tmp_path: Path) -> None:
+def test_save_with_lost_peers_can_be_abandoned(tmp_path: Path) -> None:
     first, _ = worlds(2)
     saver = Saver(tmp_path, first, keep=2)
     saver.save(solo_state(1), 1, {})
     saver.abandon()
     with pytest.raises(StoreError, match="given up"):
         saver.wait()
-    assert committed(tmp_path) == []
+    assert list_committed(tmp_path) == []
 
 
 def test_facts_must_be_json(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from moesaic.facts.cluster import (
     Link,
     Place,
     device_at,
+    links_between,
     load_cluster,
-    path,
-    place,
+    place_ranks,
     price_per_hour,
-    with_calibration,
+    replace_calibration,
 )
-from moesaic.facts.cluster.file import ClusterFile, resolve
+from moesaic.facts.cluster.file import ClusterFile, resolve_cluster
 from moesaic.facts.cluster.presets import PRESETS, SOURCES, Preset
 
 SPEED = {"dtype": "fp32", "flops": 1e12}
@@ -37,7 +37,7 @@ DEVICE = {"kind": "gpu", "model": "G", "memory_bytes": 1e9, "memory_bandwidth": 
 
 
 def core(ranks: int, **changes: object) -> dict[str, Any]:
-    """A CPU shared by `ranks`."""
+    """Return a CPU shared by `ranks`."""
     return {**DEVICE, "kind": "cpu", "model": "C", "count": ranks, **changes}
 
 
@@ -50,7 +50,7 @@ def link(one: str, other: str, bandwidth: float = 1e9) -> dict[str, Any]:
 
 
 def cluster(hosts: list[Any], links: list[Any] | None = None) -> Cluster:
-    return resolve({"name": "test", "hosts": hosts, "links": links or []}, "c.toml")
+    return resolve_cluster({"name": "test", "hosts": hosts, "links": links or []}, "c.toml")
 
 
 POINT = {"bytes": [1], "seconds": [1]}
@@ -58,8 +58,8 @@ SUM = {"name": "all_reduce", "ranks": 2, "times": POINT}
 LINKED = [link("a", "b"), link("a", "a", 5e9)]
 RATES = dict.fromkeys(("read", "write", "random_read", "random_write", "mixed"), 1000000000.0)
 KEYS_OF_DEVICE = (
-    "kind, model, count, threads, memory_bytes, memory_bandwidth, streams, passes, call_s, "
-    "special_s, matmul, price_per_hour"
+    "kind, model, count, threads, memory_bytes, memory_bandwidth, memory_times, "
+    "elementwise, launch_s, transcendental_s, matmul, price_per_hour"
 )
 
 WRONG: list[tuple[list[Any], list[Any], str]] = [
@@ -68,19 +68,19 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([3], [], "hosts[0] = 3 is an integer where a table is needed: write [[hosts]] with keys "
      "preset, name, memory_bytes, devices, disks, price_per_hour, replicas, link"),
     ([host("a"), host("b"), host("a")], [],
-     'two hosts are called "a": give each a name of its own'),
+     'two hosts are named "a": give each its own name'),
     ([host("a"), host("a-1"), host("a", replicas=2)], [],
-     'two hosts are called "a-1": give each a name of its own'),
+     'two hosts are named "a-1": give each its own name'),
     ([host("a"), host("b", devices=[])], [],
      f"hosts[1].devices = [] is empty: write [[hosts.devices]] with keys {KEYS_OF_DEVICE}"),
     ([{"name": "a", "memory_bytes": 1}], [],
-     "table [[hosts.devices]] is missing: add it to hosts[0] (what it computes with)"),
+     "table [[hosts.devices]] is missing: add it to hosts[0] (devices)"),
     ([host("a", devices={"count": 3})], [],
      "hosts[0].devices = { count = 3 } is a table where a list of tables is needed: "
      f"write [[hosts.devices]] with keys {KEYS_OF_DEVICE}"),
     ([{"name": "a", "devices": [DEVICE]}], [],
      "hosts[0].memory_bytes is missing: add memory_bytes or preset to [[hosts]] "
-     "(a number above 0: its main memory, in bytes)"),
+     "(a number above 0: main memory, in bytes)"),
     ([host("a"), host("b", {**DEVICE, "kidn": "gpu"})], [],
      "unknown key 'hosts[1].devices[0].kidn': did you mean 'hosts.devices.kind'?"),
     ([host("a", {**DEVICE, "kind": "gpus"})], [],
@@ -91,12 +91,12 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
     ([host("a", core(1), core(2), core(2))], [],
      "hosts[0]: two devices of kind cpu have count = 2: keep one"),
     ([host("a-*")], [],
-     'hosts[0]: name = "a-*" holds a *, by which links name many: leave it out'),
+     'hosts[0]: name = "a-*" has a *, which links use as a wildcard: remove it'),
     ([host("a-1")], [link("a-?", "a-[1]")],
-     'links[0].ends = ["a-?", "a-[1]"]: no host is called "a-?": did you mean "a-1" (it takes one '
-     'of ["a-1"])?'),
-    ([host("a", {**DEVICE, "passes": [{"kind": "norm", "times": POINT}] * 2})], [],
-     "hosts[0].devices[0]: passes has two curves for norm: keep one"),
+     'links[0].ends = ["a-?", "a-[1]"]: no host has the name "a-?": did you mean "a-1" (it takes '
+     'one of ["a-1"])?'),
+    ([host("a", {**DEVICE, "elementwise": [{"kind": "norm", "times": POINT}] * 2})], [],
+     "hosts[0].devices[0]: elementwise has two curves for norm: keep one"),
     ([host("a")], [{**link("a", "a"), "collectives": [SUM, {**SUM, "ranks": 3}, SUM]}],
      "links[0]: collectives has two curves for all_reduce of 2 ranks: keep one"),
     ([host("a", {**DEVICE, "count": 10**8})], [],
@@ -104,17 +104,17 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
      "65536"),
     ([host("a", replicas=10**8)], [],
      "hosts[0].replicas = 100000000 is out of range: give an integer from 1 and up to 65536"),
-    ([host("a", {**DEVICE, "streams": {"bytes": [2, 1], "seconds": [1, 2]}})], [],
-     "hosts[0].devices[0].streams: bytes = [2.0, 1.0] does not rise from above 0: sort it"),
-    ([host("a", {**DEVICE, "streams": {"bytes": [1, 2], "seconds": [1]}})], [],
-     "hosts[0].devices[0].streams: seconds holds 1 times for 2 points: give one for each"),
+    ([host("a", {**DEVICE, "memory_times": {"bytes": [2, 1], "seconds": [1, 2]}})], [],
+     "hosts[0].devices[0].memory_times: bytes = [2.0, 1.0] does not rise from above 0: sort it"),
+    ([host("a", {**DEVICE, "memory_times": {"bytes": [1, 2], "seconds": [1]}})], [],
+     "hosts[0].devices[0].memory_times: seconds holds 1 times for 2 points: give one for each"),
     ([host("a"), host("b")], [*LINKED, link("a", "b", 0)],
      "links[2].bandwidth = 0 is out of range: give a number above 0"),
     ([host("alpha"), host("beta")], [link("alpha", "bata")],
-     'links[0].ends = ["alpha", "bata"]: no host is called "bata": '
+     'links[0].ends = ["alpha", "bata"]: no host has the name "bata": '
      'did you mean "beta" (it takes one of ["alpha", "beta"])?'),
     ([host("a"), host("b")], [*LINKED, link("x-*", "a")],
-     'links[2].ends = ["x-*", "a"]: no host is called "x-*": give one of ["a", "b"]'),
+     'links[2].ends = ["x-*", "a"]: no host has the name "x-*": give one of ["a", "b"]'),
     ([host("a")], [{**link("a", "a"), "ends": ["a"]}],
      'links[0].ends = ["a"] is 1 long: give a list of 2 strings'),
     ([host("a"), {"preset": "h100_8"}], [],
@@ -135,7 +135,7 @@ WRONG: list[tuple[list[Any], list[Any], str]] = [
 
 
 @pytest.mark.parametrize(("hosts", "links", "sentence"), WRONG, ids=lambda value: str(value)[:40])
-def test_an_impossible_cluster_is_one_sentence(
+def test_impossible_cluster_is_reported_in_one_sentence(
     hosts: list[Any], links: list[Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -144,45 +144,45 @@ def test_an_impossible_cluster_is_one_sentence(
 
 
 @pytest.mark.parametrize("raw", [{"name": "c", "hosts": 3}, {"name": "c"}, {"hosts": [host("a")]}])
-def test_a_file_without_its_parts_says_so(raw: dict[str, Any]) -> None:
+def test_missing_tables_are_reported(raw: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"c\.toml: .*(is missing: add|is needed: write)"):
-        resolve(raw, "c.toml")
+        resolve_cluster(raw, "c.toml")
 
 
-def test_what_one_may_ask_and_not_get_is_one_sentence() -> None:
+def test_impossible_requests_are_reported_in_one_sentence() -> None:
     made = cluster(
         [host("a", {**DEVICE, "count": 2}), host("b"), host("c", core(1), core(4))],
         [link("a", "b")],
     )
-    a0, a1, b, c = place(made, 4)
+    a0, a1, b, c = place_ranks(made, 4)
     for ask, sentence in (
-        (lambda: place(made, 8),
-         "cluster 'test' has places for 7 ranks, not for 8: ask for fewer, or add hosts"),
-        (lambda: place(made, 5),
-         "the cores of host 'c' are shared by 1 or 4 ranks, not by 2: add [[hosts.devices]] of "
-         "kind cpu with count = 2, or change the number of ranks"),
-        (lambda: path(made, a0, a1),
-         "nothing joins the devices of host 'a': give it link = { ... }, or add [[links]] with "
+        (lambda: place_ranks(made, 8),
+         "cluster 'test' has places for 7 ranks, not for 8: use fewer ranks, or add hosts"),
+        (lambda: place_ranks(made, 5),
+         "the cores of host 'c' can be shared by 1 or 4 ranks, not by 2: add [[hosts.devices]] "
+         "of kind cpu with count = 2, or use another number of ranks"),
+        (lambda: links_between(made, a0, a1),
+         "host 'a' has no link between its devices: give it link = { ... }, or add [[links]] with "
          'ends = ["a", "a"]'),
-        (lambda: path(made, b, c),
+        (lambda: links_between(made, b, c),
          "no links lead from host 'b' to host 'c': add [[links]] with ends = [\"b\", \"c\"], or "
-         '["*", "*"] for a network of all'),
-        (lambda: device_at(made, b).speed("bf16"),
-         "bf16 products are asked of device 'G', which has speeds for fp32 alone: add a "
-         '[[hosts.devices.matmul]] with dtype = "bf16" to those, for a list of your own goes '
-         "in the place of a preset's, or plan for another device"),
+         '["*", "*"] for a network of all hosts'),
+        (lambda: device_at(made, b).matmul_speed("bf16"),
+         "device 'G' has matmul speeds for fp32, not for bf16: add [[hosts.devices.matmul]] with "
+         "dtype = \"bf16\" to these (a list in the file replaces a preset's), or plan for "
+         "another device"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             ask()
         assert str(caught.value) == sentence
 
 
-def test_a_cluster_survives_its_files(tmp_path: Path) -> None:
-    streams = {"bytes": [1, 2.5], "seconds": [1e-7, 0.5]}
-    products = {"rows": [1], "columns": [2, 3], "inner": [4], "seconds": [1e-6, 2e-6]}
-    measured = {**DEVICE, "streams": streams, "matmul": [
-        {**SPEED, "products": products}, {"dtype": "bf16", "flops": 1e16}]}  # fmt: skip
-    times = [{"name": "all_reduce", "ranks": 4, "times": streams}]
+def test_cluster_round_trips_through_toml_and_json(tmp_path: Path) -> None:
+    memory = {"bytes": [1, 2.5], "seconds": [1e-7, 0.5]}
+    matmul = {"rows": [1], "columns": [2, 3], "inner": [4], "seconds": [1e-6, 2e-6]}
+    measured = {**DEVICE, "memory_times": memory, "matmul": [
+        {**SPEED, "times": matmul}, {"dtype": "bf16", "flops": 1e16}]}  # fmt: skip
+    times = [{"name": "all_reduce", "ranks": 4, "times": memory}]
     made = cluster(
         [
             host("a", measured, core(1), disks=[{"path": "/a b", **RATES}], price_per_hour=1.5),
@@ -195,21 +195,24 @@ def test_a_cluster_survives_its_files(tmp_path: Path) -> None:
     assert load_cluster(file) == made
     assert parse(Cluster, json.loads(made.to_json()), "c.json") == made
     device = made.hosts[0].devices[0]
-    assert (device.streams, device.speed("fp32").products) == (Curve(**streams), Grid(**products))
+    assert (device.memory_times, device.matmul_speed("fp32").times) == (
+        Curve(**memory),
+        Grid(**matmul),
+    )
 
 
-# What a file may leave to others.
+# Presets and short forms of a file.
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_a_whole_host(name: str) -> None:
+def test_every_preset_is_a_complete_host(name: str) -> None:
     made = cluster([{"preset": name}])
     (alone,) = made.hosts
     assert alone.name == name
     num_ranks = max(sum(d.count for d in alone.devices if d.kind != "cpu"), alone.devices[-1].count)
-    places = place(made, num_ranks)
+    places = place_ranks(made, num_ranks)
     assert len(places) == num_ranks == int(name.partition("-")[2] or 32)
-    assert len(path(made, places[0], places[-1])) == 1
+    assert len(links_between(made, places[0], places[-1])) == 1
     assert all(0 < speed.flops < 1e16 for device in alone.devices for speed in device.matmul)
 
 
@@ -218,7 +221,7 @@ def test_presets_have_names_and_sources() -> None:
     assert all(len(source) > 30 for source in SOURCES.values())
 
 
-def test_the_ways_to_share_a_cpu_add_up_to_it() -> None:
+def test_cpu_shares_add_up() -> None:
     (alone,) = cluster([{"preset": "cpu"}]).hosts
     whole = alone.devices[0]
     assert [device.count for device in alone.devices] == [1, 2, 4, 8, 16, 32]
@@ -226,10 +229,10 @@ def test_the_ways_to_share_a_cpu_add_up_to_it() -> None:
         assert device.count * device.threads == 32
         assert device.count * device.memory_bytes == whole.memory_bytes
         assert device.count * device.memory_bandwidth == whole.memory_bandwidth
-        assert device.count * device.speed("fp32").flops == whole.speed("fp32").flops
+        assert device.count * device.matmul_speed("fp32").flops == whole.matmul_speed("fp32").flops
 
 
-def test_a_file_goes_before_its_preset() -> None:
+def test_file_overrides_preset() -> None:
     changed, replaced = cluster(
         [
             {"preset": "a100-8", "name": "a", "memory_bytes": 1e12, "link": {"bandwidth": 7},
@@ -244,18 +247,18 @@ def test_a_file_goes_before_its_preset() -> None:
     assert PRESETS["a100-8"]["devices"][0]["count"] == 8
 
 
-def test_a_link_of_the_file_goes_before_that_of_the_host() -> None:
+def test_file_link_overrides_host_link() -> None:
     hosts = [{"preset": "a100-8", "name": "a", "link": {"bandwidth": 7}},
              {"preset": "a100-8", "name": "b"}]  # fmt: skip
     made = cluster(hosts, [link("b", "b", 5)])
-    places = place(made, 16)
-    (wire,) = path(made, places[0], places[1])
-    assert (wire.kind, wire.bandwidth) == ("nvlink", 7)
-    (wire,) = path(made, places[8], places[9])
-    assert (wire.kind, wire.bandwidth) == ("ethernet", 5)
+    places = place_ranks(made, 16)
+    (one_link,) = links_between(made, places[0], places[1])
+    assert (one_link.kind, one_link.bandwidth) == ("nvlink", 7)
+    (one_link,) = links_between(made, places[8], places[9])
+    assert (one_link.kind, one_link.bandwidth) == ("ethernet", 5)
 
 
-def test_128_devices_take_ten_lines(tmp_path: Path) -> None:
+def test_128_devices_need_ten_lines(tmp_path: Path) -> None:
     text = """name = "sixteen"
 [[hosts]]
 name = "a"
@@ -271,26 +274,28 @@ bandwidth = 400e9
     file = tmp_path / "cluster.toml"
     file.write_text(text)
     made = load_cluster(file)
-    places = place(made, 128)
+    places = place_ranks(made, 128)
     assert [made.hosts[0].name, made.hosts[-1].name] == ["a-0", "a-15"]
-    assert [wire.kind for wire in path(made, places[0], places[7])] == ["nvlink"]
-    assert [wire.kind for wire in path(made, places[7], places[127])] == ["infiniband"]
+    assert [one_link.kind for one_link in links_between(made, places[0], places[7])] == ["nvlink"]
+    assert [one_link.kind for one_link in links_between(made, places[7], places[127])] == [
+        "infiniband"
+    ]
 
 
-def test_a_thousand_hosts_are_little_work() -> None:
+def test_a_thousand_hosts_are_fast() -> None:
     many = cluster([{"preset": "h100-8", "name": "a", "replicas": 1000}], [link("a-*", "*")])
-    again = resolve(tomllib.loads(many.to_toml()), "c.toml")
+    again = resolve_cluster(tomllib.loads(many.to_toml()), "c.toml")
     assert again == many
-    places = place(many, 8000)
+    places = place_ranks(many, 8000)
     assert places[-1] == Place("a-999", 0, 7)
-    assert len(path(many, places[0], places[-1])) == 1
+    assert len(links_between(many, places[0], places[-1])) == 1
 
 
-def test_only_as_many_places_are_made_as_are_asked_for() -> None:
+def test_place_ranks_builds_only_requested_places() -> None:
     made = cluster([host(f"a{i}", {**DEVICE, "count": 1 << 16}) for i in range(64)])
     tracemalloc.start()
     try:
-        assert len(place(made, 8)) == 8
+        assert len(place_ranks(made, 8)) == 8
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
@@ -302,7 +307,7 @@ def test_every_key_is_documented() -> None:
         assert key.meaning.endswith((".", "...")), key
 
 
-# Places and paths.
+# Places and routes.
 
 
 def test_hosts_are_filled_in_order() -> None:
@@ -311,20 +316,25 @@ def test_hosts_are_filled_in_order() -> None:
          host("c", core(1), core(2), core(4))]
     )  # fmt: skip
     accelerators = [("a", 0, 0), ("a", 0, 1), ("a", 2, 0)]
-    assert place(made, 0) == []
-    assert place(made, 2) == accelerators[:2]
-    assert place(made, 4) == [*accelerators, ("c", 0, 0)]
-    assert place(made, 5) == [*accelerators, ("c", 1, 0), ("c", 1, 1)]
-    assert place(made, 7) == [*accelerators, *(("c", 2, number) for number in range(4))]
-    assert [device_at(made, one).kind for one in place(made, 4)] == ["gpu", "gpu", "npu", "cpu"]
+    assert place_ranks(made, 0) == []
+    assert place_ranks(made, 2) == accelerators[:2]
+    assert place_ranks(made, 4) == [*accelerators, ("c", 0, 0)]
+    assert place_ranks(made, 5) == [*accelerators, ("c", 1, 0), ("c", 1, 1)]
+    assert place_ranks(made, 7) == [*accelerators, *(("c", 2, number) for number in range(4))]
+    assert [device_at(made, one).kind for one in place_ranks(made, 4)] == [
+        "gpu",
+        "gpu",
+        "npu",
+        "cpu",
+    ]
 
 
-def test_devices_and_the_hosts_they_stand_in_are_paid_for() -> None:
+def test_price_counts_devices_and_their_hosts() -> None:
     made = cluster(
         [host("a", {**DEVICE, "count": 2, "price_per_hour": 3}, price_per_hour=10),
          host("b", {**DEVICE, "price_per_hour": 0.5})]
     )  # fmt: skip
-    prices = [price_per_hour(made, place(made, num_ranks)) for num_ranks in range(4)]
+    prices = [price_per_hour(made, place_ranks(made, num_ranks)) for num_ranks in range(4)]
     assert prices == [0, 13, 16, 16.5]
 
 
@@ -337,13 +347,13 @@ def networks(draw: st.DrawFn) -> Cluster:
     return cluster([host(name) for name in names], links)
 
 
-def joined(wire: Link, one: str, other: str) -> bool:
-    """Whether a link leads from one host to another, by the meaning of its ends."""
+def joined(one_link: Link, one: str, other: str) -> bool:
+    """Return True if a link connects two hosts, by the definition of its ends."""
 
     def stands_for(end: str, name: str) -> bool:
         return name.startswith(end[:-1]) if end.endswith("*") else name == end
 
-    first, second = wire.ends
+    first, second = one_link.ends
     return any(
         stands_for(first, here) and stands_for(second, there)
         for here, there in ((one, other), (other, one))
@@ -351,7 +361,7 @@ def joined(wire: Link, one: str, other: str) -> bool:
 
 
 def best(made: Cluster, start: str, end: str) -> tuple[int, float] | None:
-    """Links and width of the best way, by trying every way through every order of hosts."""
+    """Return length and width of the best route, by trying every order of hosts."""
     between = [name for name in made.by_name if name not in (start, end)]
     found = []
     for length in range(len(between) + 1):
@@ -368,18 +378,18 @@ def best(made: Cluster, start: str, end: str) -> tuple[int, float] | None:
 
 @settings(deadline=None)
 @given(networks())
-def test_a_path_is_the_best_of_all_and_the_same_both_ways(made: Cluster) -> None:
-    for a, b in itertools.permutations(place(made, 5), 2):
+def test_route_is_optimal(made: Cluster) -> None:
+    for a, b in itertools.permutations(place_ranks(made, 5), 2):
         expected = best(made, a.host, b.host)
         if expected is None:
             with pytest.raises(ConfigError, match="no links lead"):
-                path(made, a, b)
+                links_between(made, a, b)
             continue
-        way = path(made, a, b)
-        assert (len(way), min(wire.bandwidth for wire in way)) == expected
+        found = links_between(made, a, b)
+        assert (len(found), min(one_link.bandwidth for one_link in found)) == expected
         here = {a.host}
-        for wire in way:  # It can be walked, too.
-            here = {there for one in here for there in made.by_name if joined(wire, one, there)}
+        for one_link in found:  # It can be walked, too.
+            here = {there for one in here for there in made.by_name if joined(one_link, one, there)}
         assert b.host in here
 
 
@@ -387,60 +397,60 @@ def test_a_path_is_the_best_of_all_and_the_same_both_ways(made: Cluster) -> None
     ("end", "matched"),
     [("a*", ["ab", "axbxb"]), ("*b*b", ["axbxb"]), ("*", ["ab", "axbxb", "cc"]), ("c*c", ["cc"])],
 )
-def test_a_star_stands_for_anything(end: str, matched: list[str]) -> None:
+def test_wildcard_matches_any_text(end: str, matched: list[str]) -> None:
     made = cluster([host(name) for name in ("ab", "axbxb", "cc")], [link(end, end)])
-    assert list(made.matches[end]) == matched
+    assert list(made.hosts_of_end[end]) == matched
 
 
-def test_many_stars_are_little_work() -> None:
-    with pytest.raises(ConfigError, match="no host is called"):
+def test_many_wildcards_are_fast() -> None:
+    with pytest.raises(ConfigError, match="no host has the name"):
         cluster([host("a" * 200)], [link("*a" * 40 + "*b", "*")])
 
 
-def test_a_copy_knows_its_own_hosts() -> None:
+def test_copy_recomputes_cached_properties() -> None:
     made = cluster([host("a"), host("b"), host("c")], [link("*", "*"), link("b", "c", 1)])
     fewer = made.model_copy(update={"hosts": made.hosts[:2], "links": made.links[:1]})
-    assert list(fewer.by_name) == list(fewer.matches["*"]) == ["a", "b"]
+    assert list(fewer.by_name) == list(fewer.hosts_of_end["*"]) == ["a", "b"]
     assert fewer == cluster([host("a"), host("b")], [link("*", "*")])
     assert list(made.by_name) == ["a", "b", "c"]
 
 
-def test_there_is_no_way_to_where_one_is() -> None:
+def test_no_links_between_a_place_and_itself() -> None:
     made = cluster([{"preset": "v100-8"}])
-    first, second = place(made, 2)
-    assert path(made, first, first) == []
-    assert path(made, first, second) == path(made, second, first) == made.links
+    first, second = place_ranks(made, 2)
+    assert links_between(made, first, first) == []
+    assert links_between(made, first, second) == links_between(made, second, first) == made.links
 
 
-def test_of_two_links_the_wider_is_taken() -> None:
+def test_widest_link_is_used() -> None:
     made = cluster(
         [host("a", {**DEVICE, "count": 2}), host("b")],
         [link("a", "a", 1), link("a", "a", 3), link("a", "a", 2), link("a", "b", 1),
          link("b", "a", 2)],
     )  # fmt: skip
-    a0, a1, b = place(made, 3)
-    assert path(made, a0, a1) == [made.links[1]]
-    assert path(made, a0, b) == path(made, b, a1) == [made.links[4]]
+    a0, a1, b = place_ranks(made, 3)
+    assert links_between(made, a0, a1) == [made.links[1]]
+    assert links_between(made, a0, b) == links_between(made, b, a1) == [made.links[4]]
 
 
-HAND = """# A machine of ours.
-name = "by hand"   # and by nobody else
+HANDWRITTEN = """# Our machine.
+name = "by hand"   # a comment
 
 [[hosts]]
 name = "a"
 preset = "cpu"
 """
-OLD = """[calibration]   # what it was
+OLD_CALIBRATION = """[calibration]   # what it was
 runs = 9
 devices = [
   "X",  # of old
 ]
-products = 1.0
-passes = 1.0
-messages = 1.0
+matmul = 1.0
+elementwise = 1.0
+collectives = 1.0
 """
 LINK = """
-# The cable behind the cupboard.
+# The loopback device.
 [[links]]
 ends = ["a", "a"]
 kind = "loopback"
@@ -450,48 +460,60 @@ bandwidth = 1e9
 
 
 @pytest.mark.parametrize(
-    "text", [HAND, f"{HAND}{LINK}", f"{HAND}\n{OLD}{LINK}", f"{HAND}{LINK}\n{OLD}# The end.\n\n"]
+    "text",
+    [
+        HANDWRITTEN,
+        f"{HANDWRITTEN}{LINK}",
+        f"{HANDWRITTEN}\n{OLD_CALIBRATION}{LINK}",
+        f"{HANDWRITTEN}{LINK}\n{OLD_CALIBRATION}# The end.\n\n",
+    ],
 )
-def test_a_calibration_is_written_beside_what_a_hand_wrote(text: str) -> None:
-    learnt = Calibration(runs=2, devices=['A "fast" one'], products=0.9, passes=1.5, messages=1.25)
-    written = with_calibration(text, learnt, "here.toml")
-    assert resolve(tomllib.loads(written), "here.toml").calibration == learnt
-    for line in text.replace(OLD, "").splitlines():
+def test_calibration_is_replaced_in_a_handwritten_file(text: str) -> None:
+    calibration = Calibration(
+        runs=2, devices=['A "fast" one'], matmul=0.9, elementwise=1.5, collectives=1.25
+    )
+    written = replace_calibration(text, calibration, "here.toml")
+    assert resolve_cluster(tomllib.loads(written), "here.toml").calibration == calibration
+    for line in text.replace(OLD_CALIBRATION, "").splitlines():
         assert line in written.splitlines()
     assert written.count("[calibration]") == 1
     assert "X" not in written
-    assert with_calibration(written, learnt, "here.toml") == written
-    windows = with_calibration(text.replace("\n", "\r\n"), learnt, "here.toml")
+    assert replace_calibration(written, calibration, "here.toml") == written
+    windows = replace_calibration(text.replace("\n", "\r\n"), calibration, "here.toml")
     assert tomllib.loads(windows) == tomllib.loads(written)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        HAND.rstrip(), f"{HAND}\n \n\n", f"{HAND}  ", HAND.replace("\n", "\r\n"), f"\ufeff{HAND}",
-        f"{HAND}# Of a line within one:\u2028[calibration]\n",
+        HANDWRITTEN.rstrip(), f"{HANDWRITTEN}\n \n\n", f"{HANDWRITTEN}  ",
+        HANDWRITTEN.replace("\n", "\r\n"), f"\ufeff{HANDWRITTEN}",
+        f"{HANDWRITTEN}# Of a line within one:\u2028[calibration]\n",
     ],
 )  # fmt: skip
-def test_a_calibration_leaves_every_byte_of_a_hand(text: str) -> None:
-    learnt = Calibration(runs=1, devices=["C"], products=1.0, passes=1.5, messages=1.0)
-    written = with_calibration(text, learnt, "here.toml")
+def test_calibration_keeps_every_byte_of_a_handwritten_file(text: str) -> None:
+    calibration = Calibration(runs=1, devices=["C"], matmul=1.0, elementwise=1.5, collectives=1.0)
+    written = replace_calibration(text, calibration, "here.toml")
     assert written.startswith(text)
-    assert resolve(tomllib.loads(written.lstrip("\ufeff")), "here.toml").calibration == learnt
-    assert with_calibration(written, learnt, "here.toml") == written
+    assert (
+        resolve_cluster(tomllib.loads(written.lstrip("\ufeff")), "here.toml").calibration
+        == calibration
+    )
+    assert replace_calibration(written, calibration, "here.toml") == written
 
 
 @pytest.mark.parametrize(
     "line",
     ["calibration.runs = 1", "calibration = { runs = 1 }", '["calibration"]', "[calibration.x]"],
 )
-def test_a_calibration_in_another_form_is_refused(line: str) -> None:
-    learnt = Calibration(runs=1, devices=["C"], products=1.0, passes=1.0, messages=1.0)
-    text = f"{line}\n{HAND}" if "=" in line else f"{HAND}{line}\n"
+def test_calibration_in_another_form_is_rejected(line: str) -> None:
+    calibration = Calibration(runs=1, devices=["C"], matmul=1.0, elementwise=1.0, collectives=1.0)
+    text = f"{line}\n{HANDWRITTEN}" if "=" in line else f"{HANDWRITTEN}{line}\n"
     with pytest.raises(ConfigError, match=r"here.toml: "):
-        with_calibration(text, learnt, "here.toml")
+        replace_calibration(text, calibration, "here.toml")
 
 
-def test_a_factor_beyond_bounds_is_refused() -> None:
-    table = {"runs": 1, "devices": ["C"], "products": 4.1, "passes": 1.0, "messages": 1.0}
-    with pytest.raises(ConfigError, match=r"calibration.products = 4.1 is out of range: give a "):
-        resolve({"name": "c", "hosts": [host("a")], "calibration": table}, "c.toml")
+def test_factor_out_of_range_is_rejected() -> None:
+    table = {"runs": 1, "devices": ["C"], "matmul": 4.1, "elementwise": 1.0, "collectives": 1.0}
+    with pytest.raises(ConfigError, match=r"calibration.matmul = 4.1 is out of range: give a "):
+        resolve_cluster({"name": "c", "hosts": [host("a")], "calibration": table}, "c.toml")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.facts.cluster import Curve, Grid, Heads
+from moesaic.facts.cluster import AttentionTimes, Curve, Grid
 
 sizes = st.floats(min_value=1.0, max_value=1e12)
 times = st.floats(min_value=1e-7, max_value=1e3)
@@ -32,34 +32,32 @@ def grids(draw: st.DrawFn) -> Grid:
 
 
 @given(curves())
-def test_a_curve_has_its_points_exactly(curve: Curve) -> None:
+def test_curve_is_exact_at_points(curve: Curve) -> None:
     assert [curve.at(size) for size in curve.num_bytes] == curve.seconds
 
 
 @given(curves(rising=True), sizes, sizes)
-def test_a_curve_of_rising_points_rises(curve: Curve, one: float, other: float) -> None:
+def test_curve_of_rising_points_rises(curve: Curve, one: float, other: float) -> None:
     less, more = sorted((one, other))
     assert curve.at(less) <= curve.at(more) * (1 + 1e-12)
 
 
 @given(curves(), st.floats(min_value=1.0, max_value=1e6), st.floats(min_value=0.0, max_value=1.0))
-def test_a_curve_grows_with_the_size_beyond_its_end_and_stays_before_its_start(
-    curve: Curve, times_more: float, share: float
-) -> None:
+def test_curve_extrapolation(curve: Curve, times_more: float, share: float) -> None:
     last = curve.num_bytes[-1]
     beyond = curve.at(last * times_more)
     assert beyond == pytest.approx(curve.seconds[-1] * times_more, rel=1e-12)
     assert curve.at(curve.num_bytes[0] * share) == curve.seconds[0]
 
 
-def test_a_beginning_and_so_much_for_each_byte_are_read_back_between_points() -> None:
+def test_linear_time_is_interpolated_exactly() -> None:
     line = [3e-6 + 2e-9 * size for size in (1e3, 1e5, 1e9)]
     curve = Curve(num_bytes=[1e3, 1e5, 1e9], seconds=line)
     for size in (2e3, 7e4, 3e6, 8e8):
         assert curve.at(size) == pytest.approx(3e-6 + 2e-9 * size, rel=1e-12)
 
 
-def test_a_beginning_operands_and_multiplications_are_read_back_between_points() -> None:
+def test_multilinear_time_is_interpolated_exactly() -> None:
     def law(rows: float, columns: float, inner: float) -> float:
         operands = rows * columns + rows * inner + columns * inner
         return 1e-5 + 1e-9 * operands + 1e-11 * rows * columns * inner
@@ -71,13 +69,13 @@ def test_a_beginning_operands_and_multiplications_are_read_back_between_points()
         assert grid.at(*product) == pytest.approx(law(*product), rel=1e-12)
 
 
-def test_what_a_token_takes_of_attention_grows_with_the_tokens() -> None:
+def test_attention_is_interpolated_in_time_per_token() -> None:
     def law(length: float) -> float:
         return 1e-7 * length + 2e-9 * length**2
 
     lengths = [64.0, 256.0, 1024.0]
     times = [law(length) for length in lengths]
-    heads = Heads(head_dim=64, lengths=lengths, forward=times, backward=times)
+    heads = AttentionTimes(head_dim=64, lengths=lengths, forward=times, backward=times)
     for length in (64, 100, 300, 1000):
         assert heads.at(length, 64, backward=False) == pytest.approx(law(length), rel=1e-12)
     assert heads.at(4096, 64, backward=False) == pytest.approx(4**2 * times[-1], rel=1e-12)
@@ -85,7 +83,7 @@ def test_what_a_token_takes_of_attention_grows_with_the_tokens() -> None:
 
 
 def straight(points: list[float], seconds: list[float], size: float) -> float:
-    """The slow, obvious twin: look for the piece, draw the line."""
+    """Return the value of a curve by a slow reference: find the segment, interpolate."""
     if size <= points[0]:
         return seconds[0]
     if size >= points[-1]:
@@ -93,11 +91,11 @@ def straight(points: list[float], seconds: list[float], size: float) -> float:
     for (x0, y0), (x1, y1) in itertools.pairwise(zip(points, seconds, strict=True)):
         if x0 <= size <= x1:
             return y0 + (y1 - y0) / (x1 - x0) * (size - x0)
-    raise AssertionError("the pieces leave no gap")
+    raise AssertionError("the segments leave no gap")
 
 
 def nested(grid: Grid, rows: float, columns: float, inner: float) -> float:
-    """The twin of a grid: a curve along the inner dimension, of those along columns, then rows."""
+    """Return the value of a grid by reference: curves along inner, then columns, then rows."""
     flat = iter(grid.seconds)
     by_rows = []
     for _ in grid.rows:
@@ -110,19 +108,17 @@ def nested(grid: Grid, rows: float, columns: float, inner: float) -> float:
 
 
 @given(curves(), sizes)
-def test_a_curve_is_a_line_from_point_to_point(curve: Curve, size: float) -> None:
+def test_curve_matches_reference(curve: Curve, size: float) -> None:
     assert curve.at(size) == pytest.approx(straight(curve.num_bytes, curve.seconds, size), rel=1e-9)
 
 
 @given(grids(), st.tuples(sizes, sizes, sizes))
-def test_a_grid_is_a_curve_of_curves_of_curves(
-    grid: Grid, product: tuple[float, float, float]
-) -> None:
+def test_grid_matches_reference(grid: Grid, product: tuple[float, float, float]) -> None:
     assert grid.at(*product) == pytest.approx(nested(grid, *product), rel=1e-9)
 
 
 @given(grids())
-def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
+def test_grid_is_exact_at_points(grid: Grid) -> None:
     points = itertools.product(grid.rows, grid.columns, grid.inner)
     assert [grid.at(*point) for point in points] == grid.seconds
 
@@ -142,9 +138,9 @@ def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
          "seconds holds 3 times for 2 points: give one for each"),
         (Curve, {"bytes": [1], "seconds": [0]}, "seconds holds 0.0: give times above 0"),
         (Curve, {"bytes": [], "seconds": []}, "bytes = [] is empty: give a list of numbers"),
-        (Heads, {"head_dim": 8, "lengths": [1, 2], "forward": [1], "backward": [1, 2]},
+        (AttentionTimes, {"head_dim": 8, "lengths": [1, 2], "forward": [1], "backward": [1, 2]},
          "forward holds 1 times for 2 points: give one for each"),
-        (Heads, {"head_dim": 8, "lengths": [1, 2], "forward": [1, 2], "backward": [1, 0]},
+        (AttentionTimes, {"head_dim": 8, "lengths": [1, 2], "forward": [1, 2], "backward": [1, 0]},
          "backward holds 0.0: give times above 0"),
         (Curve, {"num_bytes": [1], "seconds": [1]},
          "unknown key 'num_bytes': did you mean 'bytes'?"),
@@ -154,8 +150,8 @@ def test_a_grid_has_its_points_exactly(grid: Grid) -> None:
          "seconds holds 2 times for 6 points: give one for each"),
     ],
 )  # fmt: skip
-def test_an_impossible_curve_is_one_sentence(
-    kind: type[Curve | Grid | Heads], raw: dict[str, Any], sentence: str
+def test_impossible_curve_is_reported_in_one_sentence(
+    kind: type[Curve | Grid | AttentionTimes], raw: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(kind, raw, "c.toml")

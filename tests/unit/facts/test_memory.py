@@ -1,4 +1,4 @@
-"""What ranks hold under slices and in pipelines: laws that need no rank."""
+"""Memory with TP and PP: properties that need no rank processes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 import pytest
 
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import memory, parameters
-from moesaic.facts.workload.kept import activations
+from moesaic.facts.workload.activation_memory import activation_bytes
 from moesaic.testing.jobs import tiny_job
 
 DEEPSEEK: dict[str, Any] = {
     "family": "deepseek_v3", "vocab": 64, "kv_heads": 4, "layers": 4, "dense_layers": 1,
-    "dense_ffn": 48, "shared": 2, "latent": {"width": 12, "queries": 20, "rotary": 4, "value": 8},
+    "dense_ffn": 48, "shared_experts": 2,
+    "latent": {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_rope_head_dim": 4, "v_head_dim": 8},
 }  # fmt: skip
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
-    (8, {"tp": 2, "ep": 4, "shard": 2}),
+    (8, {"tp": 2, "ep": 4, "dp_shard": 2}),
     (2, {"pp": 2}),
     (2, {"pp": 2, "schedule": "gpipe"}),
-    (4, {"pp": 2, "schedule": "interleaved", "shard": 2}),
+    (4, {"pp": 2, "schedule": "interleaved", "dp_shard": 2}),
     (4, {"pp": 2, "schedule": "zero-bubble", "ep": 2}),
-    (8, {"pp": 2, "tp": 2, "ep": 2, "shard": 2}),
+    (8, {"pp": 2, "tp": 2, "ep": 2, "dp_shard": 2}),
     (8, {"tp": 4, "etp": 2, "ep": 2}),
 ]
 
@@ -37,92 +38,95 @@ def make_job(layout: dict[str, Any], *, tied: bool = False, **train: Any) -> Job
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_ranks_hold_each_parameter_as_often_as_there_are_copies(
-    size: int, layout: dict[str, Any], tied: bool
-) -> None:
-    """A tied weight twice in a pipeline; and a checkpoint has everything once."""
+def test_ranks_store_every_replica(size: int, layout: dict[str, Any], tied: bool) -> None:
+    """A tied weight counts twice in a pipeline; checkpoints have everything once."""
     job = make_job(layout, tied=tied)
-    plan = lay_out(job.layout, job.model, size)
-    needs = [memory(job, plan, rank) for rank in range(size)]
-    expected = whole = biases = 0
+    plan = plan_from_layout(job.layout, job.model, size)
+    memories = [memory(job, plan, rank) for rank in range(size)]
+    expected = checkpointed = biases = 0
     for p in parameters(job.model):
         if p.kind == "bias":
             biases += 4 * p.size
             continue
-        whole += p.size
+        checkpointed += p.size
         if p.expert is not None:
-            expected += p.size * plan.span // (plan.ep * plan.etp)
+            expected += p.size * plan.ranks_per_stage // (plan.ep * plan.etp)
             continue
-        copies = plan.replicas // plan.shard * (1 if p.cut is not None else plan.tp)
-        expected += p.size * copies * (2 if tied and plan.pp > 1 and p.kind == "embedding" else 1)
-    assert sum(one.moments_bytes for one in needs) == 2 * 8 * expected
-    assert sum(one.staging_bytes for one in needs) == 3 * 8 * whole + biases
+        replicas = plan.dp // plan.dp_shard * (1 if p.tp_dim is not None else plan.tp)
+        expected += p.size * replicas * (2 if tied and plan.pp > 1 and p.kind == "embedding" else 1)
+    assert sum(each.moments_bytes for each in memories) == 2 * 8 * expected
+    assert sum(each.staging_bytes for each in memories) == 3 * 8 * checkpointed + biases
 
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_there_at_one_time_is_no_more_than_all(
-    size: int, layout: dict[str, Any], recompute: bool
-) -> None:
+def test_peak_is_at_most_the_total(size: int, layout: dict[str, Any], recompute: bool) -> None:
     recompute &= layout.get("schedule") != "zero-bubble"
     job = make_job(layout, recompute=recompute)
-    plan = lay_out(job.layout, job.model, size)
+    plan = plan_from_layout(job.layout, job.model, size)
     for rank in range(size):
-        needs = memory(job, plan, rank)
-        assert 0 < needs.peak_bytes <= needs.total_bytes
+        rank_memory = memory(job, plan, rank)
+        assert 0 < rank_memory.peak_bytes <= rank_memory.total_bytes
 
 
-def under_way(schedule: str, micro_batches: int, rank: int) -> int:
-    """Bytes of activations on `rank` of two parts, with one sample a micro-batch."""
+def bytes_in_flight(schedule: str, micro_batches: int, rank: int) -> int:
+    """Return activation bytes on `rank` of two pipeline ranks, with one sample per micro-batch."""
     job = make_job(
         {"pp": 2, "schedule": schedule}, micro_batches=micro_batches, batch=micro_batches
     )
-    return memory(job, lay_out(job.layout, job.model, 2), rank).activations_bytes
+    return memory(job, plan_from_layout(job.layout, job.model, 2), rank).activations_bytes
 
 
-def test_a_schedule_says_how_many_micro_batches_are_under_way() -> None:
+def test_schedule_determines_micro_batches_in_flight() -> None:
     job = make_job({"pp": 2, "schedule": "gpipe"}, batch=4)
-    plan = lay_out(job.layout, job.model, 2)
-    kept = activations(job, plan, 0)
+    plan = plan_from_layout(job.layout, job.model, 2)
+    saved = activation_bytes(job, plan, 0)
     stream = job.data.sequence * job.model.hidden * 8
-    each = sum(kept.values()) - job.data.sequence**2  # Forward lets go of masks.
-    each += 2 * stream  # The result, and what its gradient comes in.
-    assert under_way("gpipe", 4, 0) == 4 * each + job.data.sequence**2
-    # Of 1f1b, two on the first part and one on the last, but for what all of them leave.
-    angles = job.data.sequence * job.model.turned * 8
+    per_micro_batch = sum(saved.values()) - job.data.sequence**2  # Forward frees masks.
+    per_micro_batch += 2 * stream  # The result, and the receive buffer of its gradient.
+    assert bytes_in_flight("gpipe", 4, 0) == 4 * per_micro_batch + job.data.sequence**2
+    # 1f1b has two in flight on the first rank and one on the last; only buffers grow further.
+    angles = job.data.sequence * job.model.rotary_dim * 8
     for rank in (0, 1):
-        more = under_way("1f1b", 8, rank) - under_way("1f1b", 4, rank)
-        assert more == 4 * (stream + angles)
-    assert under_way("1f1b", 8, 0) > under_way("1f1b", 8, 1)
-    assert under_way("interleaved", 8, 0) > under_way("1f1b", 8, 0)
-    assert under_way("zero-bubble", 8, 1) > under_way("1f1b", 8, 1)
+        extra = bytes_in_flight("1f1b", 8, rank) - bytes_in_flight("1f1b", 4, rank)
+        assert extra == 4 * (stream + angles)
+    assert bytes_in_flight("1f1b", 8, 0) > bytes_in_flight("1f1b", 8, 1)
+    assert bytes_in_flight("interleaved", 8, 0) > bytes_in_flight("1f1b", 8, 0)
+    assert bytes_in_flight("zero-bubble", 8, 1) > bytes_in_flight("1f1b", 8, 1)
 
 
-def test_slices_share_out_what_products_keep() -> None:
-    """Four slices keep less than half of what one rank does: norms a run, products their heads."""
-    alone, sliced = make_job({}), make_job({"tp": 4})
-    one = memory(alone, lay_out(alone.layout, alone.model, 1))
-    some = memory(sliced, lay_out(sliced.layout, sliced.model, 4))
-    assert some.activations_bytes < 0.5 * one.activations_bytes
-    assert some.head_bytes < 0.5 * one.head_bytes
+def test_tp_splits_saved_activations() -> None:
+    """Each of four TP ranks saves less than half: norms a sequence shard, matmuls their heads."""
+    one_rank_job, tp_job = make_job({}), make_job({"tp": 4})
+    one_rank = memory(one_rank_job, plan_from_layout(one_rank_job.layout, one_rank_job.model, 1))
+    tp_rank = memory(tp_job, plan_from_layout(tp_job.layout, tp_job.model, 4))
+    assert tp_rank.activations_bytes < 0.5 * one_rank.activations_bytes
+    assert tp_rank.head_bytes < 0.5 * one_rank.head_bytes
 
 
-def test_a_pipeline_shares_out_layers() -> None:
-    alone, cut = make_job({}), make_job({"pp": 2})
-    one = memory(alone, lay_out(alone.layout, alone.model, 1))
-    parts = [memory(cut, lay_out(cut.layout, cut.model, 2), rank) for rank in (0, 1)]
-    assert sum(part.parameters_bytes for part in parts) == one.parameters_bytes
-    assert parts[0].head_bytes == 0
-    assert parts[1].head_bytes == one.head_bytes
+def test_pipeline_splits_layers() -> None:
+    one_rank_job, pp_job = make_job({}), make_job({"pp": 2})
+    one_rank = memory(one_rank_job, plan_from_layout(one_rank_job.layout, one_rank_job.model, 1))
+    pp_ranks = [
+        memory(pp_job, plan_from_layout(pp_job.layout, pp_job.model, 2), rank) for rank in (0, 1)
+    ]
+    assert sum(part.parameters_bytes for part in pp_ranks) == one_rank.parameters_bytes
+    assert pp_ranks[0].head_bytes == 0
+    assert pp_ranks[1].head_bytes == one_rank.head_bytes
 
 
-def test_a_stage_need_not_have_a_layer() -> None:
-    """A cut by hand: the embedding alone, the head alone."""
+def test_stage_without_layers() -> None:
+    """Stages cut by hand: the embedding alone, the head alone."""
     job = make_job({"pp": 2, "schedule": "interleaved"})
-    even = lay_out(job.layout, job.model, 2)
+    default_plan = plan_from_layout(job.layout, job.model, 2)
     names = [f"layers.{index}" for index in range(4)]
-    by_hand = even.model_copy(update={"stages": [["embed"], names[:3], names[3:], ["head"]]})
-    cut, uncut = ([memory(job, plan, rank) for rank in (0, 1)] for plan in (by_hand, even))
-    assert sum(m.parameters_bytes for m in cut) == sum(m.parameters_bytes for m in uncut)
-    assert cut[0].activations_bytes < uncut[0].activations_bytes  # One layer, not two.
+    cut_plan = default_plan.model_copy(
+        update={"stages": [["embed"], names[:3], names[3:], ["head"]]}
+    )
+    cut, default = (
+        [memory(job, plan, rank) for rank in (0, 1)] for plan in (cut_plan, default_plan)
+    )
+    assert sum(m.parameters_bytes for m in cut) == sum(m.parameters_bytes for m in default)
+    # The first rank has one layer, not two.
+    assert cut[0].activations_bytes < default[0].activations_bytes
     assert all(0 < m.peak_bytes <= m.total_bytes for m in cut)

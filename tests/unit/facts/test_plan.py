@@ -1,4 +1,4 @@
-"""The plan: what it means, what it refuses, how it is held against jobs and machines."""
+"""Plans: their meaning, their checks, and comparison with jobs and machines."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from moesaic.facts.plan import (
     Plan,
     Predictions,
     RankPlace,
-    basis,
-    check,
     check_places,
+    check_plan,
+    describe_plan,
     idle_ranks,
-    idle_words,
-    in_words,
-    lay_out,
+    idle_ranks_warning,
+    job_under_plan,
     load_plan,
     measure,
-    planned,
-    ruled,
-    stages,
+    plan_from_job,
+    plan_from_layout,
+    prediction_digest,
+    stage_blocks,
 )
-from moesaic.facts.workload.loads import routed
+from moesaic.facts.workload.loads import routed_by_layer
 from moesaic.testing.jobs import tiny_job
 
 MODEL = parse(ModelConfig, PRESETS["tiny-olmoe"], "preset")
@@ -42,34 +42,34 @@ MODEL = parse(ModelConfig, PRESETS["tiny-olmoe"], "preset")
 def plans(draw: st.DrawFn) -> Plan:
     ep, shard = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     ranks = ep * shard * draw(st.integers(1, 3))
-    return Plan(ranks=ranks, ep=ep, shard=shard, experts=ep * draw(st.integers(0, 4)))
+    return Plan(ranks=ranks, ep=ep, dp_shard=shard, experts=ep * draw(st.integers(0, 4)))
 
 
 @given(plans())
-def test_every_expert_lives_once_in_a_group(plan: Plan) -> None:
-    for group in plan.expert_groups():
-        assert [expert for rank in group for expert in plan.homes(rank, 0)] == list(
+def test_ep_group_has_every_expert_once(plan: Plan) -> None:
+    for group in plan.ep_groups():
+        assert [expert for rank in group for expert in plan.experts_of(rank, 0)] == list(
             range(plan.experts)
         )
-    for group in plan.replica_groups():
-        assert len({plan.homes(rank, 0) for rank in group}) == 1
-    for groups in (plan.expert_groups(), plan.replica_groups()):
+    for group in plan.expert_dp_groups():
+        assert len({plan.experts_of(rank, 0) for rank in group}) == 1
+    for groups in (plan.ep_groups(), plan.expert_dp_groups()):
         assert sorted(rank for group in groups for rank in group) == list(range(plan.ranks))
 
 
 @given(plans(), st.integers(0, 100))
-def test_every_sample_is_held_once_and_in_order(plan: Plan, batch: int) -> None:
-    rows = [row for rank in range(plan.ranks) for row in plan.rows(rank, batch)]
+def test_samples_are_split_in_order(plan: Plan, batch: int) -> None:
+    rows = [row for rank in range(plan.ranks) for row in plan.sample_range(rank, batch)]
     assert rows == list(range(batch))
-    sizes = {len(plan.rows(rank, batch)) for rank in range(plan.ranks)}
+    sizes = {len(plan.sample_range(rank, batch)) for rank in range(plan.ranks)}
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_layout_is_resolved() -> None:
-    assert lay_out(LayoutConfig(ep=2, shard="all"), MODEL, 4) == Plan(
-        ranks=4, ep=2, shard=4, experts=16
+def test_layout_is_resolved() -> None:
+    assert plan_from_layout(LayoutConfig(ep=2, dp_shard="all"), MODEL, 4) == Plan(
+        ranks=4, ep=2, dp_shard=4, experts=16
     )
-    assert lay_out(LayoutConfig(), MODEL, 3) == Plan(ranks=3, ep=1, shard=1, experts=16)
+    assert plan_from_layout(LayoutConfig(), MODEL, 3) == Plan(ranks=3, ep=1, dp_shard=1, experts=16)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_layout_is_resolved() -> None:
             "set it to 1, or start another number of ranks (--nproc)",
         ),
         (
-            LayoutConfig(shard=3), 4,
-            "layout.shard = 3 does not divide the number of ranks (4): "
+            LayoutConfig(dp_shard=3), 4,
+            "layout.dp_shard = 3 does not divide the number of ranks (4): "
             "choose a divisor of 4, or start another number of ranks (--nproc)",
         ),
         (
@@ -97,24 +97,24 @@ def test_a_layout_is_resolved() -> None:
         ),
         (
             LayoutConfig(tp=2, embedding="columns"), 4,
-            'layout.embedding = "columns" with layout.tp = 2, whose slices share out the words of '
-            'the table already: set layout.embedding to "whole", or layout.tp to 1',
+            'layout.embedding = "columns" with layout.tp = 2, which already shards the '
+            'vocabulary: set layout.embedding to "whole", or layout.tp to 1',
         ),
     ],
 )  # fmt: skip
-def test_a_layout_that_does_not_fit(layout: LayoutConfig, ranks: int, sentence: str) -> None:
+def test_impossible_layout_is_rejected(layout: LayoutConfig, ranks: int, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        lay_out(layout, MODEL, ranks)
+        plan_from_layout(layout, MODEL, ranks)
     assert str(caught.value) == sentence
 
 
-def test_columns_are_over_the_ranks_of_a_part() -> None:
+def test_embedding_columns_are_sharded_over_stage_ranks() -> None:
     layout = LayoutConfig(embedding="columns", pp=2)
-    assert lay_out(layout, MODEL, 8).columns == 4
-    assert "the embedding's columns over 4, dense" in in_words(lay_out(layout, MODEL, 8))
-    for alone in (lay_out(layout, MODEL, 2), lay_out(LayoutConfig(), MODEL, 8)):
-        assert (alone.embedding, alone.columns) == ("whole", 1)
-        assert "columns" not in in_words(alone)
+    assert plan_from_layout(layout, MODEL, 8).embedding_shards == 4
+    assert "embedding columns over 4, dense" in describe_plan(plan_from_layout(layout, MODEL, 8))
+    for alone in (plan_from_layout(layout, MODEL, 2), plan_from_layout(LayoutConfig(), MODEL, 8)):
+        assert (alone.embedding, alone.embedding_shards) == ("whole", 1)
+        assert "columns" not in describe_plan(alone)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_columns_are_over_the_ranks_of_a_part() -> None:
     [
         (4, {}, None),
         (1, {"model": {"hidden": 31}}, None),
-        (3, {}, "columns\" shares out model.hidden = 32 columns over 3 ranks, which do not divide"),
+        (3, {}, "columns\" splits model.hidden = 32 columns over 3 ranks, which do not divide"),
         (
             6, {"layout": {"pp": 2}, "train": {"micro_batches": 2}},
-            "columns over 3 ranks of a part of the pipeline, which do not divide them: set ",
+            "columns over 3 ranks of a pipeline stage, which do not divide them: set ",
         ),
         (2, {"optimizer": {"moments": "bf16"}}, None),
         (
@@ -135,39 +135,42 @@ def test_columns_are_over_the_ranks_of_a_part() -> None:
         (2, {"optimizer": {"moments": "8bit"}, "model": {"hidden": 256}}, None),
     ],
 )  # fmt: skip
-def test_columns_that_cannot_be_shared_out(
+def test_embedding_columns_that_do_not_divide(
     ranks: int, tables: dict[str, Any], words: str | None
 ) -> None:
-    """By a job, and by a plan that someone has edited."""
+    """From a job, and from an edited plan."""
     layout = {**tables.get("layout", {}), "embedding": "columns"}
     job = tiny_job(**{**tables, "layout": layout})
-    edited = planned(tiny_job(**tables), ranks).model_copy(update={"embedding": "columns"})
+    edited = plan_from_job(tiny_job(**tables), ranks).model_copy(update={"embedding": "columns"})
     if words is None:
-        assert planned(job, ranks).columns == ranks
-        check(edited, job, "--plan 'p.json'")
+        assert plan_from_job(job, ranks).embedding_shards == ranks
+        check_plan(edited, job, "--plan 'p.json'")
         return
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        planned(job, ranks)
+        plan_from_job(job, ranks)
     assert 'layout.embedding = "columns"' in str(caught.value)
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        check(edited, job, "--plan 'p.json'")
+        check_plan(edited, job, "--plan 'p.json'")
     assert str(caught.value).startswith("--plan 'p.json': embedding = \"columns\"")
 
 
-def test_slices_have_no_columns() -> None:
-    with pytest.raises(ValueError, match='embedding = "columns" with tp = 2, whose slices share'):
-        Plan(ranks=4, ep=1, shard=1, tp=2, experts=0, embedding="columns")
+def test_tensor_parallelism_excludes_column_sharding() -> None:
+    with pytest.raises(ValueError, match='embedding = "columns" with tp = 2, which already shards'):
+        Plan(ranks=4, ep=1, dp_shard=1, tp=2, experts=0, embedding="columns")
 
 
-def test_layers_are_cut_evenly() -> None:
+def test_layers_are_split_evenly() -> None:
     model = MODEL.model_copy(update={"layers": 5})
     layout = LayoutConfig(pp=2, schedule="interleaved")
-    assert stages(lay_out(layout, model, 2), model) == [
+    assert stage_blocks(plan_from_layout(layout, model, 2), model) == [
         ["embed", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "layers.4", "head"]
     ]  # fmt: skip
     layout = LayoutConfig(pp=2)
-    assert [len(names) for names in stages(lay_out(layout, model, 2), model)] == [3, 4]
-    assert planned(tiny_job(), 1).stages == [["embed", "layers.0", "layers.1", "head"]]
+    assert [len(names) for names in stage_blocks(plan_from_layout(layout, model, 2), model)] == [
+        3,
+        4,
+    ]
+    assert plan_from_job(tiny_job(), 1).stages == [["embed", "layers.0", "layers.1", "head"]]
 
 
 @pytest.mark.parametrize(
@@ -177,40 +180,42 @@ def test_layers_are_cut_evenly() -> None:
         ({"pp": 2, "schedule": "gpipe"}, {}, None),
         ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 4}, None),
         ({"pp": 3}, {}, "layout.pp = 3 does not divide the number of ranks (4): choose a div"),
-        ({"pp": 4}, {"micro_batches": 4}, "into 4 stages, and model.layers = 2: a stage has one"),
+        ({"pp": 4}, {"micro_batches": 4}, "into 4 stages, but model.layers = 2: a stage has at"),
         (
             {"pp": 2, "schedule": "interleaved"}, {"micro_batches": 2},
-            'layout.schedule = "interleaved" cuts the model into 4 stages, and model.layers = 2',
+            'layout.schedule = "interleaved" splits the model into 4 stages, but model.layers = 2',
         ),
-        ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than layout.pp = 2, and the parts of"),
+        ({"pp": 2}, {}, "train.micro_batches = 1 is fewer than layout.pp = 2, but layout.sche"),
         (
             {"pp": 2}, {"batch": 9},
-            'parts of schedule "1f1b" work on as many at a time: raise it to 3, or set layout.sche',
+            'schedule = "1f1b" keeps that many in flight: raise it to 3, or set layout.sche',
         ),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 5, "batch": 10},
-            'train.micro_batches = 5 with layout.schedule = "zero-bubble", which takes them in '
-            "5 // 2 = 2 equal rounds (layout.pp = 2), and 2 does not divide 5: choose 2 or 10",
+            'train.micro_batches = 5 with layout.schedule = "zero-bubble", which processes them in '
+            "5 // 2 = 2 equal rounds (layout.pp = 2), but 2 does not divide 5: choose 2 or 10",
         ),
         ({"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 3, "batch": 9}, None),
         (
             {"pp": 2, "schedule": "zero-bubble"}, {"micro_batches": 2, "recompute": True},
-            'train.recompute = true with layout.schedule = "zero-bubble", whose backward comes in',
+            'train.recompute = true with layout.schedule = "zero-bubble", whose split backward',
         ),
     ],
 )  # fmt: skip
-def test_a_pipeline_that_a_job_cannot_have(
+def test_impossible_pipeline_is_rejected(
     layout: dict[str, Any], train: dict[str, Any], words: str | None
 ) -> None:
     job = tiny_job(layout=layout, train=train)
     if words is None:
-        plan = planned(job, 4)
-        check(plan, job, "plan")
-        assert ruled(tiny_job(train=train), plan) == ruled(job, plan)
-        assert ruled(job, plan).layout == job.layout.model_copy(update={"dispatch": "rows"})
+        plan = plan_from_job(job, 4)
+        check_plan(plan, job, "plan")
+        assert job_under_plan(tiny_job(train=train), plan) == job_under_plan(job, plan)
+        assert job_under_plan(job, plan).layout == job.layout.model_copy(
+            update={"dispatch": "all_to_all"}
+        )
         return
     with pytest.raises(ConfigError) as caught:
-        planned(job, 4)
+        plan_from_job(job, 4)
     assert words in str(caught.value)
 
 
@@ -226,41 +231,41 @@ def test_a_pipeline_that_a_job_cannot_have(
             "4): lower train.micro_batches to 1, or raise train.batch to 16",
         ),
         ({}, {"batch": 8}, 16, "8 of 16 ranks have no sample in a micro-batch (train.batch = 8, "
-         "train.micro_batches = 1): take fewer ranks, or raise train.batch to 16"),
+         "train.micro_batches = 1): use fewer ranks, or raise train.batch to 16"),
         ({"tp": 2, "ep": 2, "etp": 2}, {"batch": 8, "micro_batches": 8}, 4,
          "2 of 4 ranks have no sample in a micro-batch (train.batch = 8, train.micro_batches = 8): "
          "lower train.micro_batches to 4, or raise train.batch to 16"),
         ({"pp": 2}, {"batch": 8, "micro_batches": 8}, 4, "2 of 4 ranks have no sample in a "
          "micro-batch (train.batch = 8, train.micro_batches = 8): lower train.micro_batches to 4"),
         ({"pp": 2}, {"batch": 2, "micro_batches": 2}, 4, "2 of 4 ranks have no sample in a "
-         "micro-batch (train.batch = 2, train.micro_batches = 2): take fewer ranks, or raise "),
+         "micro-batch (train.batch = 2, train.micro_batches = 2): use fewer ranks, or raise "),
         ({}, {"batch": 2}, 3, "1 of 3 ranks has no sample in a micro-batch (train.batch = 2, "),
     ],
 )  # fmt: skip
-def test_ranks_without_a_sample_are_told_with_what_gives_them_some(
+def test_ranks_without_samples_are_reported_with_a_remedy(
     layout: dict[str, Any], train: dict[str, Any], ranks: int, words: str | None
 ) -> None:
     job = tiny_job(layout=layout, train=train, model={"vocab": 64})
-    plan = planned(job, ranks)
+    plan = plan_from_job(job, ranks)
     size = job.train.batch // job.train.micro_batches
-    idle = [rank for rank in range(ranks) if len(plan.rows(rank, size)) == 0]
+    idle = [rank for rank in range(ranks) if len(plan.sample_range(rank, size)) == 0]
     assert idle_ranks(plan, job) == len(idle)
-    said = idle_words(plan, job)
-    assert (said is None) == (words is None) == (not idle)
-    if said is None or words is None:
+    sentence = idle_ranks_warning(plan, job)
+    assert (sentence is None) == (words is None) == (not idle)
+    if sentence is None or words is None:
         return
-    assert said.startswith(words)
-    for key, value in re.findall(r"train\.(\w+) to (\d+)", said):
+    assert sentence.startswith(words)
+    for key, value in re.findall(r"train\.(\w+) to (\d+)", sentence):
         job = tiny_job(layout=layout, train={**train, key: int(value)}, model={"vocab": 64})
-        assert idle_words(planned(job, ranks), job) is None
+        assert idle_ranks_warning(plan_from_job(job, ranks), job) is None
 
 
-def test_no_more_ranks_than_a_plan_can_be_for() -> None:
-    with pytest.raises(ConfigError, match="a plan has 1048576 ranks at most, not 4294967296: ask"):
-        lay_out(LayoutConfig(), MODEL, 1 << 32)
+def test_too_many_ranks_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="a plan has at most 1048576 ranks, not 4294967296: use"):
+        plan_from_layout(LayoutConfig(), MODEL, 1 << 32)
 
 
-RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "shard": 1, "experts": 4}
+RAW: dict[str, Any] = {"ranks": 4, "ep": 2, "dp_shard": 1, "experts": 4}
 PLACE = {"host": "a", "device": "A CPU", "kind": "cpu"}
 PREDICTIONS: dict[str, Any] = {
     "cluster": "c", "step_s": 2.0, "phases_s": {"forward": 2.0}, "blocks_s": {"step": 2.0},
@@ -269,15 +274,15 @@ PREDICTIONS: dict[str, Any] = {
 SPAN = {"phase": "forward", "block": "layers.0.attention to layers.99.attention"}
 
 
-def told(*ranks: dict[str, Any], **change: Any) -> dict[str, Any]:
-    """A change of a plan: predictions with a timeline, one entry for each of `ranks`."""
-    spans = [{**SPAN, "computing_s": 1.5, "messages_s": 0.25, "waiting_s": 0.25}] * 2
+def timeline_change(*ranks: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """Return a change of a plan: predictions with a timeline, one entry for each of `ranks`."""
+    spans = [{**SPAN, "computing_s": 1.5, "collectives_s": 0.25, "waiting_s": 0.25}] * 2
     entries = [{"rank": 1, "spans": spans, **one} for one in ranks or (change,)]
     return {"predictions": {**PREDICTIONS, "timeline": entries}}
 
 
-def below_zero(key: str, name: str) -> dict[str, Any]:
-    """A change of a plan: a prediction that cannot be."""
+def negative(key: str, name: str) -> dict[str, Any]:
+    """Return a change of a plan: a negative prediction."""
     return {"predictions": {**PREDICTIONS, key: {name: -1}}}
 
 
@@ -285,19 +290,46 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
     ("change", "sentence"),
     [
         ({"ep": 3}, "ep = 3 does not divide ranks = 4: choose a divisor"),
-        ({"shard": 8}, "shard = 8 does not divide ranks = 4: choose a divisor"),
-        ({"etp": 2}, "etp = 2 does not divide tp = 1, and slices of experts are slices of all"),
+        ({"dp_shard": 8}, "dp_shard = 8 does not divide ranks = 4: choose a divisor"),
+        ({"etp": 2}, "etp = 2 does not divide tp = 1, whose ranks split the experts"),
         ({"ep": 4, "tp": 2, "etp": 2}, "ep * etp = 8 does not divide ranks = 4: choose a divisor"),
         ({"experts": 5}, "ep = 2 does not divide experts = 5: choose a divisor"),
-        ({"homes": [[0, 1]]}, "homes has 1 lists for ep = 2: give each of the ranks"),
-        ({"homes": [[0, 1], [1, 2]]}, "homes names expert 1 twice, in homes[0] and in homes[1]"),
-        ({"homes": [[0, 0], [1, 2]]}, "homes names expert 0 twice, in homes[0] and again there"),
-        ({"homes": [[0, 1], [3]]}, "homes lacks expert 2, and experts = 4: give every expert a"),
-        ({"experts": 6, "homes": [[0, 1], [2, 3]]}, "homes lacks expert 4 and 1 more, and experts"),
-        ({"homes": [[0, 1], [2, 4]]}, "homes[1] names expert 4, and experts = 4"),
-        ({"homes": [[0], [1, 2, 3]]}, "homes[0] has 1 experts where each rank has 2"),
-        ({"experts": 0, "homes": [[0], []]}, "homes[0] names expert 0, and experts = 0: empty"),
-        ({"homes": [["0"], [1]]}, 'homes[0][0] = "0" is a string: give an integer'),
+        (
+            {"expert_placement": [[0, 1]]},
+            "expert_placement has 1 lists for ep = 2: give one for each",
+        ),
+        (
+            {"expert_placement": [[0, 1], [1, 2]]},
+            "expert_placement names expert 1 twice, in expert_placement[0] and in expert",
+        ),
+        (
+            {"expert_placement": [[0, 0], [1, 2]]},
+            "expert_placement names expert 0 twice, in expert_placement[0] and again there",
+        ),
+        (
+            {"expert_placement": [[0, 1], [3]]},
+            "expert_placement lacks expert 2, but experts = 4: place every",
+        ),
+        (
+            {"experts": 6, "expert_placement": [[0, 1], [2, 3]]},
+            "expert_placement lacks expert 4 and 1 more, but experts",
+        ),
+        (
+            {"expert_placement": [[0, 1], [2, 4]]},
+            "expert_placement[1] names expert 4, but experts = 4",
+        ),
+        (
+            {"expert_placement": [[0], [1, 2, 3]]},
+            "expert_placement[0] has 1 experts where each rank has 2",
+        ),
+        (
+            {"experts": 0, "expert_placement": [[0], []]},
+            "expert_placement[0] names expert 0, but experts = 0: empty",
+        ),
+        (
+            {"expert_placement": [["0"], [1]]},
+            'expert_placement[0][0] = "0" is a string: give an integer',
+        ),
         (
             {"predictions": {**PREDICTIONS, "memory_bytes": {"peak": 1.5}}},
             "predictions.memory_bytes.peak = 1.5 is a number with a fraction: give an integer",
@@ -307,57 +339,83 @@ def below_zero(key: str, name: str) -> dict[str, Any]:
             'predictions.phases_s."" = "" is empty: give a number',
         ),
         (
-            {"homes_of_layers": {"1": [[0, 1], [1, 2]]}},
-            "homes_of_layers.1 names expert 1 twice, in homes_of_layers.1[0] and in",
+            {"expert_placement_by_layer": {"1": [[0, 1], [1, 2]]}},
+            "expert_placement_by_layer.1 names expert 1 twice, in expert_placement_by_layer.1[0]",
         ),
-        ({"homes_of_layers": {"1": [[0, 1]]}}, "homes_of_layers.1 has 1 lists for ep = 2: give"),
-        ({"homes_of_layers": {"1": [[0, 1], [3]]}}, "homes_of_layers.1 lacks expert 2, and exp"),
-        ({"homes_of_layers": {"1": [[0], [1, 2, 3]]}}, "homes_of_layers.1[0] has 1 experts where"),
         (
-            {"homes_of_layers": {"one": [[0, 1], [2, 3]]}},
-            'homes_of_layers has the key "one" where its keys are numbers of layers, such as "3"',
+            {"expert_placement_by_layer": {"1": [[0, 1]]}},
+            "expert_placement_by_layer.1 has 1 lists for ep = 2: give",
         ),
-        ({"homes_of_layers": {"01": [[0, 1], [2, 3]]}}, 'homes_of_layers has the key "01" where'),
-        ({"homes_of_layers": {"1": [["0"], [1]]}}, 'homes_of_layers.1[0][0] = "0" is a string'),
-        ({"homes_of_layers": [[0]]}, "homes_of_layers = [[0]] is a list: give a table"),
-        ({"homes": 3}, "homes = 3 is an integer: give a list of lists of integers"),
+        (
+            {"expert_placement_by_layer": {"1": [[0, 1], [3]]}},
+            "expert_placement_by_layer.1 lacks expert 2, but exp",
+        ),
+        (
+            {"expert_placement_by_layer": {"1": [[0], [1, 2, 3]]}},
+            "expert_placement_by_layer.1[0] has 1 experts where",
+        ),
+        (
+            {"expert_placement_by_layer": {"one": [[0, 1], [2, 3]]}},
+            'expert_placement_by_layer has the key "one", but its keys are numbers',
+        ),
+        (
+            {"expert_placement_by_layer": {"01": [[0, 1], [2, 3]]}},
+            'expert_placement_by_layer has the key "01", but',
+        ),
+        (
+            {"expert_placement_by_layer": {"1": [["0"], [1]]}},
+            'expert_placement_by_layer.1[0][0] = "0" is a string',
+        ),
+        (
+            {"expert_placement_by_layer": [[0]]},
+            "expert_placement_by_layer = [[0]] is a list: give a table",
+        ),
+        (
+            {"expert_placement": 3},
+            "expert_placement = 3 is an integer: give a list of lists of integers",
+        ),
         ({"pp": 2, "stages": [["embed", "head"]]}, "stages lists 1 stages where pp = 2 and"),
         ({"stages": [["embed"], ["head"]]}, "stages lists 2 stages where pp = 1: spread the names"),
         ({"tiers": {"moments": "ssd"}}, 'tiers.moments = "ssd" is not known: give "device"'),
         ({"mode": "async"}, 'mode = "async" is not known: give "synchronous"'),
         ({"places": [PLACE] * 3}, "places has 3 entries for ranks = 4: give every rank one"),
         ({"places": [PLACE, {}]}, "places[1].host is missing"),
-        ({"copies": [[], [0]]}, "copies[1] names expert 0, and a plan sends no expert to where"),
+        ({"expert_replicas": [[], [0]]}, "expert_replicas[1] names expert 0, but only a job's"),
         ({"copy": {}}, "unknown key 'copy'"),
         ({"rank": 2}, "unknown key 'rank': did you mean 'ranks'?"),
         (
-            {"homes_by_rank": [[0, 1], [2, 3]]},
-            "unknown key 'homes_by_rank': the keys at the top are ranks,",
+            {"homes": [[0, 1], [2, 3]]},
+            "unknown key 'homes': the keys at the top are ranks,",
         ),
         ({"ranks": 1 << 60}, "ranks = 1152921504606846976 is out of range: give an integer from 1"),
         ({"experts": 10**11}, "experts = 100000000000 is out of range: give an integer from 0"),
         ({"ranks": 10**9, "ep": 10**9, "experts": 0}, "ranks = 1000000000 is out of range"),
-        (below_zero("phases_s", "forward"), "predictions.phases_s.forward = -1.0 is below 0: plan"),
-        (below_zero("blocks_s", "step"), "predictions.blocks_s.step = -1.0 is below 0: plan"),
-        (below_zero("memory_bytes", "peak"), "predictions.memory_bytes.peak = -1 is below 0: plan"),
-        (told(rank=4), "predictions.timeline[0].rank = 4, and ranks = 4: predictions are of an"),
-        (told({}, {}), "predictions.timeline has rank 1 twice: remove one of the two"),
+        (negative("phases_s", "forward"), "predictions.phases_s.forward = -1.0 is below 0: plan"),
+        (negative("blocks_s", "step"), "predictions.blocks_s.step = -1.0 is below 0: plan"),
+        (negative("memory_bytes", "peak"), "predictions.memory_bytes.peak = -1 is below 0: plan"),
         (
-            told(rank=-1),
+            timeline_change(rank=4),
+            "predictions.timeline[0].rank = 4, but ranks = 4: predictions belong",
+        ),
+        (timeline_change({}, {}), "predictions.timeline has rank 1 twice: remove one of the two"),
+        (
+            timeline_change(rank=-1),
             "predictions.timeline[0].rank = -1 is out of range: give an integer from 0",
         ),
-        (told(spans=[]), "predictions.timeline[0].spans = [] is "),
+        (timeline_change(spans=[]), "predictions.timeline[0].spans = [] is "),
         (
-            told(spans=[{"phase": "forward", "block": "head", "waiting_s": -1.0}]),
+            timeline_change(spans=[{"phase": "forward", "block": "head", "waiting_s": -1.0}]),
             "predictions.timeline[0].spans[0].waiting_s = -1.0 is out of range: give a number from",
         ),
         (
-            told(spans=[{"phase": "forward", "block": "head", "message_s": 1.0}]),
-            "unknown key 'predictions.timeline[0].spans[0].message_s': did you mean",
+            timeline_change(spans=[{"phase": "forward", "block": "head", "collective_s": 1.0}]),
+            "unknown key 'predictions.timeline[0].spans[0].collective_s': did you mean",
         ),
     ],
 )
-def test_an_impossible_edit(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_impossible_plan_file_is_rejected(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     place = tmp_path / "plan.json"
     place.write_text(json.dumps({**RAW, **change}))
     with pytest.raises(ConfigError) as caught:
@@ -369,7 +427,7 @@ def test_an_impossible_edit(change: dict[str, Any], sentence: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "words"), [("{", "is not readable JSON"), ("[]", "holds no JSON object")]
 )
-def test_no_plan_at_all(text: str, words: str, tmp_path: Path) -> None:
+def test_missing_or_broken_file_is_rejected(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         load_plan(tmp_path / "none.json")
     (tmp_path / "plan.json").write_text(text)
@@ -377,48 +435,54 @@ def test_no_plan_at_all(text: str, words: str, tmp_path: Path) -> None:
         load_plan(tmp_path / "plan.json")
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """JSON has the last one count, which is not what whoever edits the first would think."""
+def test_duplicate_json_key_is_rejected(tmp_path: Path) -> None:
+    """JSON would use the last one, although the first may have been edited."""
     place = tmp_path / "plan.json"
-    place.write_text('{"ranks": 4, "ep": 2, "shard": 1, "ep": 4, "experts": 4}')
+    place.write_text('{"ranks": 4, "ep": 2, "dp_shard": 1, "ep": 4, "experts": 4}')
     with pytest.raises(ConfigError, match="has the key 'ep' twice in one object: remove one"):
         load_plan(place)
 
 
-def test_a_mark_before_its_text_is_passed_over(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     place = tmp_path / "plan.json"
     place.write_text(json.dumps(RAW), encoding="utf-8-sig")
     assert load_plan(place) == Plan.model_validate(RAW)
 
 
-def test_it_is_written_and_read_back(tmp_path: Path) -> None:
-    predictions = Predictions.model_validate(told({})["predictions"])
-    plan = planned(tiny_job(layout={"ep": 2}), 4).model_copy(
+def test_plan_round_trips_through_json(tmp_path: Path) -> None:
+    predictions = Predictions.model_validate(timeline_change({})["predictions"])
+    plan = plan_from_job(tiny_job(layout={"ep": 2}), 4).model_copy(
         update={"places": [RankPlace.model_validate(PLACE)] * 4, "predictions": predictions}
     )
     text = plan.to_json()
-    assert '  "homes": [[0, 1, 2, 3], [4, 5, 6, 7]],\n' in text
+    assert '  "expert_placement": [[0, 1, 2, 3], [4, 5, 6, 7]],\n' in text
     (tmp_path / "plan.json").write_text(text)
     assert load_plan(tmp_path / "plan.json") == plan
-    span = json.dumps({**SPAN, "computing_s": 1.5, "messages_s": 0.25, "waiting_s": 0.25})
-    assert text.count(f"          {span}") == 2  # On one line, though it is a long one.
+    span = json.dumps({**SPAN, "computing_s": 1.5, "collectives_s": 0.25, "waiting_s": 0.25})
+    assert text.count(f"          {span}") == 2  # On one line, whatever its length.
     assert Predictions.model_validate(PREDICTIONS).timeline == []
     assert "predictions" not in plan.decisions()
 
 
-def test_homes_are_where_the_plan_says() -> None:
-    plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]]})
-    assert [plan.homes(rank, 0) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
-    assert plan.slots(0) == [3, 0, 2, 1]
+def test_expert_placement_is_obeyed() -> None:
+    plan = Plan.model_validate({**RAW, "expert_placement": [[3, 0], [2, 1]]})
+    assert [plan.experts_of(rank, 0) for rank in range(4)] == [(3, 0), (2, 1), (3, 0), (2, 1)]
+    assert plan.slot_experts(0) == [3, 0, 2, 1]
     layers = {"2": [[0, 1], [2, 3]], "10": [[0, 3], [1, 2]]}
-    plan = Plan.model_validate({**RAW, "homes": [[3, 0], [2, 1]], "homes_of_layers": layers})
-    assert [plan.slots(layer) for layer in (0, 2, 10)] == [[3, 0, 2, 1], [0, 1, 2, 3], [0, 3, 1, 2]]
-    assert [plan.homes(rank, 10) for rank in range(3)] == [(0, 3), (1, 2), (0, 3)]
-    moved = plan.with_slots({10: [3, 0, 2, 1], 3: [0, 2, 3, 1]})
-    assert moved.homes_of_layers == {"2": layers["2"], "3": [[0, 2], [3, 1]]}
+    plan = Plan.model_validate(
+        {**RAW, "expert_placement": [[3, 0], [2, 1]], "expert_placement_by_layer": layers}
+    )
+    assert [plan.slot_experts(layer) for layer in (0, 2, 10)] == [
+        [3, 0, 2, 1],
+        [0, 1, 2, 3],
+        [0, 3, 1, 2],
+    ]
+    assert [plan.experts_of(rank, 10) for rank in range(3)] == [(0, 3), (1, 2), (0, 3)]
+    moved = plan.with_expert_placement({10: [3, 0, 2, 1], 3: [0, 2, 3, 1]})
+    assert moved.expert_placement_by_layer == {"2": layers["2"], "3": [[0, 2], [3, 1]]}
     assert Plan.model_validate_json(moved.to_json()) == moved
-    bare = {name: value for name, value in RAW.items() if name != "homes"}
-    assert Plan.model_validate({**bare, "homes": []}) == Plan.model_validate(bare)
+    bare = {name: value for name, value in RAW.items() if name != "expert_placement"}
+    assert Plan.model_validate({**bare, "expert_placement": []}) == Plan.model_validate(bare)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +491,7 @@ def test_homes_are_where_the_plan_says() -> None:
         ({}, None),
         ({"micro_batches": 1, "stages": [["embed", "layers.0", "layers.1", "head"]]}, None),
         ({"experts": 16}, "experts = 16, but model.experts = 8: plan this job anew"),
-        ({"micro_batches": 2}, "micro_batches = 2, but train.micro_batches = 1, and the numbers"),
+        ({"micro_batches": 2}, "micro_batches = 2, but train.micro_batches = 1, and a plan"),
         ({"stages": [["embed"]]}, "no stage lists block 'layers.0': add it to stages[0]"),
         ({"stages": [["embed", "layers.9"]]}, "stages[0] lists block 'layers.9', which the model"),
         (
@@ -436,15 +500,15 @@ def test_homes_are_where_the_plan_says() -> None:
         ),
         (
             {"stages": [["embed", "layers.1", "layers.0", "head"]]},
-            "stages[0] has block 'layers.1' in another place than the model: keep the order",
+            "stages[0] has block 'layers.1' out of order: keep the order",
         ),
         (
             {"tp": 2},
-            "tp = 2 does not divide model.vocab = 61, which the slices share out: choose a",
+            "tp = 2 does not divide model.vocab = 61, which the TP ranks split: choose a",
         ),
         (
             {"pp": 2, "stages": [["embed", "layers.0"], ["layers.1", "head"]]},
-            "train.micro_batches = 1 is fewer than pp = 2, and the parts of",
+            "train.micro_batches = 1 is fewer than pp = 2, but schedule",
         ),
         (
             {"pp": 2, "schedule": "zero-bubble", "recompute": True, "micro_batches": None},
@@ -460,66 +524,72 @@ def test_homes_are_where_the_plan_says() -> None:
         ),
         (
             {"pp": 2, "stages": [["embed", "layers.1"], ["layers.0", "head"]]},
-            "stages[0] has block 'layers.1' in another place than the model: keep the order",
+            "stages[0] has block 'layers.1' out of order: keep the order",
         ),
     ],
 )
-def test_it_is_held_against_the_job(change: dict[str, Any], sentence: str | None) -> None:
+def test_plan_is_checked_against_job(change: dict[str, Any], sentence: str | None) -> None:
     plan = Plan.model_validate({**RAW, "experts": 8, **change})
     if sentence is None:
-        check(plan, tiny_job(), "plan")
+        check_plan(plan, tiny_job(), "plan")
         return
     with pytest.raises(ConfigError) as caught:
-        check(plan, tiny_job(), "plan")
+        check_plan(plan, tiny_job(), "plan")
     assert str(caught.value).startswith(f"plan: {sentence}")
 
 
-def test_a_dense_model_has_no_experts_to_share_out() -> None:
+def test_dense_model_rejects_expert_parallelism() -> None:
     dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0}, routing={})
-    plan = Plan.model_validate({"ranks": 2, "ep": 2, "shard": 1, "experts": 0})
+    plan = Plan.model_validate({"ranks": 2, "ep": 2, "dp_shard": 1, "experts": 0})
     with pytest.raises(ConfigError, match=r"plan: ep = 2 with a dense model \(experts = 0\)"):
-        check(plan, dense, "plan")
+        check_plan(plan, dense, "plan")
 
 
-def test_slices_are_held_against_all_that_they_would_cut() -> None:
-    """A plan may have slices where the job has none, and cannot have any."""
-    plan = Plan.model_validate({"ranks": 2, "ep": 1, "shard": 1, "tp": 2, "experts": 8})
+def test_tensor_parallelism_is_checked_against_job() -> None:
+    """A plan may shard tensors where the job does not, and cannot."""
+    plan = Plan.model_validate({"ranks": 2, "ep": 1, "dp_shard": 1, "tp": 2, "experts": 8})
     narrow = {"moments": "8bit"}
     words = 'plan: tp = 2 with optimizer.moments = "8bit", which has blocks'
     with pytest.raises(ConfigError, match=f"^{words}"):
-        check(plan, tiny_job(model={"vocab": 60}, optimizer=narrow), "plan")
-    check(plan, tiny_job(model={"vocab": 60, "head_dim": 64}, optimizer=narrow), "plan")
+        check_plan(plan, tiny_job(model={"vocab": 60}, optimizer=narrow), "plan")
+    check_plan(plan, tiny_job(model={"vocab": 60, "head_dim": 64}, optimizer=narrow), "plan")
 
 
-def test_slices_of_experts_are_places_of_their_own() -> None:
-    plan = Plan(ranks=8, ep=2, shard=1, tp=2, etp=2, experts=4)
-    assert plan.expert_slice_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert plan.expert_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert plan.same_expert_slice_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert plan.replica_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [plan.homes(rank, 0) for rank in range(5)] == [(0, 1), (0, 1), (2, 3), (2, 3), (0, 1)]
+def test_expert_tensor_parallel_groups() -> None:
+    plan = Plan(ranks=8, ep=2, dp_shard=1, tp=2, etp=2, experts=4)
+    assert plan.etp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert plan.ep_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert plan.same_etp_rank_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert plan.expert_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [plan.experts_of(rank, 0) for rank in range(5)] == [
+        (0, 1),
+        (0, 1),
+        (2, 3),
+        (2, 3),
+        (0, 1),
+    ]
     with pytest.raises(ConfigError, match=r"^plan: etp = 2 does not divide model\.ffn = 15, which"):
-        check(plan, tiny_job(model={"vocab": 60, "experts": 4, "ffn": 15}), "plan")
+        check_plan(plan, tiny_job(model={"vocab": 60, "experts": 4, "ffn": 15}), "plan")
 
 
-def test_work_follows_the_homes() -> None:
-    plan = Plan.model_validate({**RAW, "ranks": 2, "homes": [[3, 0], [2, 1]]})
+def test_routed_tokens_follow_expert_placement() -> None:
+    plan = Plan.model_validate({**RAW, "ranks": 2, "expert_placement": [[3, 0], [2, 1]]})
     job, load = tiny_job(model={"experts": 4, "layers": 1}), [[1, 2, 3, 4], [10, 20, 30, 40]]
-    (one,), (other,) = (routed(job, plan, rank, [load]) for rank in (0, 1))
-    assert (one.slots, other.slots) == ([44, 11], [33, 22])
-    assert one.trips == (((0, 1), [5, 5], [5, 50], 10),)
-    assert other.trips == (((0, 1), [50, 50], [5, 50], 100),)
+    (one,), (other,) = (routed_by_layer(job, plan, rank, [load]) for rank in (0, 1))
+    assert (one.slot_tokens, other.slot_tokens) == ([44, 11], [33, 22])
+    assert one.exchanges == (((0, 1), [5, 5], [5, 50], 10),)
+    assert other.exchanges == (((0, 1), [50, 50], [5, 50], 100),)
 
 
-def test_it_overrules_the_job() -> None:
-    job = tiny_job(layout={"dispatch": "rows"})
-    assert ruled(job, planned(job, 4)) == job
+def test_plan_overrides_job() -> None:
+    job = tiny_job(layout={"dispatch": "all_to_all"})
+    assert job_under_plan(job, plan_from_job(job, 4)) == job
     plan = Plan.model_validate({**RAW, "experts": 8, "recompute": True})
-    layout = {"ep": 2, "dispatch": "rows"}
-    assert ruled(job, plan) == tiny_job(layout=layout, train={"recompute": True})
-    assert ruled(tiny_job(), plan) == ruled(job, plan)
-    every = tiny_job(layout={"shard": "all", "dispatch": "visits", "hosts": 1})
-    assert ruled(every, planned(every, 4)) == every
+    layout = {"ep": 2, "dispatch": "all_to_all"}
+    assert job_under_plan(job, plan) == tiny_job(layout=layout, train={"recompute": True})
+    assert job_under_plan(tiny_job(), plan) == job_under_plan(job, plan)
+    every = tiny_job(layout={"dp_shard": "all", "dispatch": "dedup", "dispatch_hosts": 1})
+    assert job_under_plan(every, plan_from_job(every, 4)) == every
 
 
 def places(*hosts: str, device: str = "A CPU", kind: str = "cpu") -> list[RankPlace]:
@@ -529,7 +599,7 @@ def places(*hosts: str, device: str = "A CPU", kind: str = "cpu") -> list[RankPl
 
 
 @pytest.mark.parametrize(
-    ("found", "sentence"),
+    ("actual", "sentence"),
     [
         (places("x", "x", "y", "y"), None),
         (places("x", "x", "y", "y", device="a  cpu"), None),
@@ -551,22 +621,22 @@ def places(*hosts: str, device: str = "A CPU", kind: str = "cpu") -> list[RankPl
         ),
     ],
 )
-def test_it_is_held_against_machines(found: list[RankPlace], sentence: str | None) -> None:
+def test_plan_is_checked_against_machines(actual: list[RankPlace], sentence: str | None) -> None:
     plan = Plan.model_validate({**RAW, "places": places("a", "a", "b", "b")})
-    check_places(Plan.model_validate(RAW), found, "plan")
+    check_places(Plan.model_validate(RAW), actual, "plan")
     if sentence is None:
-        check_places(plan, found, "plan")
+        check_places(plan, actual, "plan")
         return
     with pytest.raises(ConfigError) as caught:
-        check_places(plan, found, "plan")
+        check_places(plan, actual, "plan")
     assert str(caught.value).startswith(f"plan: {sentence}")
 
 
-def test_the_first_steps_are_not_measured() -> None:
-    found = measure(100, [9, 9, 9, 4, 5, 6], {"data": [1, 1, 1, 2, 2, 2]}, 7.0, "resident")
-    assert found is not None
-    assert (found.steps, found.step_s, found.phases_s) == (3, 5.0, {"data": 2.0})
-    assert found.tokens_per_s == 20.0
+def test_measurements_skip_first_steps() -> None:
+    measured = measure(100, [9, 9, 9, 4, 5, 6], {"data": [1, 1, 1, 2, 2, 2]}, 7.0, "resident")
+    assert measured is not None
+    assert (measured.steps, measured.step_s, measured.phases_s) == (3, 5.0, {"data": 2.0})
+    assert measured.tokens_per_s == 20.0
     alone = measure(100, [9.0], {}, None, "resident")
     assert alone is not None
     assert alone.step_s == 9.0
@@ -582,47 +652,57 @@ def test_the_first_steps_are_not_measured() -> None:
         {"finetune": {"method": "lora"}},
     ],
 )  # fmt: skip
-def test_predictions_know_what_they_are_of(change: dict[str, Any]) -> None:
+def test_prediction_digest_depends_on_the_work(change: dict[str, Any]) -> None:
     job, other = tiny_job(), tiny_job(**change)
-    plan = planned(job, 2)
-    assert basis(job, plan) != basis(other, planned(other, 2))
+    plan = plan_from_job(job, 2)
+    assert prediction_digest(job, plan) != prediction_digest(other, plan_from_job(other, 2))
     later = tiny_job(train={"steps": 20}, optimizer={"lr": 1.0}, model={"max_positions": 8192})
-    assert basis(later, planned(later, 2)) == basis(job, plan)
+    assert prediction_digest(later, plan_from_job(later, 2)) == prediction_digest(job, plan)
 
 
-def test_predictions_are_of_a_plan_before_it_was_edited() -> None:
-    job, plan = tiny_job(layout={"ep": 2}), planned(tiny_job(layout={"ep": 2}), 2)
-    swapped = plan.model_copy(update={"homes_by_rank": [[7, 1, 2, 3], [4, 5, 6, 0]]})
-    again = plan.with_slots({1: [7, 1, 2, 3, 4, 5, 6, 0]})
+def test_prediction_digest_depends_on_the_plan() -> None:
+    job, plan = tiny_job(layout={"ep": 2}), plan_from_job(tiny_job(layout={"ep": 2}), 2)
+    swapped = plan.model_copy(update={"expert_placement": [[7, 1, 2, 3], [4, 5, 6, 0]]})
+    again = plan.with_expert_placement({1: [7, 1, 2, 3, 4, 5, 6, 0]})
     there = plan.model_copy(update={"places": [RankPlace.model_validate(PLACE)] * 2})
-    assert len({basis(job, one) for one in (plan, swapped, again)}) == 3
-    assert basis(job, there) == basis(job, plan)
+    assert len({prediction_digest(job, one) for one in (plan, swapped, again)}) == 3
+    assert prediction_digest(job, there) == prediction_digest(job, plan)
 
 
-def test_homes_are_of_layers_that_have_experts() -> None:
-    latent = {"width": 10, "queries": 12, "rotary": 4, "value": 6}
+def test_placement_of_dense_layer_is_rejected() -> None:
+    latent = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6}
     model = {
         "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "dense_ffn": 40,
-        "shared": 1, "groups": 4, "top_groups": 2, "scale": 2.5, "latent": latent,
+        "shared_experts": 1, "expert_groups": 4, "top_expert_groups": 2,
+        "routed_scaling_factor": 2.5, "latent": latent,
     }  # fmt: skip
-    job, homes = tiny_job(model=model, layout={"ep": 2}), [[1, 3, 5, 7], [0, 2, 4, 6]]
-    plan = planned(job, 2)
-    check(plan.model_copy(update={"homes_of_layers": {"2": homes}}), job, "plan")
-    said = r"^plan: homes_of_layers has layer 0, and layers with experts are 1 to 2: remove it"
-    with pytest.raises(ConfigError, match=said):
-        check(plan.model_copy(update={"homes_of_layers": {"0": homes}}), job, "plan")
+    job, by_rank = tiny_job(model=model, layout={"ep": 2}), [[1, 3, 5, 7], [0, 2, 4, 6]]
+    plan = plan_from_job(job, 2)
+    check_plan(plan.model_copy(update={"expert_placement_by_layer": {"2": by_rank}}), job, "plan")
+    sentence = r"^plan: expert_placement_by_layer has layer 0, but layers with experts are 1"
+    with pytest.raises(ConfigError, match=sentence):
+        check_plan(
+            plan.model_copy(update={"expert_placement_by_layer": {"0": by_rank}}), job, "plan"
+        )
 
 
-def test_a_plan_that_says_nothing_of_local_tokens_keeps_its_digest() -> None:
+def test_default_overlap_keeps_the_digest() -> None:
     job = tiny_job(layout={"ep": 2})
-    assert basis(job, planned(job, 2)) == "5cbbc346dce2e11e"
-    first = tiny_job(layout={"ep": 2, "local": "first"})
-    assert basis(first, planned(first, 2)) != basis(job, planned(job, 2))
+    assert prediction_digest(job, plan_from_job(job, 2)) == "dbef26628315c984"
+    first = tiny_job(layout={"ep": 2, "overlap_local": True})
+    assert prediction_digest(first, plan_from_job(first, 2)) != prediction_digest(
+        job, plan_from_job(job, 2)
+    )
 
 
-def test_where_no_token_travels_nothing_said_of_it_matters() -> None:
-    """It is told, as `Job.idle` tests."""
-    plain = planned(tiny_job(), 2)
-    for said in ({"chunks": 4}, {"local": "first"}, {"local": "along"}, {"hosts": 1}):
-        assert planned(tiny_job(layout=said), 2) == plain
-    assert planned(tiny_job(layout={"ep": 2, "hosts": 1}), 2).hosts == 1
+def test_dispatch_settings_are_ignored_without_expert_parallelism() -> None:
+    """`Job.ineffective_settings` reports them."""
+    plain = plan_from_job(tiny_job(), 2)
+    for sentence in (
+        {"chunks": 4},
+        {"overlap_local": True},
+        {"overlap_local": False},
+        {"dispatch_hosts": 1},
+    ):
+        assert plan_from_job(tiny_job(layout=sentence), 2) == plain
+    assert plan_from_job(tiny_job(layout={"ep": 2, "dispatch_hosts": 1}), 2).dispatch_hosts == 1

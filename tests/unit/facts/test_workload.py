@@ -8,7 +8,7 @@ from moesaic.base.config import parse
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import count, memory, parameters
+from moesaic.facts.workload import count_parameters, memory, parameters
 
 
 def model(name: str, **changes: object) -> ModelConfig:
@@ -25,40 +25,44 @@ def model(name: str, **changes: object) -> ModelConfig:
     ],
 )
 def test_published_models_have_their_published_sizes(name: str, total: int, active: int) -> None:
-    counts = count(model(name))
+    counts = count_parameters(model(name))
     assert (counts.total, counts.active) == (total, active)
 
 
-def test_layers_that_differ_have_what_the_model_says() -> None:
-    found = {p.name: p.shape for p in parameters(model("tiny-deepseek"))}
+def test_dense_and_expert_layers_have_their_parameters() -> None:
+    shapes = {p.name: p.shape for p in parameters(model("tiny-deepseek"))}
     for layer in range(4):
-        at = f"layers.{layer}."
-        own = {name.removeprefix(at) for name in found if name.startswith(at)}
-        inner = {name for name in own if name.startswith(("ffn.", "moe."))}
+        prefix = f"layers.{layer}."
+        names = {name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
+        ffn_names = {name for name in names if name.startswith(("ffn.", "moe."))}
         if layer == 0:
-            assert inner == {f"ffn.{part}.weight" for part in ("gate", "up", "down")}
-            assert found[f"{at}ffn.gate.weight"] == (384, 128)
+            assert ffn_names == {f"ffn.{matrix}.weight" for matrix in ("gate", "up", "down")}
+            assert shapes[f"{prefix}ffn.gate.weight"] == (384, 128)
         else:
-            assert len(inner) == 1 + 1 + 16 * 3 + 3
-            assert found[f"{at}moe.router.bias"] == (16,)
-            assert found[f"{at}moe.shared.down.weight"] == (128, 64)
+            assert len(ffn_names) == 1 + 1 + 16 * 3 + 3
+            assert shapes[f"{prefix}moe.router.bias"] == (16,)
+            assert shapes[f"{prefix}moe.shared.down.weight"] == (128, 64)
 
 
-def test_a_dense_model_is_all_active_and_a_tied_one_has_no_head() -> None:
-    plain, tied = count(model("tiny-dense")), count(model("tiny-dense", tied=True))
+def test_dense_model_is_all_active_and_tied_model_has_no_head() -> None:
+    plain, tied = (
+        count_parameters(model("tiny-dense")),
+        count_parameters(model("tiny-dense", tied=True)),
+    )
     assert plain.total == plain.active
     assert plain.total - tied.total == 320 * 128
 
 
-def test_names_are_unique_and_in_the_order_of_blocks() -> None:
-    found = list(parameters(model("tiny-olmoe")))
-    names = [parameter.name for parameter in found]
+def test_parameter_names_are_unique_and_in_block_order() -> None:
+    all_parameters = list(parameters(model("tiny-olmoe")))
+    names = [parameter.name for parameter in all_parameters]
     assert len(set(names)) == len(names)
     assert (names[0], names[-1]) == ("embed.weight", "head.weight")
-    layers = [parameter.layer for parameter in found if parameter.layer is not None]
+    layers = [parameter.layer for parameter in all_parameters if parameter.layer is not None]
     assert layers == sorted(layers)
     assert (
-        sum(math.prod(parameter.shape) for parameter in found) == count(model("tiny-olmoe")).total
+        sum(math.prod(parameter.shape) for parameter in all_parameters)
+        == count_parameters(model("tiny-olmoe")).total
     )
 
 
@@ -71,42 +75,45 @@ def job(**train: object) -> Job:
 
 
 def test_memory_of_a_rank() -> None:
-    size = count(model("tiny-olmoe")).total
-    alone = memory(job(), Plan(ranks=1, ep=1, shard=1, experts=16))
-    assert alone.parameters_bytes == alone.gradients_bytes == 4 * size
-    assert alone.moments_bytes == 8 * size
-    assert alone.staging_bytes == 12 * size
-    assert alone.gathered_bytes == 0
-    passing = alone.activations_bytes + alone.head_bytes
-    assert alone.total_bytes == 28 * size + passing + alone.working_bytes
-    assert alone.forward_bytes == passing
-    assert alone.backward_bytes > passing > alone.gradients_bytes
-    assert alone.peak_bytes == 24 * size + alone.backward_bytes
-    elsewhere = memory(job(), Plan(ranks=1, ep=1, shard=1, experts=16), on_cpu=False)
-    assert elsewhere.peak_bytes == 12 * size + alone.backward_bytes
+    size = count_parameters(model("tiny-olmoe")).total
+    one_rank = memory(job(), Plan(ranks=1, ep=1, dp_shard=1, experts=16))
+    assert one_rank.parameters_bytes == one_rank.gradients_bytes == 4 * size
+    assert one_rank.moments_bytes == 8 * size
+    assert one_rank.staging_bytes == 12 * size
+    assert one_rank.gathered_bytes == 0
+    saved = one_rank.activations_bytes + one_rank.head_bytes
+    assert one_rank.total_bytes == 28 * size + saved + one_rank.working_bytes
+    assert one_rank.forward_bytes == saved
+    assert one_rank.backward_bytes > saved > one_rank.gradients_bytes
+    assert one_rank.peak_bytes == 24 * size + one_rank.backward_bytes
+    on_gpu = memory(job(), Plan(ranks=1, ep=1, dp_shard=1, experts=16), on_cpu=False)
+    assert on_gpu.peak_bytes == 12 * size + one_rank.backward_bytes
 
-    shared = memory(job(), Plan(ranks=4, ep=4, shard=4, experts=16))
-    assert 4 * size / 4 <= shared.parameters_bytes < 4 * size / 4 + 16
-    assert shared.staging_bytes == 3 * shared.parameters_bytes
-    assert shared.gathered_bytes > 0
-    # A quarter, and in every layer the rows that have travelled, there and back, with their order.
-    sizes, rows = job().model, job().train.batch * job().data.sequence * job().model.top_k
-    travelled = sizes.layers * rows * (2 * 4 * sizes.hidden + 8)
-    more = 4 * shared.activations_bytes - alone.activations_bytes
-    assert more == pytest.approx(travelled, rel=1e-3)
-
-
-def test_choices_that_save_activations_do() -> None:
-    plan = Plan(ranks=1, ep=1, shard=1, experts=16)
-    plain = memory(job(), plan).activations_bytes
-    assert memory(job(micro_batches=8), plan).activations_bytes < plain
-    assert memory(job(recompute=True), plan).activations_bytes < plain
-    assert memory(job(precision="bf16"), plan).activations_bytes < plain
-    assert memory(job(precision="fp64"), plan).activations_bytes > plain
-    assert memory(job(precision="fp64"), plan).parameters_bytes == 8 * count(job().model).total
+    sharded = memory(job(), Plan(ranks=4, ep=4, dp_shard=4, experts=16))
+    assert 4 * size / 4 <= sharded.parameters_bytes < 4 * size / 4 + 16
+    assert sharded.staging_bytes == 3 * sharded.parameters_bytes
+    assert sharded.gathered_bytes > 0
+    # A quarter, plus every layer's received and returned tokens with their permutation.
+    config, routed = job().model, job().train.batch * job().data.sequence * job().model.top_k
+    dispatched = config.layers * routed * (2 * 4 * config.hidden + 8)
+    extra = 4 * sharded.activations_bytes - one_rank.activations_bytes
+    assert extra == pytest.approx(dispatched, rel=1e-3)
 
 
-def test_a_checkpoint_that_training_waits_for_needs_no_copy() -> None:
+def test_micro_batches_recompute_and_bf16_save_activations() -> None:
+    plan = Plan(ranks=1, ep=1, dp_shard=1, experts=16)
+    baseline = memory(job(), plan).activations_bytes
+    assert memory(job(micro_batches=8), plan).activations_bytes < baseline
+    assert memory(job(recompute=True), plan).activations_bytes < baseline
+    assert memory(job(precision="bf16"), plan).activations_bytes < baseline
+    assert memory(job(precision="fp64"), plan).activations_bytes > baseline
+    assert (
+        memory(job(precision="fp64"), plan).parameters_bytes
+        == 8 * count_parameters(job().model).total
+    )
+
+
+def test_blocking_checkpoint_needs_no_staging_copy() -> None:
     raw = job().model_dump(by_alias=True, exclude_none=True)
     blocking = parse(Job, {**raw, "checkpoint": {"asynchronous": False}}, "job")
-    assert memory(blocking, Plan(ranks=1, ep=1, shard=1, experts=16)).staging_bytes == 0
+    assert memory(blocking, Plan(ranks=1, ep=1, dp_shard=1, experts=16)).staging_bytes == 0

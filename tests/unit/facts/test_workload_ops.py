@@ -1,4 +1,4 @@
-"""The workload against the real thing: what torch counts, moves and keeps, block by block."""
+"""Workload against a real run: FLOPs, bytes moved and bytes saved, block by block."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from torch import Tensor
 
 from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
-from moesaic.dist import device as devices
 from moesaic.dist.checkpoint.staging import Staging
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.plan import Plan, lay_out
+from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import (
     Block,
-    Work,
+    BlockWork,
     blocks,
-    count,
+    count_parameters,
     memory,
     ops,
     parameters,
     workload,
 )
-from moesaic.facts.workload.kept import activations
+from moesaic.facts.workload.activation_memory import activation_bytes
 from moesaic.facts.workload.loads import expert_counts
-from moesaic.models.initial import InitialSource
-from moesaic.nn import norm, shares
-from moesaic.testing.blocks import Watched, watch
+from moesaic.kernels import device as devices
+from moesaic.models.init import InitialSource
+from moesaic.nn import norm
+from moesaic.nn.experts import tiles
+from moesaic.testing.blocks import BlockTrace, trace_blocks
 from moesaic.testing.flops import flops
 from moesaic.testing.jobs import RandomSamples
 from moesaic.train.assemble import assemble
@@ -48,19 +49,20 @@ SMALL = {
 }  # fmt: skip
 FAMILIES = ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
 SMALL_LATENT = {
-    "kv_heads": 6, "dense_ffn": 100, "shared": 2,
-    "latent": {"width": 20, "rotary": 6, "value": 12, "queries": 28},
+    "kv_heads": 6, "dense_ffn": 100, "shared_experts": 2,
+    "latent": {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12, "q_lora_rank": 28},
 }  # fmt: skip
 
 
 @pytest.fixture
-def multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed again stops before a layer's last product, but not where oneDNN does it."""
+def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable oneDNN, with which recomputation does not stop before a layer's last matmul."""
     monkeypatch.setattr(devices, "prefers_onednn", lambda: False)
 
 
 def make_job(name: str, **changes: Any) -> Job:
-    """`changes` by table__key: model__tied=True; without a table: of the model."""
+    """Return a job with `changes` by table__key (data__sequence=33); keys without a table change
+    the model."""
     raw: dict[str, dict[str, Any]] = {
         "model": {**PRESETS[name], **SMALL, **(SMALL_LATENT if name == "tiny-deepseek" else {})},
         "data": {"path": "x", "sequence": 20},
@@ -74,29 +76,29 @@ def make_job(name: str, **changes: Any) -> Job:
     return parse(Job, raw, "job")
 
 
-def alone(job: Job) -> Plan:
-    return lay_out(job.layout, job.model, 1)
+def one_rank_plan(job: Job) -> Plan:
+    return plan_from_layout(job.layout, job.model, 1)
 
 
-def watched_alone(job: Job) -> Watched:
-    return watch(job, alone(job), World.solo())
+def trace_one_rank(job: Job) -> BlockTrace:
+    return trace_blocks(job, one_rank_plan(job), World.solo())
 
 
-def by_layer(blocks: list[Block], way: str) -> Iterator[tuple[str, list[Work]]]:
-    """Works by the model's own blocks: a layer's attention and feed-forward network together."""
-    gathered: dict[str, list[Work]] = {}
+def by_layer(blocks: list[Block], direction: str) -> Iterator[tuple[str, list[BlockWork]]]:
+    """Yield works by block of the model: attention and FFN of a layer together."""
+    works: dict[str, list[BlockWork]] = {}
     for block in blocks:
         if block.name != "step":
             name = ".".join(block.name.split(".")[:2])
-            gathered.setdefault(name, []).append(getattr(block, way))
-    yield from gathered.items()
+            works.setdefault(name, []).append(getattr(block, direction))
+    yield from works.items()
 
 
 LATENT: list[dict[str, Any]] = [
-    {"width": 20, "rotary": 6, "value": 12},
-    {"width": 20, "rotary": 6, "value": 12, "queries": 28},
-    {"width": 20, "rotary": 6, "value": 16},
-    {"width": 20, "rotary": 6, "value": 24, "queries": 28},
+    {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12},
+    {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 12, "q_lora_rank": 28},
+    {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 16},
+    {"kv_lora_rank": 20, "qk_rope_head_dim": 6, "v_head_dim": 24, "q_lora_rank": 28},
 ]
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -110,16 +112,16 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("multiplied_by_torch")
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
-def test_flops_are_those_that_torch_counts(name: str, changes: dict[str, Any]) -> None:
+def test_flops_match_torch(name: str, changes: dict[str, Any]) -> None:
     job = make_job(name, **changes)
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    for way in ("forward", "backward"):
-        seen = getattr(watched, way)
-        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
-        assert predicted == {key: flops(one) for key, one in seen.items()}, way
+    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
+    for direction in ("forward", "backward"):
+        traced = getattr(trace, direction)
+        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, direction)}
+        assert predicted == {key: flops(one) for key, one in traced.items()}, direction
 
 
 LORA: list[tuple[str, dict[str, Any]]] = [
@@ -138,28 +140,28 @@ LORA: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.usefixtures("multiplied_by_torch")
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize(("name", "finetune"), LORA, ids=str)
 @pytest.mark.parametrize(("precision", "recompute"), [("fp32", False), ("bf16", True)])
-def test_what_does_not_learn_has_no_gradient(
+def test_frozen_parameters_have_no_gradients(
     name: str, finetune: dict[str, Any], precision: str, recompute: bool
 ) -> None:
-    """And adapters have; flops exactly, passes and kernels nearly, messages of none are left."""
+    """FLOPs match exactly, elementwise bytes and kernel launches nearly."""
     changes = {f"finetune__{key}": value for key, value in ({"method": "lora"} | finetune).items()}
     job = make_job(name, train__precision=precision, train__recompute=recompute, **changes)
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    for way in ("forward", "backward"):
-        seen = getattr(watched, way)
-        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, way)}
-        assert predicted == {key: flops(one) for key, one in seen.items()}, way
-        for key, works in by_layer(blocks, way):
-            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-            assert moved == pytest.approx(seen[key].moved_bytes, rel=0.03), (way, key)
-            assert calls == pytest.approx(seen[key].calls, rel=0.08), (way, key)
+    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
+    for direction in ("forward", "backward"):
+        traced = getattr(trace, direction)
+        predicted = {key: sum(w.flops for w in works) for key, works in by_layer(blocks, direction)}
+        assert predicted == {key: flops(one) for key, one in traced.items()}, direction
+        for key, works in by_layer(blocks, direction):
+            moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
+            assert moved == pytest.approx(traced[key].moved_bytes, rel=0.03), (direction, key)
+            assert kernels == pytest.approx(traced[key].num_kernels, rel=0.08), (direction, key)
 
 
 def make_latent(latent: dict[str, Any], **changes: Any) -> Job:
-    """Latent attention over experts that are chosen and laid out as Mixtral's are."""
+    """Return a job with latent attention and Mixtral's experts."""
     return make_job(
         "tiny-mixtral", family="deepseek_v3", latent=latent, **{"kv_heads": 6, **changes}
     )
@@ -176,176 +178,186 @@ def make_latent(latent: dict[str, Any], **changes: Any) -> Job:
 def test_latent_attention(
     latent: dict[str, Any], precision: str, packing: str, recompute: bool
 ) -> None:
-    """Flops and kept bytes exactly, bytes that passes move and kernels as near as elsewhere."""
+    """FLOPs and saved bytes match exactly, elementwise bytes and kernel launches nearly."""
     job = make_latent(
         latent, train__precision=precision, train__recompute=recompute, data__packing=packing,
         data__sequence=64, train__batch=4, hidden=96, ffn=16,
     )  # fmt: skip
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    for way in ("forward", "backward"):
-        seen = getattr(watched, way)["layers.0"]
-        works = dict(by_layer(blocks, way))["layers.0"]
-        assert sum(w.flops for w in works) == flops(seen), way
-        moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-        assert moved == pytest.approx(seen.moved_bytes, rel=0.005), way
-        assert calls == pytest.approx(seen.calls, rel=0.02), way
-    kept = activations(job, alone(job), 0)["layers.0"]
+    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
+    for direction in ("forward", "backward"):
+        traced = getattr(trace, direction)["layers.0"]
+        works = dict(by_layer(blocks, direction))["layers.0"]
+        assert sum(w.flops for w in works) == flops(traced), direction
+        moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
+        assert moved == pytest.approx(traced.moved_bytes, rel=0.005), direction
+        assert kernels == pytest.approx(traced.num_kernels, rel=0.02), direction
+    saved = activation_bytes(job, one_rank_plan(job), 0)["layers.0"]
     if recompute:
-        kept = 4 * 64 * 96 * (8 if precision == "fp64" else 4)
-    assert watched.kept["layers.0"] == kept
+        saved = 4 * 64 * 96 * (8 if precision == "fp64" else 4)
+    assert trace.saved_bytes["layers.0"] == saved
 
 
-def check_passes(job: Job) -> None:
-    """Bytes and kernels of every block, both ways."""
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    for way in ("forward", "backward"):
-        for key, works in by_layer(blocks, way):
-            seen = getattr(watched, way)[key]
-            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
-            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+def check_elementwise(job: Job) -> None:
+    """Check elementwise bytes and kernel launches of every block, forward and backward."""
+    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
+    for direction in ("forward", "backward"):
+        for key, works in by_layer(blocks, direction):
+            traced = getattr(trace, direction)[key]
+            moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
+            assert moved == pytest.approx(traced.moved_bytes, rel=0.005), (direction, key)
+            assert kernels == pytest.approx(traced.num_kernels, rel=0.02), (direction, key)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("packing", ["documents", "stream"])
-def test_passes_are_those_that_torch_makes(
+def test_elementwise_kernels_match_torch(
     name: str, precision: str, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of experts that are one share: each share more starts four kernels, or nine, once more."""
-    monkeypatch.setattr(shares, "_SHARE_BYTES", 1 << 30)
+    """Experts run in one chunk, as each further chunk starts more kernels."""
+    monkeypatch.setattr(tiles, "_RANGE_BYTES", 1 << 30)
     job = make_job(
         name, train__precision=precision, data__packing=packing, data__sequence=64,
         train__batch=4, hidden=96,
     )  # fmt: skip
-    check_passes(job)
+    check_elementwise(job)
 
 
-def test_norms_by_blocks_start_kernels_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_norms_start_kernels_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ops, norm):
-        monkeypatch.setattr(module, "NORM_BYTES", 50 * 96 * 4)
-    monkeypatch.setattr(shares, "_SHARE_BYTES", 1 << 30)
+        monkeypatch.setattr(module, "NORM_CHUNK_BYTES", 50 * 96 * 4)
+    monkeypatch.setattr(tiles, "_RANGE_BYTES", 1 << 30)
     job = make_job("tiny-qwen3", data__sequence=64, train__batch=4, hidden=96)
-    check_passes(job)
+    check_elementwise(job)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("changes", SHAPES, ids=lambda c: " ".join(map(str, c)) or "plain")
-def test_autograd_keeps_what_is_predicted(name: str, changes: dict[str, Any]) -> None:
+def test_saved_bytes_match_autograd(name: str, changes: dict[str, Any]) -> None:
     job = make_job(name, **changes)
-    kept, predicted = watched_alone(job).kept, activations(job, alone(job), 0)
+    saved, predicted = trace_one_rank(job).saved_bytes, activation_bytes(job, one_rank_plan(job), 0)
     expected = {key: num_bytes for key, num_bytes in predicted.items() if key != "context"}
-    if job.train.recompute:  # A layer leaves its input; the rest comes back in backward.
+    if job.train.recompute:  # A layer saves only its input.
         stored = 8 if job.train.precision == "fp64" else 4
         stream = job.train.batch * job.data.sequence * job.model.hidden * stored
         expected |= {key: stream for key in expected if key.startswith("layers.")}
-    assert kept == expected
+    assert saved == expected
 
 
 @pytest.mark.parametrize("packing", ["documents", "stream"])
 @pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3"])
-def test_a_window_is_a_mask(name: str, packing: str) -> None:
-    """Of every row where documents end, else one for all of them."""
+def test_window_needs_a_mask(name: str, packing: str) -> None:
+    """One mask per sample where documents end, else one for all samples."""
     shape = {"data__packing": packing, "data__sequence": 64, "train__batch": 4, "hidden": 96}
-    job, wide = (make_job(name, window=window, **shape) for window in (63, 64))
-    watched, blocks = watched_alone(job), workload(job, alone(job))
-    kept, without = activations(job, alone(job), 0), activations(wide, alone(wide), 0)
+    job, unmasked = (make_job(name, window=window, **shape) for window in (63, 64))
+    trace, blocks = trace_one_rank(job), workload(job, one_rank_plan(job))
+    saved, saved_unmasked = (
+        activation_bytes(job, one_rank_plan(job), 0),
+        activation_bytes(unmasked, one_rank_plan(unmasked), 0),
+    )
     rows = 4 if packing == "documents" else 1
-    assert kept["context"] - without["context"] == (64 * 64 if packing == "stream" else 0)
-    assert {key: kept[key] for key in watched.kept} == watched.kept
-    for way in ("forward", "backward"):
-        for key, works in by_layer(blocks, way):
-            seen = getattr(watched, way)[key]
-            moved, calls = sum(w.moved_bytes for w in works), sum(w.calls for w in works)
-            assert sum(w.flops for w in works) == flops(seen)
-            assert moved == pytest.approx(seen.moved_bytes, rel=0.005), (way, key)
-            assert calls == pytest.approx(seen.calls, rel=0.02), (way, key)
+    assert saved["context"] - saved_unmasked["context"] == (64 * 64 if packing == "stream" else 0)
+    assert {key: saved[key] for key in trace.saved_bytes} == trace.saved_bytes
+    for direction in ("forward", "backward"):
+        for key, works in by_layer(blocks, direction):
+            traced = getattr(trace, direction)[key]
+            moved, kernels = sum(w.moved_bytes for w in works), sum(w.num_kernels for w in works)
+            assert sum(w.flops for w in works) == flops(traced)
+            assert moved == pytest.approx(traced.moved_bytes, rel=0.005), (direction, key)
+            assert kernels == pytest.approx(traced.num_kernels, rel=0.02), (direction, key)
     attend = next(op for op in blocks[1].forward.ops if op.name == "attend")
-    assert attend.causal_share == 1.0
-    plain = make_job(name, **{**shape, "data__packing": "stream"})
-    bare = next(op for op in workload(plain, alone(plain))[1].forward.ops if op.name == "attend")
-    assert attend.moved_bytes - bare.moved_bytes == rows * 64 * 64 * (1 + 4)
+    assert attend.causal_fraction == 1.0
+    stream_job = make_job(name, **{**shape, "data__packing": "stream"})
+    unmasked_attend = next(
+        op
+        for op in workload(stream_job, one_rank_plan(stream_job))[1].forward.ops
+        if op.name == "attend"
+    )
+    assert attend.moved_bytes - unmasked_attend.moved_bytes == rows * 64 * 64 * (1 + 4)
 
 
-def test_a_clamp_keeps_what_it_clamps() -> None:
+def test_clamp_saves_its_inputs() -> None:
     job = make_job("tiny-olmoe", clip_qkv=0.1)
-    watched = watched_alone(job)
-    assert watched.kept["layers.0"] == activations(job, alone(job), 0)["layers.0"]
-    for way in ("forward", "backward"):
-        works = dict(by_layer(workload(job, alone(job)), way))["layers.0"]
-        seen = getattr(watched, way)["layers.0"]
-        assert sum(w.flops for w in works) == flops(seen)
-        assert sum(w.moved_bytes for w in works) == pytest.approx(seen.moved_bytes, rel=0.03)
+    trace = trace_one_rank(job)
+    assert trace.saved_bytes["layers.0"] == activation_bytes(job, one_rank_plan(job), 0)["layers.0"]
+    for direction in ("forward", "backward"):
+        works = dict(by_layer(workload(job, one_rank_plan(job)), direction))["layers.0"]
+        traced = getattr(trace, direction)["layers.0"]
+        assert sum(w.flops for w in works) == flops(traced)
+        assert sum(w.moved_bytes for w in works) == pytest.approx(traced.moved_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_forward_pass_fills_the_memory_that_is_predicted(
-    name: str, precision: str, recompute: bool
-) -> None:
-    """All blocks at once, as training runs them."""
+def test_forward_pass_saves_predicted_bytes(name: str, precision: str, recompute: bool) -> None:
+    """Run all blocks at once, as training does."""
     job = make_job(name, train__precision=precision, train__recompute=recompute)
-    plan = alone(job)
+    plan = one_rank_plan(job)
     run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-    known = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    parameter_storages = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
     batch = replace(batch, inputs=batch.inputs.clone())
     context = lm.make_context(run.model, batch, job, 0)
     context.training = True
     assert context.mask is not None
-    found: dict[int, int] = {}
-    held: list[Tensor] = []
+    storages: dict[int, int] = {}
+    saved_tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
+        if storage.data_ptr() not in parameter_storages:
+            storages[storage.data_ptr()] = storage.nbytes()
+            saved_tensors.append(tensor)
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, run.precision():
-        total, losses = lm.compute(run.model, batch, context, job, 1)
-    kept = activations(job, plan, 0)
-    outside = kept["context"] if recompute else context.mask.nbytes  # They live in the context.
-    whole = memory(job, plan).activations_bytes + kept["head"] - outside
-    if recompute:  # Inputs alone; in backward those before a layer, and all of that one.
+    with hooks, run.autocast():
+        total, losses = lm.compute_loss(run.model, batch, context, job, 1)
+    saved = activation_bytes(job, plan, 0)
+    excluded = (
+        saved["context"] if recompute else context.mask.nbytes
+    )  # These belong to the context.
+    expected = memory(job, plan).activations_bytes + saved["head"] - excluded
+    # Forward saves only inputs; backward has those before a layer, and all of that layer.
+    if recompute:
         stream = batch.inputs.numel() * job.model.hidden * 4
-        most = max(index * stream + kept[f"layers.{index}"] for index in range(job.model.layers))
-        whole += job.model.layers * stream - most
+        peak = max(index * stream + saved[f"layers.{index}"] for index in range(job.model.layers))
+        expected += job.model.layers * stream - peak
     assert total.isfinite()
     assert losses.loss.isfinite()
-    assert sum(found.values()) == pytest.approx(whole, rel=0.001)
+    assert sum(storages.values()) == pytest.approx(expected, rel=0.001)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_what_a_rank_holds_is_what_a_run_has(name: str, tied: bool, micro_batches: int) -> None:
+def test_memory_matches_a_run(name: str, tied: bool, micro_batches: int) -> None:
     job = make_job(name, tied=tied, train__micro_batches=micro_batches)
-    plan = alone(job)
+    plan = one_rank_plan(job)
     run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
-    needs = memory(job, plan)
-    held = sum(item.local.nbytes for item in run.holdings)
+    rank_memory = memory(job, plan)
+    num_bytes = sum(item.local.nbytes for item in run.trainable)
     biases = sum(router.bias.nbytes for _, router in run.model.sigmoid_routers())
-    assert needs.parameters_bytes == held + biases == 4 * count(job.model).total
+    assert (
+        rank_memory.parameters_bytes == num_bytes + biases == 4 * count_parameters(job.model).total
+    )
     moments = sum(t.nbytes for pair in run.optimizer.moments.values() for t in pair)
-    assert needs.moments_bytes == moments
+    assert rank_memory.moments_bytes == moments
     run.step(RandomSamples(job.model.vocab, job.data.sequence))
     if micro_batches == 1:
-        assert needs.gradients_bytes == held
+        assert rank_memory.gradients_bytes == num_bytes
     else:
-        added = max((bank.arena.nbytes for _, bank in run.model.banks()), default=0)
-        assert needs.gradients_bytes == held + added
+        added = max((bank.arena.nbytes for _, bank in run.model.expert_banks()), default=0)
+        assert rank_memory.gradients_bytes == num_bytes + added
     staging = Staging(0, torch.device("cpu"), 1 << 30)
-    pieces = run.state().pieces
-    staged = sum(part.num_bytes for part in staging.lay_out(pieces).parts)
-    assert needs.staging_bytes == staged
-    assert needs.peak_bytes <= needs.total_bytes
+    shards = run.state().shards
+    staged = sum(part.num_bytes for part in staging.plan_files(shards).files)
+    assert rank_memory.staging_bytes == staged
+    assert rank_memory.peak_bytes <= rank_memory.total_bytes
 
 
-def test_a_tied_weight_is_held_and_updated_once() -> None:
+def test_tied_weight_is_stored_and_updated_once() -> None:
     for name in FAMILIES:
         sizes = {}
         for tied in (False, True):
@@ -353,52 +365,53 @@ def test_a_tied_weight_is_held_and_updated_once() -> None:
             names = [parameter.name for parameter in parameters(job.model)]
             assert len(set(names)) == len(names)
             updated = sum(
-                op.moved_bytes for block in workload(job, alone(job)) for op in block.update.ops
+                op.moved_bytes for block in workload(job, one_rank_plan(job))
+                for op in block.update.ops
                 if op.name == "adamw"
             )  # fmt: skip
-            learnt = sum(p.size for p in parameters(job.model) if p.kind != "bias")
-            assert updated == 7 * 4 * learnt
+            num_trainable = sum(p.size for p in parameters(job.model) if p.kind != "bias")
+            assert updated == 7 * 4 * num_trainable
             sizes[tied] = updated
         assert sizes[False] - sizes[True] == 7 * 4 * SMALL["vocab"] * SMALL["hidden"]
 
 
 @pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
-@pytest.mark.parametrize(("ranks", "ep", "shard"), [(4, 2, 2), (4, 4, 1), (6, 2, 3), (4, 1, 4)])
-def test_ranks_hold_and_update_each_parameter_as_often_as_there_are_copies(
-    name: str, ranks: int, ep: int, shard: int
+@pytest.mark.parametrize(("ranks", "ep", "dp_shard"), [(4, 2, 2), (4, 4, 1), (6, 2, 3), (4, 1, 4)])
+def test_ranks_store_and_update_every_replica(
+    name: str, ranks: int, ep: int, dp_shard: int
 ) -> None:
-    job = make_job(name, layout__ep=ep, layout__shard=shard, train__batch=12, hidden=36)
-    plan = lay_out(job.layout, job.model, ranks)
-    everything = list(parameters(job.model))
-    experts = sum(p.size for p in everything if p.kind == "expert")
-    dense = sum(p.size for p in everything if p.is_dense)
-    biases = sum(p.size for p in everything if p.kind == "bias")
-    assert dense + experts + biases == count(job.model).total
-    held = [memory(job, plan, rank) for rank in range(ranks)]
-    assert sum(m.moments_bytes for m in held) == 8 * (
-        dense * ranks // shard + experts * ranks // ep
+    job = make_job(name, layout__ep=ep, layout__dp_shard=dp_shard, train__batch=12, hidden=36)
+    plan = plan_from_layout(job.layout, job.model, ranks)
+    all_parameters = list(parameters(job.model))
+    experts = sum(p.size for p in all_parameters if p.kind == "expert")
+    dense = sum(p.size for p in all_parameters if p.is_dense)
+    biases = sum(p.size for p in all_parameters if p.kind == "bias")
+    assert dense + experts + biases == count_parameters(job.model).total
+    memories = [memory(job, plan, rank) for rank in range(ranks)]
+    assert sum(m.moments_bytes for m in memories) == 8 * (
+        dense * ranks // dp_shard + experts * ranks // ep
     )
-    assert sum(m.staging_bytes for m in held) == 12 * (dense + experts) + 4 * biases
+    assert sum(m.staging_bytes for m in memories) == 12 * (dense + experts) + 4 * biases
     normed = sum(
         op.moved_bytes for rank in range(ranks) for block in workload(job, plan, rank)
         for op in block.update.ops if op.name == "norm"
     )  # fmt: skip
     assert normed >= 4 * (dense + experts)
-    assert normed == pytest.approx(4 * (dense + experts), rel=0.02)  # but for padding
+    assert normed == pytest.approx(4 * (dense + experts), rel=0.02)  # except for padding
 
 
-CUT: list[tuple[int, dict[str, Any]]] = [
+SHARDED_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
-    (4, {"tp": 2, "shard": 2}),
+    (4, {"tp": 2, "dp_shard": 2}),
     (4, {"tp": 2, "ep": 4}),
-    (4, {"pp": 2, "shard": 2}),
+    (4, {"pp": 2, "dp_shard": 2}),
     (4, {"pp": 2, "tp": 2, "ep": 2}),
-    (8, {"pp": 2, "tp": 2, "ep": 2, "shard": 2}),
+    (8, {"pp": 2, "tp": 2, "ep": 2, "dp_shard": 2}),
 ]
 
 
-def cut_job(name: str, layout: dict[str, Any], **changes: Any) -> Job:
-    """A job whose every matrix two slices of two shards share out equally."""
+def sharded_job(name: str, layout: dict[str, Any], **changes: Any) -> Job:
+    """Return a job whose matrices split evenly over two TP ranks and two FSDP shards."""
     if name == "tiny-dense":
         layout = {**layout, "ep": 1}
     keys = {f"layout__{key}": value for key, value in layout.items()}
@@ -410,55 +423,57 @@ def cut_job(name: str, layout: dict[str, Any], **changes: Any) -> Job:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("ranks", "layout"), CUT, ids=str)
-def test_slices_and_parts_update_each_parameter_as_often_as_there_are_copies(
+@pytest.mark.parametrize(("ranks", "layout"), SHARDED_LAYOUTS, ids=str)
+def test_tp_and_pp_ranks_update_every_replica(
     name: str, tied: bool, ranks: int, layout: dict[str, Any]
 ) -> None:
-    job = cut_job(name, layout, tied=tied)
-    plan = lay_out(job.layout, job.model, ranks)
-    sums = {"norm": 0, "adamw": 0}
+    job = sharded_job(name, layout, tied=tied)
+    plan = plan_from_layout(job.layout, job.model, ranks)
+    moved = {"norm": 0, "adamw": 0}
     for rank in range(ranks):
         for block in workload(job, plan, rank):
             for op in block.update.ops:
-                if op.name in sums:
-                    sums[op.name] += op.moved_bytes
-    learnt = [p for p in parameters(job.model) if p.kind != "bias"]
-    assert sums["norm"] == 4 * sum(p.size for p in learnt)
-    ends = 2 if tied and plan.pp > 1 else 1
-    copies = 0
-    for p in learnt:
+                if op.name in moved:
+                    moved[op.name] += op.moved_bytes
+    trainable = [p for p in parameters(job.model) if p.kind != "bias"]
+    assert moved["norm"] == 4 * sum(p.size for p in trainable)
+    tied_copies = 2 if tied and plan.pp > 1 else 1
+    num_elements = 0
+    for p in trainable:
         if p.kind == "expert":
-            copies += p.size * plan.span // plan.ep
+            num_elements += p.size * plan.ranks_per_stage // plan.ep
         else:
-            holders = plan.replicas if p.cut is not None else plan.span
-            copies += p.size * holders // plan.shard * (ends if p.kind == "embedding" else 1)
-    assert sums["adamw"] == 7 * 4 * copies
+            num_ranks = plan.dp if p.tp_dim is not None else plan.ranks_per_stage
+            num_elements += (
+                p.size * num_ranks // plan.dp_shard * (tied_copies if p.kind == "embedding" else 1)
+            )
+    assert moved["adamw"] == 7 * 4 * num_elements
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("ranks", "layout"), CUT, ids=str)
-def test_slices_and_parts_do_the_products_of_one_rank(
+@pytest.mark.parametrize(("ranks", "layout"), SHARDED_LAYOUTS, ids=str)
+def test_tp_and_pp_ranks_have_the_flops_of_one_rank(
     name: str, recompute: bool, ranks: int, layout: dict[str, Any]
 ) -> None:
-    """No product is lost, none is done twice, and everything that is not cut is done once."""
-    job = cut_job(name, layout, train__recompute=recompute)
-    plan, sums = lay_out(job.layout, job.model, ranks), {}
+    """No matmul is lost or repeated, and unsharded ones count once."""
+    job = sharded_job(name, layout, train__recompute=recompute)
+    plan, flops_by_block = plan_from_layout(job.layout, job.model, ranks), {}
     for rank in range(ranks):
         for block in workload(job, plan, rank):
-            for way in ("forward", "backward"):
-                at = block.name, way
-                sums[at] = sums.get(at, 0) + getattr(block, way).flops
-    one = workload(job, alone(cut_job(name, {})))
-    assert sums == {
-        (block.name, way): getattr(block, way).flops
-        for block in one for way in ("forward", "backward")
+            for direction in ("forward", "backward"):
+                key = block.name, direction
+                flops_by_block[key] = flops_by_block.get(key, 0) + getattr(block, direction).flops
+    one = workload(job, one_rank_plan(sharded_job(name, {})))
+    assert flops_by_block == {
+        (block.name, direction): getattr(block, direction).flops
+        for block in one for direction in ("forward", "backward")
     }  # fmt: skip
 
 
-def test_a_rank_has_the_blocks_of_its_own_stages() -> None:
+def test_rank_has_the_blocks_of_its_stages() -> None:
     job = make_job("tiny-mixtral", layers=4, layout__pp=2, layout__schedule="interleaved")
-    plan = lay_out(job.layout, job.model, 2)
+    plan = plan_from_layout(job.layout, job.model, 2)
     names = [[block.name for block in workload(job, plan, rank)] for rank in (0, 1)]
     layers = {i: [f"layers.{i}.attention", f"layers.{i}.moe"] for i in range(4)}
     assert names == [
@@ -470,30 +485,30 @@ def test_a_rank_has_the_blocks_of_its_own_stages() -> None:
     rows=st.integers(1, 9), tp=st.sampled_from([1, 2, 4]), replicas=st.integers(1, 3),
     weights=st.lists(st.integers(0, 9), min_size=8, max_size=8).filter(any),
 )  # fmt: skip
-def test_every_slice_assigns_its_own_run_of_tokens(
+def test_each_tp_rank_assigns_its_sequence_shard(
     rows: int, tp: int, replicas: int, weights: list[int]
 ) -> None:
     job = make_job("tiny-mixtral", train__batch=rows)
     span = tp * replicas
-    plan = Plan(ranks=2 * span, ep=1, shard=1, tp=tp, pp=2, experts=8)
+    plan = Plan(ranks=2 * span, ep=1, dp_shard=1, tp=tp, pp=2, experts=8)
     counts = expert_counts(job, plan, weights)
-    samples = [len(plan.rows(rank, rows)) for rank in range(span)]
-    each = job.data.sequence * job.model.top_k
+    samples = [len(plan.sample_range(rank, rows)) for rank in range(span)]
+    choices_per_sample = job.data.sequence * job.model.top_k
     assert counts.shape == (span, 8)
-    assert counts.sum(axis=1).tolist() == [num * each // tp for num in samples]
+    assert counts.sum(axis=1).tolist() == [num * choices_per_sample // tp for num in samples]
 
 
 def totals(job: Job, ranks: int) -> tuple[int, int, int]:
-    """Flops, bytes touched (a slot's gradient is zeroed, or a product's result) and bytes sent."""
-    plan = lay_out(job.layout, job.model, ranks)
+    """Return FLOPs, bytes of matmuls and elementwise kernels, and bytes of collectives."""
+    plan = plan_from_layout(job.layout, job.model, ranks)
     works = [
         work for rank in range(ranks) for block in workload(job, plan, rank)
         for work in (block.forward, block.backward, block.update)
     ]  # fmt: skip
     width = {"fp64": 8, "fp32": 4, "bf16": 2}
-    factors = sum(p.elements * width[op.type] for w in works for op in w.ops for p in op.products)
-    sent = sum(message.num_bytes for work in works for message in work.messages)
-    return sum(w.flops for w in works), factors + sum(w.moved_bytes for w in works), sent
+    factors = sum(p.elements * width[op.dtype] for w in works for op in w.ops for p in op.matmuls)
+    sent_bytes = sum(message.num_bytes for work in works for message in work.collectives)
+    return sum(w.flops for w in works), factors + sum(w.moved_bytes for w in works), sent_bytes
 
 
 @settings(deadline=None, max_examples=60)
@@ -507,119 +522,131 @@ def totals(job: Job, ranks: int) -> tuple[int, int, int]:
     experts=st.integers(4, 12),
     layout=st.sampled_from([(1, 1, 1), (2, 2, 1), (4, 2, 2)]),
     tp=st.sampled_from([1, 2]),
-    more=st.sampled_from(["batch", "sequence", "layers", "experts"]),
+    larger=st.sampled_from(["batch", "sequence", "layers", "experts"]),
 )
-def test_more_of_anything_is_more_work(
+def test_larger_sizes_mean_more_work(
     name: str, precision: str, recompute: bool, batch: int, sequence: int, layers: int,
-    experts: int, layout: tuple[int, int, int], tp: int, more: str,
+    experts: int, layout: tuple[int, int, int], tp: int, larger: str,
 ) -> None:  # fmt: skip
-    ranks, ep, shard = layout
+    ranks, ep, dp_shard = layout
     ranks, sparse = ranks * tp, name != "tiny-dense"
     sequence *= tp
     sizes = {"batch": batch, "sequence": sequence, "layers": layers, "experts": experts * ep}
-    found = []
+    both = []
     for step in (0, 1):
         steps = {"experts": ep, "sequence": tp}
-        now = {**sizes, more: sizes[more] + step * steps.get(more, 1)}
+        now = {**sizes, larger: sizes[larger] + step * steps.get(larger, 1)}
         changes = {"experts": now["experts"], "layout__ep": ep} if sparse else {}
         changes |= {"layout__tp": tp, "vocab": 332}
         if name == "tiny-deepseek":
-            changes |= {"groups": 1, "top_groups": 1}
+            changes |= {"expert_groups": 1, "top_expert_groups": 1}
         job = make_job(
             name, layers=now["layers"], data__sequence=now["sequence"], train__batch=now["batch"],
-            train__precision=precision, train__recompute=recompute, layout__shard=shard, **changes,
+            train__precision=precision, train__recompute=recompute, layout__dp_shard=dp_shard,
+            **changes,
         )  # fmt: skip
-        found.append(totals(job, ranks))
-    assert all(after >= before for before, after in zip(*found, strict=True))
-    if more != "experts":
-        assert found[1][0] > found[0][0]
+        both.append(totals(job, ranks))
+    assert all(after >= before for before, after in zip(*both, strict=True))
+    if larger != "experts":
+        assert both[1][0] > both[0][0]
 
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), layout=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
-def test_tokens_are_neither_lost_nor_made(data: st.DataObject, layout: tuple[int, int]) -> None:
+def test_dispatch_preserves_tokens(data: st.DataObject, layout: tuple[int, int]) -> None:
     ranks, ep = layout
     name = data.draw(st.sampled_from(["tiny-mixtral", "tiny-deepseek"]))
     job = make_job(
         name, experts=8, layers=3, layout__ep=ep, train__batch=data.draw(st.integers(1, 9))
     )
     sparse = job.model.expert_layers
-    plan = lay_out(job.layout, job.model, ranks)
+    plan = plan_from_layout(job.layout, job.model, ranks)
     load = st.lists(st.integers(0, 200), min_size=8, max_size=8).filter(any)
     loads = data.draw(st.none() | st.lists(load, min_size=len(sparse), max_size=len(sparse)))
     blocks = [workload(job, plan, rank, loads) for rank in range(ranks)]
-    for at, layer in enumerate(sparse):
+    for index, layer in enumerate(sparse):
         works = [next(b for b in one if b.name == f"layers.{layer}.moe").forward for one in blocks]
         rows = sum(
             product.rows * product.count for work in works for op in work.ops
-            if op.name == "experts" for product in op.products
+            if op.name == "experts" for product in op.matmuls
         )  # fmt: skip
         assigned = job.train.batch * job.data.sequence * job.model.top_k
         assert rows == 2 * assigned
         if ranks == 1:
-            (asked,) = expert_counts(job, plan, None if loads is None else loads[at])
-            each = next(op for op in works[0].ops if op.name == "experts").products
-            assert {product.rows for product in each} == set(asked[asked > 0].tolist())
+            (counts,) = expert_counts(job, plan, None if loads is None else loads[index])
+            matmuls = next(op for op in works[0].ops if op.name == "experts").matmuls
+            assert {product.rows for product in matmuls} == set(counts[counts > 0].tolist())
         for name in ("tokens", "results"):
-            sent = {}
+            messages_by_rank = {}
             for rank, work in enumerate(works):
-                for message in work.messages:
+                for message in work.collectives:
                     if message.name == name:
-                        sent[rank] = message
-            for rank, message in sent.items():
-                for peer, num_bytes in zip(message.ranks, message.send, strict=True):
-                    assert sent[peer].receive[message.ranks.index(rank)] == num_bytes
+                        messages_by_rank[rank] = message
+            for rank, message in messages_by_rank.items():
+                for peer, num_bytes in zip(message.ranks, message.send_bytes, strict=True):
+                    assert (
+                        messages_by_rank[peer].receive_bytes[message.ranks.index(rank)] == num_bytes
+                    )
 
 
 @given(
     weights=st.lists(st.integers(0, 9), min_size=8, max_size=8).filter(any),
     batch=st.integers(1, 9), ranks=st.sampled_from([1, 2, 4]), times=st.sampled_from([1, 3.7]),
 )  # fmt: skip
-def test_loads_are_shares_of_what_every_rank_assigns(
+def test_relative_load_splits_assignments_of_every_rank(
     weights: list[int], batch: int, ranks: int, times: float
 ) -> None:
     job = make_job("tiny-mixtral", train__batch=batch)
-    plan, each = lay_out(job.layout, job.model, ranks), job.data.sequence * job.model.top_k
+    plan, choices_per_sample = (
+        plan_from_layout(job.layout, job.model, ranks),
+        job.data.sequence * job.model.top_k,
+    )
     counts = expert_counts(job, plan, np.array(weights) * times)
     assert counts.sum(axis=1).tolist() == [
-        len(plan.rows(rank, batch)) * each for rank in range(ranks)
+        len(plan.sample_range(rank, batch)) * choices_per_sample for rank in range(ranks)
     ]
     assert counts.min() >= 0
     total = counts.sum(axis=0)
-    assert np.abs(total - batch * each * np.array(weights) / sum(weights)).max() < len(weights) / 2
+    assert (
+        np.abs(total - batch * choices_per_sample * np.array(weights) / sum(weights)).max()
+        < len(weights) / 2
+    )
     assert not total[np.array(weights) == 0].any()
-    ends = np.array([plan.rows(rank, batch).stop for rank in range(ranks)]) * each
+    ends = (
+        np.array([plan.sample_range(rank, batch).stop for rank in range(ranks)])
+        * choices_per_sample
+    )
     in_turn = np.diff((ends[:, None] + 7 - np.arange(8)) // 8, axis=0, prepend=0)
     for even in (None, np.full(8, times)):
         assert (expert_counts(job, plan, even) == in_turn).all()
 
 
-def test_a_load_that_does_not_fit_is_refused() -> None:
+def test_invalid_load_is_rejected() -> None:
     job = make_job("tiny-mixtral")
     for load in ([0] * 8, [1] * 7 + [-1], [1] * 7 + [math.nan]):
-        with pytest.raises(ConfigError, match="a load of no assignments, or of less than none"):
-            workload(job, alone(job), 0, [load] * 2)
+        with pytest.raises(ConfigError, match="a load has no assignments or a negative count"):
+            workload(job, one_rank_plan(job), 0, [load] * 2)
     with pytest.raises(ConfigError, match=r"shape \(7,\) does not fit 8 experts on 1 ranks: give"):
-        workload(job, alone(job), 0, [[1] * 7] * 2)
+        workload(job, one_rank_plan(job), 0, [[1] * 7] * 2)
 
 
-def test_attention_that_ends_at_documents_skips_nothing() -> None:
+def test_document_mask_disables_causal_skipping() -> None:
     for packing, share in (("documents", 1.0), ("stream", 21 / 40)):
         blocks = workload(make_job("tiny-dense", data__packing=packing), Plan(
-            ranks=1, ep=1, shard=1, experts=0))  # fmt: skip
-        shares = {op.causal_share for op in blocks[1].forward.ops if op.name == "attend"}
+            ranks=1, ep=1, dp_shard=1, experts=0))  # fmt: skip
+        shares = {op.causal_fraction for op in blocks[1].forward.ops if op.name == "attend"}
         assert shares == {share}
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("dp_shard", [1, 2])
 @pytest.mark.parametrize("finetune", [{}, {"method": "lora"}, {"router": "frozen"}])
 @pytest.mark.parametrize("targets", [["experts"], ["ffn", "shared"]])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_layers_that_are_alike_are_what_each_of_them_is(
-    shard: int, finetune: dict[str, Any], targets: list[str], loaded: bool,
+def test_reused_blocks_equal_separately_built_blocks(
+    dp_shard: int, finetune: dict[str, Any], targets: list[str], loaded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Also where a dense layer is as wide as a number that means yes."""
+    """A dense FFN of width 1 must not count as equal to True."""
     if finetune.get("method") == "lora":
         finetune = {**finetune, "targets": targets}
     for dense_ffn, recompute in itertools.product((1, 100), (False, True)):
@@ -628,14 +655,14 @@ def test_layers_that_are_alike_are_what_each_of_them_is(
             "tiny-deepseek", layers=6, dense_layers=3, **raw, dense_ffn=dense_ffn,
             train__recompute=recompute,
         )  # fmt: skip
-        plan = Plan(ranks=2, ep=2, shard=shard, experts=job.model.experts)
-        draw = np.random.default_rng(0)
-        loads = [draw.integers(1, 9, job.model.experts) for _ in range(3)] if loaded else None
-        found = workload(job, plan, 1, loads)
+        plan = Plan(ranks=2, ep=2, dp_shard=dp_shard, experts=job.model.experts)
+        generator = np.random.default_rng(0)
+        loads = [generator.integers(1, 9, job.model.experts) for _ in range(3)] if loaded else None
+        reused = workload(job, plan, 1, loads)
         with monkeypatch.context() as patch:
-            patch.setattr(blocks._Making, "kind", lambda making, name: name)
-            assert found == workload(job, plan, 1, loads)
-        names = [block.name for block in found]
+            patch.setattr(blocks._BlockBuilder, "kind", lambda builder, name: name)
+            assert reused == workload(job, plan, 1, loads)
+        names = [block.name for block in reused]
         assert names[1:13:2] == [f"layers.{layer}.attention" for layer in range(6)]
         assert names[2:13:2] == [
             *(f"layers.{n}.ffn" for n in range(3)),

@@ -1,4 +1,4 @@
-"""The language model: logical names, initial values, and what the options change."""
+"""Language model: logical names, initial values, and effects of the options."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from moesaic.base.config import parse
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import count, parameters
-from moesaic.models.initial import InitialSource
+from moesaic.facts.workload import count_parameters, parameters
+from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import pieces
+from moesaic.models.state import tensor_shards
 from moesaic.nn.context import Context
-from moesaic.nn.travel import Ranks
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
 
 SMALL = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "vocab": 19}
-LATENT = {"width": 6, "queries": 5, "rotary": 2, "value": 3}
+LATENT = {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_rope_head_dim": 2, "v_head_dim": 3}
 
 
 def small(name: str, **changes: object) -> ModelConfig:
@@ -32,7 +32,7 @@ def small(name: str, **changes: object) -> ModelConfig:
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
     model = LanguageModel(config).double()
-    InitialSource(seed, 0.3).fill(pieces(model))
+    InitialSource(seed, 0.3).fill(tensor_shards(model))
     return model
 
 
@@ -40,64 +40,66 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 @pytest.mark.parametrize(
     "name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
 )
-def test_pieces_are_the_parameters_that_the_facts_name(name: str, tied: bool) -> None:
+def test_tensor_shards_are_the_parameters_of_the_workload(name: str, tied: bool) -> None:
     config = small(name, tied=tied)
-    live = {piece.name: tuple(piece.tensor.shape) for piece in pieces(LanguageModel(config))}
-    assert live == {p.name: p.shape for p in parameters(config)}
+    shapes = {
+        shard.name: tuple(shard.tensor.shape) for shard in tensor_shards(LanguageModel(config))
+    }
+    assert shapes == {p.name: p.shape for p in parameters(config)}
 
 
 @pytest.mark.parametrize("queries", [None, 5])
-def test_latent_attention_goes_through_narrow_vectors(queries: int | None) -> None:
-    config = small("tiny-deepseek", latent={**LATENT, "queries": queries})
+def test_latent_attention_shapes(queries: int | None) -> None:
+    config = small("tiny-deepseek", latent={**LATENT, "q_lora_rank": queries})
     found = {
         p.name.removeprefix("layers.1.attention.").removesuffix(".weight"): p.shape
         for p in parameters(config) if p.name.startswith("layers.1.attention.")
     }  # fmt: skip
-    ways = {"q": (16, 16)}
+    query_shapes = {"q": (16, 16)}
     if queries is not None:
-        ways = {"q_down": (5, 16), "q_norm": (5,), "q_up": (16, 5)}
+        query_shapes = {"q_down": (5, 16), "q_norm": (5,), "q_up": (16, 5)}
     assert found == {
-        **ways, "kv_down": (6 + 2, 16), "kv_norm": (6,), "kv_up": (4 * (2 + 3), 6),
+        **query_shapes, "kv_down": (6 + 2, 16), "kv_norm": (6,), "kv_up": (4 * (2 + 3), 6),
         "o": (16, 4 * 3),
     }  # fmt: skip
 
 
-def test_known_sizes() -> None:
-    olmoe = count(parse(ModelConfig, PRESETS["olmoe-1b-7b"], "preset"))
+def test_parameter_counts_of_published_models() -> None:
+    olmoe = count_parameters(parse(ModelConfig, PRESETS["olmoe-1b-7b"], "preset"))
     assert (round(olmoe.total / 1e9, 2), round(olmoe.active / 1e9, 2)) == (6.92, 1.28)
-    mixtral = count(parse(ModelConfig, PRESETS["mixtral-8x7b"], "preset"))
+    mixtral = count_parameters(parse(ModelConfig, PRESETS["mixtral-8x7b"], "preset"))
     assert (round(mixtral.total / 1e9, 1), round(mixtral.active / 1e9, 1)) == (46.7, 12.9)
 
 
-def test_ranks_hold_their_own_experts_only() -> None:
+def test_ranks_hold_disjoint_experts() -> None:
     config = small("tiny-mixtral")
-    plan = Plan(ranks=2, ep=2, shard=1, experts=8)
+    plan = Plan(ranks=2, ep=2, dp_shard=1, experts=8)
     names = []
     for rank in range(2):
         with torch.device("meta"):
-            model = LanguageModel(config, None, plan, Ranks(rank, None, None, (0, 1)))
-        mine = {p.name for p in pieces(model, plan, rank) if ".experts." in p.name}
+            model = LanguageModel(config, None, plan, DispatchGroups(rank, None, None, (0, 1)))
+        mine = {p.name for p in tensor_shards(model, plan, rank) if ".experts." in p.name}
         names.append(mine)
     assert not names[0] & names[1]
     assert names[0] | names[1] == {p.name for p in parameters(config) if p.kind == "expert"}
 
 
-def test_initial_values_are_a_function_of_the_name() -> None:
+def test_initial_values_depend_on_the_name_alone() -> None:
     model = build(small("tiny-olmoe"), seed=5)
-    for piece in pieces(model):
-        if len(piece.shape) == 1:
-            assert bool((piece.tensor == 1).all())
+    for shard in tensor_shards(model):
+        if len(shard.shape) == 1:
+            assert bool((shard.tensor == 1).all())
             continue
-        rows = piece.shape[0]
-        part = torch.empty(rows - rows // 2, *piece.shape[1:], dtype=torch.float64)
-        offset = (rows // 2,) + (0,) * (len(piece.shape) - 1)
-        half = Piece(PARAMETER, piece.name, piece.shape, offset, part, (0,))
+        rows = shard.shape[0]
+        part = torch.empty(rows - rows // 2, *shard.shape[1:], dtype=torch.float64)
+        offset = (rows // 2,) + (0,) * (len(shard.shape) - 1)
+        half = TensorShard(PARAMETER, shard.name, shard.shape, offset, part, (0,))
         columns = torch.empty(rows, 2, dtype=torch.float64)
-        inner = Piece(PARAMETER, piece.name, piece.shape, (0, 1), columns, (0,))
+        inner = TensorShard(PARAMETER, shard.name, shard.shape, (0, 1), columns, (0,))
         InitialSource(5, 0.3).fill([half, inner])
-        assert torch.equal(part, piece.tensor[rows // 2 :])
-        assert torch.equal(columns, piece.tensor[:, 1:3])
-    spread = torch.cat([p.tensor.flatten() for p in pieces(model) if len(p.shape) > 1])
+        assert torch.equal(part, shard.tensor[rows // 2 :])
+        assert torch.equal(columns, shard.tensor[:, 1:3])
+    spread = torch.cat([p.tensor.flatten() for p in tensor_shards(model) if len(p.shape) > 1])
     assert float(spread.std()) == pytest.approx(0.3, rel=0.05)
 
 
@@ -116,7 +118,7 @@ def test_attention_stays_inside_documents() -> None:
     torch.testing.assert_close(together, torch.cat(alone, dim=1))
 
 
-def test_recompute_changes_no_bit() -> None:
+def test_recompute_is_bitwise_equal() -> None:
     gradients = []
     for recompute in (False, True):
         model = build(small("tiny-mixtral"))
@@ -126,8 +128,8 @@ def test_recompute_changes_no_bit() -> None:
         context = Context(model.rotary(torch.arange(7)[None]))
         context.training = True
         logits = model(tokens, context)
-        facts = context.layers
-        loss = logits.square().mean() + sum(f.balance + f.z for f in facts.values())
+        facts = context.layer_facts
+        loss = logits.square().mean() + sum(f.balance_loss + f.z_loss for f in facts.values())
         loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -137,7 +139,7 @@ def test_recompute_changes_no_bit() -> None:
 def test_bf16_autocast_is_close_to_fp32(name: str) -> None:
     config = small(name, hidden=64, ffn=64, head_dim=16)
     model = LanguageModel(config)
-    InitialSource(0, 0.1).fill(pieces(model))
+    InitialSource(0, 0.1).fill(tensor_shards(model))
     tokens = torch.randint(19, (2, 24))
     outputs = []
     recorded: dict[int, torch.Tensor] = {}
@@ -159,8 +161,8 @@ def test_clip_qkv_clamps() -> None:
     assert torch.equal(free(tokens, context), wide(tokens, context))
 
 
-def test_a_recomputed_graph_is_let_go() -> None:
-    """Backward computes each layer a second time; what that leaves must not outlive it."""
+def test_recomputed_graph_is_freed() -> None:
+    """Backward computes each layer again; the recomputed graph must be freed afterwards."""
     model = build(small("tiny-mixtral"))
     second: list[weakref.ref[torch.Tensor]] = []
     for layer in model.decoder_layers():
@@ -172,7 +174,7 @@ def test_a_recomputed_graph_is_let_go() -> None:
     context = Context(model.rotary(torch.arange(7)[None]))
     loss = model(torch.arange(14).view(2, 7), context).square().mean()
     first = len(second)
-    (loss + sum(f.balance + f.z for f in context.layers.values())).backward()
+    (loss + sum(f.balance_loss + f.z_loss for f in context.layer_facts.values())).backward()
     assert len(second) > first
     gc.collect()
     assert all(ref() is None for ref in second[first:])

@@ -47,10 +47,13 @@ def test_bytes_round_trip(text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(storable.encode())
     assert tokenizer.decode([*ids, tokenizer.end_id]) == storable
-    assert tokenizer.decode([*ids, tokenizer.end_id], whole=True) == storable + "<|endoftext|>"
+    assert (
+        tokenizer.decode([*ids, tokenizer.end_id], with_special_tokens=True)
+        == storable + "<|endoftext|>"
+    )
 
 
-def test_bytes_decode_whatever_a_model_says() -> None:
+def test_bytes_decode_any_ids() -> None:
     tokenizer = open_tokenizer("bytes")
     assert tokenizer.decode([104, 319, 105, 0xC3]) == "h\ufffdi\ufffd"
     assert tokenizer.decode([]) == ""
@@ -63,7 +66,7 @@ def test_bytes_of_documents() -> None:
 
 
 def test_bytes_as_tokenizer_file(tmp_path: Path) -> None:
-    """A model trained on bytes is exported with a tokenizer.json that gives the same ids."""
+    """The exported tokenizer.json of a byte tokenizer gives the same ids."""
     for name, content in open_tokenizer("bytes").files().items():
         (tmp_path / name).write_bytes(content)
     exported = open_tokenizer(str(tmp_path))
@@ -87,11 +90,11 @@ def test_file_tokenizer(tmp_path: Path, as_file: bool) -> None:
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.decode([*tokenizer.encode(text), tokenizer.end_id]) == text
-        assert tokenizer.decode([tokenizer.end_id], whole=True) != ""
+        assert tokenizer.decode([tokenizer.end_id], with_special_tokens=True) != ""
     assert tokenizer.encode("a\ud800b") == tokenizer.encode("a?b")
 
 
-def test_template_is_obeyed_and_the_end_comes_once(tmp_path: Path) -> None:
+def test_template_applies_and_end_token_is_single(tmp_path: Path) -> None:
     whole = train_bpe(["<s>", "</s>"], template=True)
     tokenizer = open_tokenizer(str(save(tmp_path, whole)))
     start, end = whole.token_to_id("<s>"), whole.token_to_id("</s>")
@@ -103,7 +106,7 @@ def test_template_is_obeyed_and_the_end_comes_once(tmp_path: Path) -> None:
     assert tokenizer.encode("the cat") == [start, *plain]
 
 
-def test_cutting_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     whole = train_bpe(["<|endoftext|>"])
     long = open_tokenizer(str(save(tmp_path / "a", whole))).encode("the cat " * 50)
     whole.enable_truncation(4)
@@ -113,7 +116,7 @@ def test_cutting_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert tokenizer.encode_documents(["the cat " * 50, "a"])[1].tolist() == [len(long) + 1, 2]
 
 
-def test_end_token_is_found_in_order(tmp_path: Path) -> None:
+def test_end_token_precedence(tmp_path: Path) -> None:
     whole = train_bpe(["<pad>", "<stop>", "</s>"])
     ids = {token: whole.token_to_id(token) for token in ("<pad>", "<stop>", "</s>")}
     assert open_tokenizer(str(save(tmp_path / "guess", whole))).end_id == ids["</s>"]
@@ -125,7 +128,7 @@ def test_end_token_is_found_in_order(tmp_path: Path) -> None:
     assert open_tokenizer(str(mapped)).end_id == ids["<stop>"]
 
 
-def test_files_make_the_same_tokenizer(tmp_path: Path) -> None:
+def test_files_recreate_the_tokenizer(tmp_path: Path) -> None:
     directory = save(
         tmp_path / "from", train_bpe(["<pad>", "<stop>"]), eos_token="<pad>", note="kept"
     )
@@ -142,7 +145,7 @@ def test_files_make_the_same_tokenizer(tmp_path: Path) -> None:
         assert json.loads((copy / "tokenizer_config.json").read_text())["note"] == "kept"
 
 
-def test_a_file_of_another_name_stands_alone(tmp_path: Path) -> None:
+def test_file_with_another_name_has_no_companions(tmp_path: Path) -> None:
     directory = save(tmp_path, train_bpe(["</s>", "<stop>"]), eos_token="<stop>")
     (directory / "tokenizer.json").rename(directory / "mine.json")
     tokenizer = open_tokenizer(str(directory / "mine.json"))
@@ -150,7 +153,7 @@ def test_a_file_of_another_name_stands_alone(tmp_path: Path) -> None:
     assert sorted(tokenizer.files()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_digest_says_what_decides_ids(tmp_path: Path) -> None:
+def test_digest_covers_what_determines_ids(tmp_path: Path) -> None:
     directory = save(tmp_path / "a", train_bpe(["</s>", "<stop>"]))
     other = save(tmp_path / "b", train_bpe(["</s>", "<stop>", "<more>"]))
     digests = {
@@ -168,8 +171,8 @@ def test_vocabulary_check(tmp_path: Path) -> None:
     check_vocabulary(257, tokenizer)
     with pytest.raises(ConfigError, match=r'model\.vocab = 256 .* 257 .*"bytes".* = 320'):
         check_vocabulary(256, tokenizer)
-    with pytest.raises(ConfigError, match=r"choose the tokenizer that the model has learnt with$"):
-        check_vocabulary(256, tokenizer, fixed=True)
+    with pytest.raises(ConfigError, match=r"use the tokenizer that the model was trained with$"):
+        check_vocabulary(256, tokenizer, is_fixed=True)
 
 
 def test_errors_name_key_and_remedy(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Foreign models traced: against torch's own counters and hooks, with numbers and without."""
+"""Traces of models against torch's own counters and hooks, with real and with meta tensors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.base.errors import ConfigError, UserError
 from moesaic.dist.world import World
-from moesaic.facts.plan import Plan, lay_out
-from moesaic.facts.workload import Traced, traced_memory, workload
-from moesaic.facts.workload.file import TracedBlock
-from moesaic.models.initial import InitialSource
-from moesaic.models.kernels import Passes, Seen
+from moesaic.facts.plan import Plan, plan_from_layout
+from moesaic.facts.workload import TracedModel, traced_memory, workload
+from moesaic.facts.workload.traced import TracedBlock
+from moesaic.models.init import InitialSource
+from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.models.trace import OUTSIDE, block_names, trace
-from moesaic.testing.flops import UNCOUNTED
+from moesaic.testing.flops import CUSTOM_FLOPS
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
@@ -88,20 +88,20 @@ def run(model: nn.Module, inputs: Any) -> Tensor:
     return loss
 
 
-def flops(traced: Traced, way: str) -> int:
-    return sum(getattr(block, way).flops for block in traced.blocks)
+def flops(traced: TracedModel, direction: str) -> int:
+    return sum(getattr(block, direction).flops for block in traced.blocks)
 
 
-def named(traced: Traced) -> dict[str, TracedBlock]:
+def named(traced: TracedModel) -> dict[str, TracedBlock]:
     return {block.name: block for block in traced.blocks}
 
 
 @pytest.mark.parametrize("make", [mlp, cnn, gpt2, eager_olmoe])
-def test_flops_are_those_that_torch_counts(make: Callable[[], Made]) -> None:
+def test_flops_match_torch(make: Callable[[], Made]) -> None:
     model, inputs = make()
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as forward:
+    with FlopCounterMode(display=False, custom_mapping=CUSTOM_FLOPS) as forward:
         loss = run(model, inputs)
-    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as backward:
+    with FlopCounterMode(display=False, custom_mapping=CUSTOM_FLOPS) as backward:
         loss.backward(torch.ones_like(loss))
     traced = trace(model, inputs)
     assert flops(traced, "forward") == forward.get_total_flops() > 0
@@ -109,12 +109,12 @@ def test_flops_are_those_that_torch_counts(make: Callable[[], Made]) -> None:
 
 
 @pytest.mark.parametrize("make", [mlp, cnn, gpt2, olmoe])
-def test_a_model_without_memory_does_the_same(make: Callable[[], Made]) -> None:
+def test_meta_model_gives_the_same_trace(make: Callable[[], Made]) -> None:
     assert trace(*on_meta(make)) == trace(*make())
 
 
-def test_no_memory_is_taken() -> None:
-    """Eight terabytes of weights, and as much of gradients."""
+def test_meta_model_allocates_nothing() -> None:
+    """Trace a model with eight terabytes of weights, and as much of gradients."""
     with torch.device("meta"):
         model, x = nn.Linear(1 << 20, 1 << 21, bias=False), torch.randn(1 << 12, 1 << 20)
     traced = trace(model, x)
@@ -124,18 +124,18 @@ def test_no_memory_is_taken() -> None:
 
 
 @pytest.mark.parametrize("make", [mlp, cnn, gpt2, olmoe])
-def test_activations_are_what_autograd_saves(make: Callable[[], Made]) -> None:
+def test_saved_bytes_match_autograd(make: Callable[[], Made]) -> None:
     model, inputs = make()
     own = [*model.parameters(), *model.buffers()]
     known = {one.untyped_storage().data_ptr() for one in own}
     saved: dict[int, int] = {}
-    held: list[Tensor] = []
+    kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             saved[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
+            kept.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -145,7 +145,7 @@ def test_activations_are_what_autograd_saves(make: Callable[[], Made]) -> None:
 
 
 def wide_end() -> Made:
-    """Gradients of the last parameters meet activations of the first layers."""
+    """Return a model whose last gradients coexist with its first activations."""
     layers = (
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
         nn.Flatten(), nn.Linear(16 * 16 * 16, 1024),
@@ -154,21 +154,22 @@ def wide_end() -> Made:
 
 
 def wide_start() -> Made:
-    """Gradients come when activations have gone."""
+    """Return a model whose gradients appear after its activations are freed."""
     rest = [nn.Sequential(nn.Linear(2048, 32), nn.GELU(), nn.Linear(32, 2048)) for _ in range(3)]
     return nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), *rest), torch.randn(64, 2048)
 
 
 def equal_parts() -> Made:
-    """Activations alone decide."""
+    """Return a model whose peak is its activations alone."""
     parts = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
     return nn.Sequential(*parts), torch.randn(2048, 64)
 
 
 @pytest.mark.parametrize("make", [wide_end, wide_start, equal_parts])
-def test_memory_at_its_fullest_is_what_torch_allocates(make: Callable[[], Made]) -> None:
-    """Within what a convolution's kernel takes for itself, which nobody foretells."""
-    gc.collect()  # What goes while it is watched would count as room.
+def test_peak_memory_matches_torch(make: Callable[[], Made]) -> None:
+    """Compare the predicted peak, within the workspace of convolution kernels, which is not
+    predicted."""
+    gc.collect()  # Objects freed during the measurement would count as free memory.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         model, x = make()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -182,7 +183,7 @@ def test_memory_at_its_fullest_is_what_torch_allocates(make: Callable[[], Made])
     assert traced_memory(trace(model, x)).peak_bytes == pytest.approx(allocated, rel=0.05)
 
 
-def test_blocks_have_their_own() -> None:
+def test_blocks_have_separate_counts() -> None:
     blocks = trace(*mlp()).blocks
     assert [block.name for block in blocks] == ["0", "1", "2", "3"]
     first, gelu, dropout, last = blocks
@@ -192,32 +193,36 @@ def test_blocks_have_their_own() -> None:
     assert (first.output_bytes, last.output_bytes) == (800, 140)
     assert [block.saved_bytes for block in blocks] == [240, 800, 800, 800]
     assert gelu.forward.moved_bytes == 1600
-    assert gelu.forward.specials == gelu.backward.specials == 200
-    assert first.forward.specials == dropout.forward.specials == 0
-    assert (gelu.forward.calls, gelu.backward.calls, dropout.forward.products) == (1, 1, [])
+    assert gelu.forward.num_transcendentals == gelu.backward.num_transcendentals == 200
+    assert first.forward.num_transcendentals == dropout.forward.num_transcendentals == 0
+    assert (gelu.forward.num_kernels, gelu.backward.num_kernels, dropout.forward.matmuls) == (
+        1,
+        1,
+        [],
+    )
 
 
-def test_the_house_is_counted_as_its_formulas_have_it() -> None:
+def test_own_models_match_the_workload_formulas() -> None:
     for changes in ({}, {"experts": 0, "family": "llama"}, {"tied": True}):
         model = {**changes, **({"top_k": 0} if "experts" in changes else {})}
         job = tiny_job(model=model, routing={} if "experts" in changes else {"balance_loss": 0.0})
-        plan = Plan(ranks=1, ep=1, shard=1, experts=job.model.experts)
-        assert plan == lay_out(job.layout, job.model, 1)
+        plan = Plan(ranks=1, ep=1, dp_shard=1, experts=job.model.experts)
+        assert plan == plan_from_layout(job.layout, job.model, 1)
         run = assemble(job, plan, World.solo(), InitialSource(0, 0.1))
         batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
         context = lm.make_context(run.model, batch, job, 0)
         context.training, context.targets = True, batch.targets
         traced = named(trace(run.model, (batch.inputs, context)))
-        for way in ("forward", "backward"):
+        for direction in ("forward", "backward"):
             predicted: dict[str, int] = {}
             for block in workload(job, plan):
                 name = ".".join(block.name.split(".")[:2])
-                predicted[name] = predicted.get(name, 0) + getattr(block, way).flops
+                predicted[name] = predicted.get(name, 0) + getattr(block, direction).flops
             del predicted["step"]
-            assert {name: getattr(traced[name], way).flops for name in predicted} == predicted
+            assert {name: getattr(traced[name], direction).flops for name in predicted} == predicted
 
 
-def test_a_model_is_left_as_it_was() -> None:
+def test_trace_leaves_the_model_unchanged() -> None:
     model, x = cnn()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -234,7 +239,7 @@ def test_a_model_is_left_as_it_was() -> None:
     padding=st.integers(0, 2), dilation=st.integers(1, 2), sides=st.integers(1, 3),
     transposed=st.booleans(),
 )  # fmt: skip
-def test_convolutions_are_products(
+def test_convolutions_count_as_matmuls(
     groups: int, kernel: int, stride: int, padding: int, dilation: int, sides: int, transposed: bool
 ) -> None:
     kinds = {
@@ -252,7 +257,7 @@ def test_convolutions_are_products(
     forward, backward = flops(traced, "forward"), flops(traced, "backward")
     places = math.prod(x.shape[2:] if transposed else out.shape[2:])
     assert forward == 2 * 2 * places * model.weight.numel() == counter.get_total_flops()
-    assert backward == 2 * forward  # Torch counts gradients of grouped weights as if they were not.
+    assert backward == 2 * forward  # Torch ignores groups in the weight gradient.
 
 
 class Recomputed(nn.Module):
@@ -270,7 +275,7 @@ class Recomputed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_is_computed_again_is_the_blocks_own(reentrant: bool, device: str) -> None:
+def test_recomputation_counts_for_its_block(reentrant: bool, device: str) -> None:
     with torch.device(device):
         model, x = Recomputed(reentrant), torch.randn(3, 8, requires_grad=True)
     blocks = named(trace(model, x))
@@ -280,7 +285,7 @@ def test_what_is_computed_again_is_the_blocks_own(reentrant: bool, device: str) 
     assert blocks["second"].backward.flops == 2 * one
 
 
-def test_causal_attention_says_what_it_skips() -> None:
+def test_causal_attention_fraction() -> None:
     class Attends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -288,16 +293,16 @@ def test_causal_attention_says_what_it_skips() -> None:
     (block,) = trace(Attends(), torch.randn(2, 3, 8, 4, requires_grad=True)).blocks
     assert block.name == OUTSIDE
     (forward,), (backward,) = block.forward.attention, block.backward.attention
-    assert (forward.count, forward.share, forward.back) == (6, 9 / 16, False)
-    assert (backward.count, backward.share, backward.back) == (6, 9 / 16, True)
+    assert (forward.count, forward.causal_fraction, forward.is_backward) == (6, 9 / 16, False)
+    assert (backward.count, backward.causal_fraction, backward.is_backward) == (6, 9 / 16, True)
     assert (forward.op().kind, backward.op().kind) == ("attention", "attention backward")
     assert 2 * backward.op().flops == 5 * forward.op().flops == 5 * 2 * 2 * 6 * 8 * 8 * 4
-    assert forward.op().specials == 6 * 8 * 8 * 9 // 16
+    assert forward.op().num_transcendentals == 6 * 8 * 8 * 9 // 16
 
 
 TABLE, ROWS, SOURCE = torch.zeros(1000, 8), torch.arange(4), torch.ones(4, 8)
 PLACED = 4 * 8 + 2 * 4 * 8 * 4
-"""Bytes of four indices, of four rows that are read and of as many that are written."""
+"""Bytes of four indices, four rows read and four rows written."""
 
 
 @pytest.mark.parametrize(
@@ -315,9 +320,9 @@ PLACED = 4 * 8 + 2 * 4 * 8 * 4
         (lambda: TABLE.add_(1.0), 2 * TABLE.nbytes),
     ],
 )
-def test_writing_moves_what_is_written(call: Callable[[], Tensor], moved_bytes: int) -> None:
-    seen = Seen()
-    with Passes(lambda: seen):
+def test_moved_bytes_of_writes(call: Callable[[], Tensor], moved_bytes: int) -> None:
+    seen = KernelCounts()
+    with KernelCounter(lambda: seen):
         call()
     assert seen.moved_bytes == moved_bytes
 
@@ -325,24 +330,24 @@ def test_writing_moves_what_is_written(call: Callable[[], Tensor], moved_bytes: 
 @pytest.mark.parametrize(
     "pick", [lambda table: table[ROWS], lambda table: table.index_select(0, ROWS)]
 )
-def test_gradients_of_picked_rows_are_written_to_a_table_of_zeros(
+def test_gather_gradients_fill_a_zeroed_table(
     pick: Callable[[Tensor], Tensor],
 ) -> None:
-    table, seen = TABLE.clone().requires_grad_(), Seen()
+    table, seen = TABLE.clone().requires_grad_(), KernelCounts()
     picked = pick(table)
-    with Passes(lambda: seen):
+    with KernelCounter(lambda: seen):
         torch.autograd.grad(picked, table, SOURCE)
     assert seen.moved_bytes == TABLE.nbytes + PLACED
 
 
-def test_a_softmax_of_any_name_takes_exponentials() -> None:
-    seen = Seen()
-    with Passes(lambda: seen):
+def test_every_softmax_counts_transcendentals() -> None:
+    seen = KernelCounts()
+    with KernelCounter(lambda: seen):
         torch.ops.aten._safe_softmax(SOURCE, -1)
-    assert seen.specials == SOURCE.numel()
+    assert seen.num_transcendentals == SOURCE.numel()
 
 
-def test_an_own_operation_is_read_off_its_flops() -> None:
+def test_custom_op_shape_comes_from_its_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     library = torch.library.Library("test_trace", "DEF")
@@ -358,12 +363,12 @@ def test_an_own_operation_is_read_off_its_flops() -> None:
             return x * torch.ops.test_trace.twice(x.detach(), x.detach())
 
     (block,) = trace(Uses(), torch.randn(6, 6, requires_grad=True)).blocks
-    (product,) = block.forward.products
+    (product,) = block.forward.matmuls
     assert (product.rows, product.columns, product.inner) == (6, 6, 6)
     library._destroy()
 
 
-def test_a_module_called_step_is_told_from_what_is_in_no_block() -> None:
+def test_module_named_step_differs_from_outside() -> None:
     class Steps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -377,7 +382,7 @@ def test_a_module_called_step_is_told_from_what_is_in_no_block() -> None:
     assert [block.name for block in traced.blocks] == ["step (module)"]
 
 
-def test_blocks_are_children_or_what_is_named() -> None:
+def test_blocks_are_children_or_patterns() -> None:
     model, inputs = on_meta(gpt2)
     default = ["transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0"]
     assert block_names(model)[:4] == default
@@ -394,7 +399,7 @@ def test_blocks_are_children_or_what_is_named() -> None:
     assert sum(block.parameters for block in blocks.values()) == total
 
 
-def test_what_a_list_lies_in_is_opened() -> None:
+def test_containers_of_module_lists_are_expanded() -> None:
     inner = nn.Module()
     inner.layer = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
     encoder = nn.Module()
@@ -405,7 +410,7 @@ def test_what_a_list_lies_in_is_opened() -> None:
     assert block_names(model) == names
 
 
-def test_a_loss_of_its_own_and_a_frozen_part() -> None:
+def test_custom_loss_and_frozen_parameters() -> None:
     model, x = mlp()
     model[0].requires_grad_(False)
     target = torch.randint(7, (5,))
@@ -415,7 +420,7 @@ def test_a_loss_of_its_own_and_a_frozen_part() -> None:
     assert (blocks["0"].parameters, blocks["0"].gradients) == (520, [])
     assert blocks["0"].backward.flops == 0
     assert blocks["3"].backward.flops == 2 * 5 * 40 * 7
-    assert blocks[OUTSIDE].forward.calls > 0
+    assert blocks[OUTSIDE].forward.num_kernels > 0
 
 
 class Asks(nn.Module):
@@ -451,7 +456,7 @@ class Picks(nn.Module):
         ),
     ],
 )  # fmt: skip
-def test_mistakes(model: nn.Module, x: Tensor, options: dict[str, Any], words: str) -> None:
+def test_trace_errors(model: nn.Module, x: Tensor, options: dict[str, Any], words: str) -> None:
     if x.is_meta:
         model.register_buffer("there", torch.ones(1, device="meta"))
         x.requires_grad_()

@@ -1,4 +1,4 @@
-"""The fused head and loss against F.cross_entropy over all logits at once."""
+"""Fused output projection and loss against `F.cross_entropy` over all logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moesaic.nn.loss import IGNORED, HeadLoss
+from moesaic.nn.loss import IGNORE_INDEX, HeadLoss
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 2500])
@@ -14,25 +14,27 @@ def test_equals_cross_entropy(rows: int) -> None:
     x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (rows,))
-    targets[::3] = IGNORED
+    targets[::3] = IGNORE_INDEX
     loss = HeadLoss.apply(x, weight, targets, (1 / 3))
-    slow = (1 / 3) * F.cross_entropy(x @ weight.T, targets, reduction="sum", ignore_index=IGNORED)
-    torch.testing.assert_close(loss, slow)
-    fast_grads = torch.autograd.grad(3.0 * loss, (x, weight))
-    slow_grads = torch.autograd.grad(3.0 * slow, (x, weight))
-    torch.testing.assert_close(fast_grads, slow_grads)
+    expected = (1 / 3) * F.cross_entropy(
+        x @ weight.T, targets, reduction="sum", ignore_index=IGNORE_INDEX
+    )
+    torch.testing.assert_close(loss, expected)
+    actual_grads = torch.autograd.grad(3.0 * loss, (x, weight))
+    expected_grads = torch.autograd.grad(3.0 * expected, (x, weight))
+    torch.testing.assert_close(actual_grads, expected_grads)
 
 
-def test_backward_may_come_in_halves() -> None:
-    """First for the inputs, then, from the same graph, for the weights."""
+def test_split_backward() -> None:
+    """Input gradients come first, then weight gradients from the same graph."""
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (5,))
     loss = 3.0 * HeadLoss.apply(x, weight, targets, 0.5)
-    slow = 1.5 * F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    expected = 1.5 * F.cross_entropy(x @ weight.T, targets, reduction="sum")
     (grad_x,) = torch.autograd.grad(loss, x, retain_graph=True)
     grads = (grad_x.clone(), *torch.autograd.grad(loss, weight))
-    torch.testing.assert_close(grads, torch.autograd.grad(slow, (x, weight)))
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, weight)))
 
 
 def test_without_gradients_only_the_loss_is_computed() -> None:

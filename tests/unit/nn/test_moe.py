@@ -1,4 +1,4 @@
-"""The expert layer against the slow, obvious one: each token through its experts in turn."""
+"""MoE layer against a loop over tokens and their experts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.moe import MoE
-from moesaic.nn.router import NOBODY, Router
-from moesaic.nn.travel import Ranks
+from moesaic.nn.router import NO_EXPERT, Router
 
 HIDDEN, FFN = 12, 10
 
@@ -25,8 +25,8 @@ HIDDEN, FFN = 12, 10
 def make(experts: int, top_k: int, capacity: float | None = None, **router: Any) -> MoE:
     layer = MoE(
         Router(0, HIDDEN, experts, top_k, **router),
-        Bank(range(experts), HIDDEN, FFN),
-        Dispatcher(experts, Ranks(), capacity),
+        ExpertBank(range(experts), HIDDEN, FFN),
+        Dispatcher(experts, DispatchGroups(), capacity),
     ).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -47,7 +47,7 @@ def oracle(layer: MoE, x: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Ten
     for token, experts, weights in zip(x.reshape(-1, HIDDEN), experts_TK, weights_TK, strict=True):
         total = torch.zeros(HIDDEN, dtype=x.dtype)
         for expert, weight in zip(experts.tolist(), weights, strict=True):
-            if expert == NOBODY:
+            if expert == NO_EXPERT:
                 continue
             gate, up, down = (views[expert, part] for part in ("gate", "up", "down"))
             total = total + weight * (down @ (F.silu(gate @ token) * (up @ token)))
@@ -59,15 +59,15 @@ def check_against_oracle(layer: MoE, x: Tensor, ctx: Context) -> None:
     ctx.keep_choices = True
     x = x.requires_grad_()
     cotangent = torch.randn_like(x)
-    fast = layer(x, ctx)
+    actual = layer(x, ctx)
     routing = layer.router(x.reshape(-1, HIDDEN), ctx)
-    counted = layer.dispatcher.count(routing.experts_TK, training=ctx.training)
-    slow = oracle(layer, x, counted.experts_TK, routing.weights_TK)
-    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    counts = layer.dispatcher.count(routing.experts_TK, training=ctx.training)
+    expected = oracle(layer, x, counts.experts_TK, routing.weights_TK)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     inputs = [x, *layer.parameters()]
-    fast_grads = torch.autograd.grad(fast, inputs, cotangent, allow_unused=True)
-    slow_grads = torch.autograd.grad(slow, inputs, cotangent, allow_unused=True)
-    for a, b, parameter in zip(fast_grads, slow_grads, inputs, strict=True):
+    actual_grads = torch.autograd.grad(actual, inputs, cotangent, allow_unused=True)
+    expected_grads = torch.autograd.grad(expected, inputs, cotangent, allow_unused=True)
+    for a, b, parameter in zip(actual_grads, expected_grads, inputs, strict=True):
         zero = torch.zeros_like(parameter)
         torch.testing.assert_close(
             zero if a is None else a, zero if b is None else b, rtol=1e-11, atol=1e-11
@@ -79,7 +79,7 @@ def check_against_oracle(layer: MoE, x: Tensor, ctx: Context) -> None:
     tokens=st.integers(0, 17), experts=st.integers(1, 9), top_k=st.integers(1, 9),
     renormalise=st.booleans(), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_softmax_router_equals_the_dense_loop(
+def test_softmax_router_equals_loop(
     tokens: int, experts: int, top_k: int, renormalise: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -92,14 +92,14 @@ def test_softmax_router_equals_the_dense_loop(
     capacity=st.floats(0.1, 2.0), kind=st.sampled_from(["top-k", "switch", "gshard"]),
     seed=st.integers(0, 999),
 )  # fmt: skip
-def test_capacity_equals_the_dense_loop(capacity: float, kind: str, seed: int) -> None:
+def test_capacity_equals_loop(capacity: float, kind: str, seed: int) -> None:
     torch.manual_seed(seed)
     top_k = {"top-k": 3, "switch": 1, "gshard": 2}[kind]
     layer = make(4, top_k, capacity, kind=kind)
     check_against_oracle(layer, torch.randn(2, 9, HIDDEN).double(), context(2, 9))
 
 
-def test_expert_without_tokens_gets_a_zero_gradient() -> None:
+def test_expert_without_tokens_gets_zero_gradient() -> None:
     layer = make(4, 1)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -115,7 +115,7 @@ def test_one_token() -> None:
     check_against_oracle(make(6, 2), torch.randn(1, 1, HIDDEN).double(), context())
 
 
-def test_drops_are_counted_and_the_first_tokens_stay() -> None:
+def test_drops_are_counted_and_first_tokens_stay() -> None:
     layer = make(2, 1, capacity=1.0)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -123,8 +123,8 @@ def test_drops_are_counted_and_the_first_tokens_stay() -> None:
     x = torch.rand(1, 8, HIDDEN).double()
     ctx = context()
     y = layer(x, ctx)
-    facts = ctx.layers[0]
-    assert (facts.dropped, facts.counts.tolist()) == (4, [[0, 4]])
+    facts = ctx.layer_facts[0]
+    assert (facts.num_dropped, facts.counts.tolist()) == (4, [[0, 4]])
     assert bool((y[0, :4] != 0).any(dim=1).all())
     assert not bool(y[0, 4:].any())
 
@@ -133,45 +133,45 @@ def test_nothing_is_dropped_outside_training() -> None:
     layer = make(2, 1, capacity=0.1)
     ctx = context(training=False)
     layer(torch.rand(1, 8, HIDDEN).double(), ctx)
-    assert ctx.layers[0].dropped == 0
-    assert int(ctx.layers[0].counts.sum()) == 8
+    assert ctx.layer_facts[0].num_dropped == 0
+    assert int(ctx.layer_facts[0].counts.sum()) == 8
 
 
-def test_first_choices_go_before_second_ones() -> None:
-    dispatcher = Dispatcher(2, Ranks(), capacity=0.5)
+def test_first_choices_precede_second_choices() -> None:
+    dispatcher = Dispatcher(2, DispatchGroups(), capacity=0.5)
     choices = torch.tensor([[0, 1], [1, 0], [1, 0]])
-    counted = dispatcher.count(choices, training=True)
-    # ceil(0.5 * 3 * 2 / 2) = 2 places an expert. Expert 0: one first choice, then one second.
-    assert counted.experts_TK.tolist() == [[0, NOBODY], [1, 0], [1, NOBODY]]
-    assert counted.dropped == 2
+    counts = dispatcher.count(choices, training=True)
+    # Capacity is ceil(0.5 * 3 * 2 / 2) = 2. Expert 0 keeps one first choice, then one second.
+    assert counts.experts_TK.tolist() == [[0, NO_EXPERT], [1, 0], [1, NO_EXPERT]]
+    assert counts.num_dropped == 2
 
 
 def test_balanced_router_is_even() -> None:
     layer = make(6, 2, kind="balanced")
     ctx = context(2, 9)
     layer(torch.randn(2, 9, HIDDEN).double(), ctx)
-    assert ctx.layers[0].counts.tolist() == [[6] * 6]
+    assert ctx.layer_facts[0].counts.tolist() == [[6] * 6]
     assert len({tuple(row) for row in layer.router(
         torch.randn(18, HIDDEN).double(), ctx).experts_TK.tolist()}) > 1  # fmt: skip
 
 
-def test_second_expert_is_kept_in_proportion_to_its_weight() -> None:
+def test_second_expert_is_kept_by_weight() -> None:
     layer = make(2, 2, capacity=9.0, kind="gshard")
     with torch.no_grad():
         layer.router.weight.zero_()
-        layer.router.weight[0, 0] = math.log(4.0)  # odds 4 : 1, second weight 0.2
+        layer.router.weight[0, 0] = math.log(4.0)  # probabilities 0.8 and 0.2
     x = torch.zeros(64, 64, HIDDEN).double()
     x[..., 0] = 1.0
     ctx = context(64, 64)
     layer(x, ctx)
-    kept = int(ctx.layers[0].counts[0, 1]) / 4096
-    assert kept == pytest.approx(2 * 0.2, abs=0.03)
-    again = context(64, 64)
-    layer(x, again)
-    assert torch.equal(again.layers[0].counts, ctx.layers[0].counts)
+    kept_fraction = int(ctx.layer_facts[0].counts[0, 1]) / 4096
+    assert kept_fraction == pytest.approx(2 * 0.2, abs=0.03)
+    second = context(64, 64)
+    layer(x, second)
+    assert torch.equal(second.layer_facts[0].counts, ctx.layer_facts[0].counts)
 
 
-def test_balance_and_z_loss_by_their_definitions() -> None:
+def test_balance_and_z_loss_equal_their_definitions() -> None:
     layer = make(5, 2)
     x = torch.randn(1, 30, HIDDEN).double()
     ctx = context()
@@ -180,42 +180,42 @@ def test_balance_and_z_loss_by_their_definitions() -> None:
     p = scores.softmax(-1)
     chosen = F.one_hot(p.topk(2).indices, 5).sum(1).double()
     balance = 5 * ((chosen.sum(0) / chosen.sum()) * p.mean(0)).sum()
-    torch.testing.assert_close(ctx.layers[0].balance, balance)
-    torch.testing.assert_close(ctx.layers[0].z, scores.logsumexp(-1).square().mean())
+    torch.testing.assert_close(ctx.layer_facts[0].balance_loss, balance)
+    torch.testing.assert_close(ctx.layer_facts[0].z_loss, scores.logsumexp(-1).square().mean())
 
 
-def test_noise_is_a_function_of_the_token_and_only_in_training() -> None:
+def test_noise_depends_on_the_token_and_only_in_training() -> None:
     layer = make(8, 1, kind="switch", noise=0.5)
     x = torch.randn(6, HIDDEN).double()
-    noisy = layer.router(x, context(2, 3)).scores_TE
-    quiet = layer.router(x, context(2, 3, training=False)).scores_TE
-    ratio = noisy / quiet
+    noisy_scores = layer.router(x, context(2, 3)).scores_TE
+    clean_scores = layer.router(x, context(2, 3, training=False)).scores_TE
+    ratio = noisy_scores / clean_scores
     assert bool(((ratio > 0.5) & (ratio < 1.5)).all())
     assert ratio.unique().numel() == ratio.numel()
-    assert torch.equal(noisy, layer.router(x, context(2, 3)).scores_TE)
+    assert torch.equal(noisy_scores, layer.router(x, context(2, 3)).scores_TE)
 
 
-def test_replay_takes_the_recorded_experts_and_counts_flips() -> None:
+def test_replay_uses_recorded_experts_and_counts_mismatches() -> None:
     layer = make(4, 2)
     x = torch.randn(1, 6, HIDDEN).double()
     ctx = context()
     ctx.keep_choices = True
     layer(x, ctx)
     own = ctx.choices[0]
-    for choices, flips in ((own, 0), (own.flip(1), 0), ((own + 1) % 4, None)):
-        replaying = context()
-        replaying.replay = {0: choices}
-        y = layer(x, replaying)
+    for choices, mismatches in ((own, 0), (own.flip(1), 0), ((own + 1) % 4, None)):
+        replay_context = context()
+        replay_context.replay = {0: choices}
+        y = layer(x, replay_context)
         weights = (x[0] @ layer.router.weight.T).softmax(-1).gather(1, choices)
         torch.testing.assert_close(y, oracle(layer, x, choices, weights))
-        if flips is None:
-            assert replaying.layers[0].flips > 0
+        if mismatches is None:
+            assert replay_context.layer_facts[0].num_replay_mismatches > 0
         else:
-            assert replaying.layers[0].flips == flips
+            assert replay_context.layer_facts[0].num_replay_mismatches == mismatches
 
 
-def test_a_capacity_beyond_everything_drops_nothing() -> None:
+def test_huge_capacity_drops_nothing() -> None:
     layer = make(4, 2, capacity=1e300)
     ctx = context()
     layer(torch.randn(1, 6, HIDDEN).double(), ctx)
-    assert ctx.layers[0].dropped == 0
+    assert ctx.layer_facts[0].num_dropped == 0

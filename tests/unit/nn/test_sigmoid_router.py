@@ -1,4 +1,4 @@
-"""Routers by sigmoids and shared experts: against slow loops, and against transformers' own."""
+"""Sigmoid routers and shared experts against loops and against transformers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
 
 from moesaic.nn.attention import FeedForward
-from moesaic.nn.bank import Bank
 from moesaic.nn.context import Context, Rotary
-from moesaic.nn.dispatch import Dispatcher
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import SigmoidRouter
-from moesaic.nn.travel import Ranks
 
 HIDDEN, FFN = 12, 10
 
@@ -28,8 +28,8 @@ HIDDEN, FFN = 12, 10
 def make(experts: int, top_k: int, shared: int = 0, **router: Any) -> MoE:
     layer = MoE(
         SigmoidRouter(0, HIDDEN, experts, top_k, **router),
-        Bank(range(experts), HIDDEN, FFN),
-        Dispatcher(experts, Ranks()),
+        ExpertBank(range(experts), HIDDEN, FFN),
+        Dispatcher(experts, DispatchGroups()),
         FeedForward(HIDDEN, shared * FFN) if shared else None,
     ).double()
     for parameter in layer.parameters():
@@ -44,27 +44,27 @@ def context() -> Context:
     return result
 
 
-def slow_route(router: SigmoidRouter, token: Tensor) -> tuple[list[int], Tensor]:
-    """One token's experts, best first, and their weights: by sorting, one group after another."""
+def reference_route(router: SigmoidRouter, token: Tensor) -> tuple[list[int], Tensor]:
+    """Return one token's experts, best first, and their weights, by sorting."""
     scores = torch.sigmoid(router.weight @ token)
     biased = (scores.detach() + router.bias).tolist()
-    size = router.experts // router.groups
-    groups = [range(first, first + size) for first in range(0, router.experts, size)]
+    size = router.num_experts // router.groups
+    groups = [range(first, first + size) for first in range(0, router.num_experts, size)]
     best = sorted(groups, key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
-    offered = [e for group in best[: router.top_groups] for e in group]
-    chosen = sorted(offered, key=lambda e: -biased[e])[: router.top_k]
+    candidates = [e for group in best[: router.top_groups] for e in group]
+    chosen = sorted(candidates, key=lambda e: -biased[e])[: router.top_k]
     weights = torch.stack([scores[e] for e in chosen])
     if router.renormalise:
         weights = weights / (weights.sum() + 1e-20)
     return chosen, weights * router.scale
 
 
-def slow(layer: MoE, x: Tensor) -> Tensor:
+def reference_output(layer: MoE, x: Tensor) -> Tensor:
     views = {(e, part): view for e, part, view in layer.bank.matrices(layer.bank.arena)}
     rows = []
     for token in x.reshape(-1, HIDDEN):
         total = torch.zeros(HIDDEN, dtype=x.dtype)
-        for expert, weight in zip(*slow_route(layer.router, token), strict=True):
+        for expert, weight in zip(*reference_route(layer.router, token), strict=True):
             gate, up, down = (views[expert, part] for part in ("gate", "up", "down"))
             total = total + weight * (down @ (F.silu(gate @ token) * (up @ token)))
         if layer.shared is not None:
@@ -80,7 +80,7 @@ def slow(layer: MoE, x: Tensor) -> Tensor:
     top_groups=st.integers(1, 4), top_k=st.integers(1, 6), shared=st.integers(0, 2),
     renormalise=st.booleans(), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_layer_equals_the_dense_loop(
+def test_layer_equals_loop(
     tokens: int, groups: int, size: int, top_groups: int, top_k: int, shared: int,
     renormalise: bool, seed: int,
 ) -> None:  # fmt: skip
@@ -91,7 +91,7 @@ def test_layer_equals_the_dense_loop(
         renormalise=renormalise, scale=2.5,
     )  # fmt: skip
     x = torch.randn(1, tokens, HIDDEN).double().requires_grad_()
-    fast, expected = layer(x, context()), slow(layer, x)
+    fast, expected = layer(x, context()), reference_output(layer, x)
     torch.testing.assert_close(fast, expected, rtol=1e-12, atol=1e-12)
     cotangent, inputs = torch.randn_like(x), [x, *layer.parameters()]
     ours, theirs = (torch.autograd.grad(y, inputs, cotangent) for y in (fast, expected))
@@ -109,9 +109,7 @@ def config(**changes: Any) -> DeepseekV3Config:
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(("groups", "top_groups"), [(4, 2), (1, 1), (8, 3)])
-def test_routers_of_transformers_choose_and_weigh_alike(
-    groups: int, top_groups: int, renormalise: bool
-) -> None:
+def test_router_equals_transformers(groups: int, top_groups: int, renormalise: bool) -> None:
     torch.manual_seed(groups)
     peer = config(norm_topk_prob=renormalise)
     peer.n_group, peer.topk_group = groups, top_groups
@@ -125,11 +123,11 @@ def test_routers_of_transformers_choose_and_weigh_alike(
         {"weight": theirs.weight, "bias": theirs.e_score_correction_bias}, strict=True
     )
     tokens = torch.randn(200, HIDDEN)
-    mine = ours(tokens, context())
+    routing = ours(tokens, context())
     logits, weights, experts = theirs(tokens)
-    torch.testing.assert_close(mine.scores_TE, logits)
+    torch.testing.assert_close(routing.scores_TE, logits)
     theirs_TE = torch.zeros(200, 16).scatter(1, experts, weights)
-    ours_TE = torch.zeros(200, 16).scatter(1, mine.experts_TK, mine.weights_TK)
+    ours_TE = torch.zeros(200, 16).scatter(1, routing.experts_TK, routing.weights_TK)
     torch.testing.assert_close(ours_TE, theirs_TE)
     cotangent = torch.randn(200, 16)
     (a,) = torch.autograd.grad(ours_TE, ours.weight, cotangent)
@@ -137,7 +135,7 @@ def test_routers_of_transformers_choose_and_weigh_alike(
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_of_transformers_says_the_same() -> None:
+def test_layer_equals_transformers() -> None:
     torch.manual_seed(0)
     theirs = DeepseekV3MoE(config())
     ours = make(16, 3, shared=2, groups=(4, 2), scale=2.5, renormalise=True).float()
@@ -145,62 +143,66 @@ def test_a_layer_of_transformers_says_the_same() -> None:
         theirs.gate.weight.copy_(ours.router.weight)
         theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
         for expert, part, view in ours.bank.matrices(ours.bank.arena):
-            fused = theirs.experts.down_proj if part == "down" else theirs.experts.gate_up_proj
+            peer_weight = (
+                theirs.experts.down_proj if part == "down" else theirs.experts.gate_up_proj
+            )
             first = FFN if part == "up" else 0
-            (fused[expert] if part == "down" else fused[expert, first : first + FFN]).copy_(view)
+            (
+                peer_weight[expert] if part == "down" else peer_weight[expert, first : first + FFN]
+            ).copy_(view)
         for part in ("gate", "up", "down"):
-            mine = getattr(ours.shared, part).weight
-            getattr(theirs.shared_experts, f"{part}_proj").weight.copy_(mine)
+            our_parameter = getattr(ours.shared, part).weight
+            getattr(theirs.shared_experts, f"{part}_proj").weight.copy_(our_parameter)
     x = torch.randn(2, 30, HIDDEN, requires_grad=True)
-    one, other = ours(x, context()), theirs(x)
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    ours_output, theirs_output = ours(x, context()), theirs(x)
+    torch.testing.assert_close(ours_output, theirs_output, rtol=1e-5, atol=1e-5)
     cotangent = torch.randn_like(x)
     pairs = [(x, x), (ours.router.weight, theirs.gate.weight)]
     pairs += [(ours.shared.down.weight, theirs.shared_experts.down_proj.weight)]
-    for mine, peer in pairs:
-        (a,) = torch.autograd.grad(one, mine, cotangent, retain_graph=True)
-        (b,) = torch.autograd.grad(other, peer, cotangent, retain_graph=True)
+    for our_parameter, peer in pairs:
+        (a,) = torch.autograd.grad(ours_output, our_parameter, cotangent, retain_graph=True)
+        (b,) = torch.autograd.grad(theirs_output, peer, cotangent, retain_graph=True)
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @given(st.lists(st.lists(st.integers(0, 10**6), min_size=5, max_size=5), min_size=1, max_size=9))
-def test_a_bias_moves_by_steps_towards_an_even_load(loads: list[list[int]]) -> None:
+def test_bias_moves_by_steps_towards_even_load(loads: list[list[int]]) -> None:
     router = SigmoidRouter(0, HIDDEN, 5, 2)
     expected = torch.zeros(5)
     for load in loads:
-        router.rebalance(torch.tensor(load), 0.001)
+        router.update_bias(torch.tensor(load), 0.001)
         mean = math.fsum(load) / 5
         for expert, count in enumerate(load):
             expected[expert] += 0.001 if count < mean else -0.001 if count > mean else 0.0
     assert torch.equal(router.bias, expected)
 
 
-def test_a_bias_evens_out_what_tokens_ask_for() -> None:
+def test_bias_evens_out_requested_loads() -> None:
     torch.manual_seed(3)
     layer = make(16, 4, groups=(4, 2))
     torch.nn.init.zeros_(layer.router.bias)
     x = torch.randn(1, 500, HIDDEN).double() + 0.5
-    spread = []
+    imbalance = []
     for _ in range(300):
         ctx = context()
         layer(x, ctx)
-        asked = ctx.layers[0].asked
-        spread.append(float(asked.max() / asked.double().mean()))
-        layer.router.rebalance(asked, 0.005)
-    assert spread[0] > 1.8
-    assert max(spread[-20:]) < 1.2
+        requested = ctx.layer_facts[0].requested
+        imbalance.append(float(requested.max() / requested.double().mean()))
+        layer.router.update_bias(requested, 0.005)
+    assert imbalance[0] > 1.8
+    assert max(imbalance[-20:]) < 1.2
 
 
-def test_balance_and_z_loss_by_their_definitions() -> None:
+def test_balance_and_z_loss_equal_their_definitions() -> None:
     layer = make(8, 2, groups=(4, 2))
     x = torch.randn(1, 30, HIDDEN).double()
     ctx = context()
     layer(x, ctx)
     scores = x[0] @ layer.router.weight.T
     odds = scores.sigmoid() / scores.sigmoid().sum(dim=1, keepdim=True)
-    share = ctx.layers[0].asked.double() / 60
-    torch.testing.assert_close(ctx.layers[0].balance, 8 * (share * odds.mean(0)).sum())
-    torch.testing.assert_close(ctx.layers[0].z, scores.logsumexp(-1).square().mean())
+    share = ctx.layer_facts[0].requested.double() / 60
+    torch.testing.assert_close(ctx.layer_facts[0].balance_loss, 8 * (share * odds.mean(0)).sum())
+    torch.testing.assert_close(ctx.layer_facts[0].z_loss, scores.logsumexp(-1).square().mean())
 
 
 def test_the_bias_stays_in_fp32_and_is_no_parameter() -> None:

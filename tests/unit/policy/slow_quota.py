@@ -1,4 +1,4 @@
-"""Ours, step by step: what `quota` must come to, copy for copy and row for row."""
+"""Plain implementation of quota, step by step: the reference for the compiled search."""
 
 from __future__ import annotations
 
@@ -6,130 +6,155 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance.model import moved, rows, times, times_of
-from moesaic.policy.balance.quota import own_gifts
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
+from moesaic.policy.balance.cost_model import (
+    count_rank_tokens,
+    count_replica_transfers,
+    layer_times,
+    layer_times_from_tokens,
+)
+from moesaic.policy.balance.quota import max_local_replicas
 from moesaic.policy.balance.yardsticks.spill import Sources
 
-_Way = Literal["to the mean", "half", "given on", "own rows"]
-_WORTH = 1.01
-"""As much slower a layer must be without copies for them to be made."""
+_Strategy = Literal["up to mean", "half of gap", "mean plus movable", "local tokens"]
+_MIN_SPEEDUP = 1.01
+"""Smallest speedup for which replicas are made."""
 
 
-def slow_quota(counts: Ints, setting: Setting) -> Balance:
-    """The best state on the ways from everything at home to equal loads."""
-    found, least_s = unchanged(), times(counts, setting, unchanged()).whole / _WORTH
-    for way in get_args(_Way):
-        state, best = _State(counts, setting, way), 0
-        most = own_gifts(counts, least_s) if way == "own rows" else counts.size
-        while state.gifts < most and state.give():
+def slow_quota(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
+    """Return the fastest state of all strategies, from tokens on owner ranks to equal loads."""
+    found, least_s = (
+        no_replicas(),
+        layer_times(counts, setting, no_replicas()).total_s / _MIN_SPEEDUP,
+    )
+    for strategy in get_args(_Strategy):
+        state, best = _State(counts, setting, strategy), 0
+        most = max_local_replicas(counts, least_s) if strategy == "local tokens" else counts.size
+        while state.num_replicas < most and state.add_replica():
             step_s = state.step_s()
             if step_s < least_s:
-                least_s, best = step_s, state.gifts
+                least_s, best = step_s, state.num_replicas
         if best:
             found = state.sources.balance(best)
     return found
 
 
 class _State:
-    """Who computes what so far."""
+    """State of the search: tokens and replicas by rank."""
 
-    def __init__(self, counts: Ints, setting: Setting, way: _Way) -> None:
-        self._counts, self._setting, self._way, self.gifts = counts, setting, way, 0
-        self._rows = rows(counts, setting.homes, unchanged())
-        self._copies = moved(unchanged(), setting)
+    def __init__(self, counts: IntArray, setting: BalanceProblem, strategy: _Strategy) -> None:
+        self._counts, self._setting, self._strategy, self.num_replicas = (
+            counts,
+            setting,
+            strategy,
+            0,
+        )
+        self._tokens = count_rank_tokens(counts, setting.owners, no_replicas())
+        self._replicas = count_replica_transfers(no_replicas(), setting)
         self.sources = Sources(counts, setting)
-        self._at_home = counts.sum(axis=0)
-        self._mean = -(-int(self._at_home.sum()) // setting.ranks)
-        experts = len(setting.homes)
-        self._room = np.full(setting.ranks, experts if setting.room is None else setting.room)
-        self._sends = counts.size if setting.sends is None else setting.sends
-        self._by_rank = [np.flatnonzero(setting.homes == rank) for rank in range(setting.ranks)]
-        self._has = np.zeros((setting.ranks, experts), bool)
-        self._own = self._rows.computed.copy()
-        """Rows of experts that are at home there, which can be given on."""
+        self._owner_tokens = counts.sum(axis=0)
+        self._mean = -(-int(self._owner_tokens.sum()) // setting.num_ranks)
+        experts = len(setting.owners)
+        self._free_slots = np.full(
+            setting.num_ranks, experts if setting.max_replicas is None else setting.max_replicas
+        )
+        self._max_sent = (
+            counts.size if setting.max_replicas_sent is None else setting.max_replicas_sent
+        )
+        self._by_rank = [
+            np.flatnonzero(setting.owners == rank) for rank in range(setting.num_ranks)
+        ]
+        self._has_replica = np.zeros((setting.num_ranks, experts), bool)
+        self._movable = self._tokens.computed.copy()
+        """Tokens of each rank's own experts that it can still hand over."""
 
     def step_s(self) -> float:
-        """What the layer takes as it is."""
-        return times_of(self._rows, *self._copies, self._setting).whole
+        """Return the layer's seconds in this state."""
+        return layer_times_from_tokens(self._tokens, *self._replicas, self._setting).total_s
 
-    def give(self) -> bool:
-        """One gift more, if there is one to be made."""
-        if self._way == "own rows":
-            return self._give_own_rows()
-        computed = self._rows.computed
+    def add_replica(self) -> bool:
+        """Add one replica, if a useful one exists."""
+        if self._strategy == "local tokens":
+            return self._add_local_replica()
+        computed = self._tokens.computed
         busiest = int(computed.argmax())
         excess = int(computed[busiest]) - self._mean
-        if excess < max(self._setting.least_rows, 1):
+        if excess < max(self._setting.min_replica_tokens, 1):
             return False
-        if self._copies[0][busiest] >= self._sends:
+        if self._replicas[0][busiest] >= self._max_sent:
             return False
         own = self._by_rank[busiest]
-        for expert in own[np.argsort(-self._at_home[own], kind="stable")].tolist():
-            found = self._receiver(expert, min(excess, int(self._at_home[expert])))
+        for expert in own[np.argsort(-self._owner_tokens[own], kind="stable")].tolist():
+            found = self._best_receiver(expert, min(excess, int(self._owner_tokens[expert])))
             if found is not None:
-                self._move(expert, busiest, *found)
+                self._apply(expert, busiest, *found)
                 return True
         return False
 
-    def _give_own_rows(self) -> bool:
-        """All rows of a rank for an expert, whichever takes most off the rank with most traffic."""
-        setting, (computed, sent, received) = self._setting, self._rows
-        own = np.stack([self.sources.left(expert) for expert in range(len(setting.homes))])
-        may = ~self._has.T & (own >= max(setting.least_rows, 1)) & (self._room > 0)
-        may[np.arange(len(own)), setting.homes] = False
-        may[self._copies[0][setting.homes] >= self._sends] = False
+    def _add_local_replica(self) -> bool:
+        """Add the replica for local tokens that relieves the rank with the most traffic."""
+        setting, (computed, sent, received) = self._setting, self._tokens
+        own = np.stack([self.sources.left(expert) for expert in range(len(setting.owners))])
+        allowed = (
+            ~self._has_replica.T
+            & (own >= max(setting.min_replica_tokens, 1))
+            & (self._free_slots > 0)
+        )
+        allowed[np.arange(len(own)), setting.owners] = False
+        allowed[self._replicas[0][setting.owners] >= self._max_sent] = False
         if sent.max() >= received.max():
-            may[:, np.arange(setting.ranks) != sent.argmax()] = False
+            allowed[:, np.arange(setting.num_ranks) != sent.argmax()] = False
         else:
-            may[setting.homes != received.argmax()] = False
+            allowed[setting.owners != received.argmax()] = False
         more = np.maximum(computed + own - computed.max(), 0)
-        saved = own * (setting.exchanges * setting.row_bytes / setting.bytes_per_s)
-        saved = np.where(may, saved - more * (setting.passes / setting.rows_per_s), 0.0)
-        expert, rank = divmod(int(saved.argmax()), setting.ranks)
+        saved = own * (setting.num_exchanges * setting.token_bytes / setting.bytes_per_s)
+        saved = np.where(
+            allowed, saved - more * (setting.num_passes / setting.expert_tokens_per_s), 0.0
+        )
+        expert, rank = divmod(int(saved.argmax()), setting.num_ranks)
         if saved[expert, rank] <= 0:
             return False
-        self._move(expert, int(setting.homes[expert]), rank, int(own[expert, rank]))
+        self._apply(expert, int(setting.owners[expert]), rank, int(own[expert, rank]))
         return True
 
-    def _receiver(self, expert: int, number: int) -> tuple[int, int] | None:
-        """Who had best take some of so many rows, and how many."""
-        setting, least = self._setting, max(self._setting.least_rows, 1)
-        takes = np.minimum(self._most(number), number)
-        takes[(self._room <= 0) | self._has[:, expert]] = 0
-        saved = takes * (setting.passes / setting.rows_per_s)
-        local = np.minimum(self._counts[:, expert], takes)
-        saved += local * (setting.exchanges * setting.row_bytes / setting.bytes_per_s)
-        saved[takes < least] = 0
+    def _best_receiver(self, expert: int, number: int) -> tuple[int, int] | None:
+        """Return the rank that saves most by taking some of `number` tokens, and how many."""
+        setting, least = self._setting, max(self._setting.min_replica_tokens, 1)
+        accepted = np.minimum(self._limits(number), number)
+        accepted[(self._free_slots <= 0) | self._has_replica[:, expert]] = 0
+        saved = accepted * (setting.num_passes / setting.expert_tokens_per_s)
+        local = np.minimum(self._counts[:, expert], accepted)
+        saved += local * (setting.num_exchanges * setting.token_bytes / setting.bytes_per_s)
+        saved[accepted < least] = 0
         rank = int(saved.argmax())
-        return (rank, int(takes[rank])) if saved[rank] > 0 else None
+        return (rank, int(accepted[rank])) if saved[rank] > 0 else None
 
-    def _most(self, number: int) -> Ints:
-        """Rows that each rank would take of so many."""
-        computed, most = self._rows.computed, self._mean - self._rows.computed
+    def _limits(self, number: int) -> IntArray:
+        """Return the tokens that each rank would take of `number`."""
+        computed, most = self._tokens.computed, self._mean - self._tokens.computed
         top = int(computed.max())
-        if self._way == "half":
+        if self._strategy == "half of gap":
             return np.maximum(most, (top - computed) // 2)
-        if self._way == "given on":
-            more = most + np.minimum(self._own, self._mean)
+        if self._strategy == "mean plus movable":
+            more = most + np.minimum(self._movable, self._mean)
             return np.where(computed + np.minimum(more, number) < top, more, most)
         return most
 
-    def _move(self, expert: int, home: int, rank: int, number: int) -> None:
+    def _apply(self, expert: int, owner: int, rank: int, number: int) -> None:
         taken = self.sources.take(expert, rank, number)
-        computed, sent, received = self._rows
-        computed[home] -= number
+        computed, sent, received = self._tokens
+        computed[owner] -= number
         computed[rank] += number
-        sent -= taken  # To the home;
-        sent[home] += taken[home]
-        received[home] -= number - int(taken[home])
-        sent += taken  # and now to the copy.
+        sent -= taken  # Undo the traffic to the owner,
+        sent[owner] += taken[owner]
+        received[owner] -= number - int(taken[owner])
+        sent += taken  # then count the traffic to the replica.
         sent[rank] -= taken[rank]
         received[rank] += number - int(taken[rank])
-        self._copies[0][home] += 1
-        self._copies[1][rank] += 1
-        self._at_home[expert] -= number
-        self._own[home] -= number
-        self._room[rank] -= 1
-        self._has[rank, expert] = True
-        self.gifts += 1
+        self._replicas[0][owner] += 1
+        self._replicas[1][rank] += 1
+        self._owner_tokens[expert] -= number
+        self._movable[owner] -= number
+        self._free_slots[rank] -= 1
+        self._has_replica[rank, expert] = True
+        self.num_replicas += 1

@@ -1,6 +1,4 @@
-"""Rows split over homes and copies: the busiest rank has the least that is possible, and no row
-moves that need not.
-"""
+"""Optimal split over owners and replicas: minimal maximum load, and no token moves without need."""
 
 from __future__ import annotations
 
@@ -12,101 +10,110 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_balance import cases
 
-from moesaic.facts.balance import Ints, Setting, unchanged
-from moesaic.policy.balance import at_copies, eplb, rows
-from moesaic.policy.balance.yardsticks import levelled, lp
+from moesaic.facts.balance import BalanceProblem, IntArray, no_replicas
+from moesaic.policy.balance import count_rank_tokens, eplb, use_local_replicas
+from moesaic.policy.balance.yardsticks import lp, split_optimally
 
 
-def least(counts: Ints, setting: Setting, copies: Ints) -> int:
-    """Of the busiest rank, by duality: those experts' rows that can only be computed within a set
-    of ranks, shared out evenly among these, for the set where that is most."""
-    places = np.zeros((len(setting.homes), setting.ranks), bool)
-    places[np.arange(len(setting.homes)), setting.homes] = True
-    places[copies[:, 0], copies[:, 1]] = True
+def minimal_max_load(counts: IntArray, setting: BalanceProblem, replicas: IntArray) -> int:
+    """Return the minimal maximum load, by duality.
+
+    It is the largest mean over sets of ranks of the tokens that only this set can compute.
+    """
+    can_compute = np.zeros((len(setting.owners), setting.num_ranks), bool)
+    can_compute[np.arange(len(setting.owners)), setting.owners] = True
+    can_compute[replicas[:, 0], replicas[:, 1]] = True
     totals, most = counts.sum(axis=0), 0
-    for number in range(1, setting.ranks + 1):
-        for chosen in combinations(range(setting.ranks), number):
-            others = np.setdiff1d(np.arange(setting.ranks), chosen)
-            among = int(totals[~places[:, others].any(axis=1)].sum())
-            most = max(most, -(-among // number))
+    for number in range(1, setting.num_ranks + 1):
+        for chosen in combinations(range(setting.num_ranks), number):
+            others = np.setdiff1d(np.arange(setting.num_ranks), chosen)
+            total = int(totals[~can_compute[:, others].any(axis=1)].sum())
+            most = max(most, -(-total // number))
     return most
 
 
-def drawn(setting: Setting, seed: int, odds: float) -> Ints:
-    """Copies by chance."""
-    chosen = np.random.default_rng(seed).random((len(setting.homes), setting.ranks)) < odds
-    chosen[np.arange(len(setting.homes)), setting.homes] = False
+def random_replicas(setting: BalanceProblem, seed: int, odds: float) -> IntArray:
+    """Return random replicas."""
+    chosen = np.random.default_rng(seed).random((len(setting.owners), setting.num_ranks)) < odds
+    chosen[np.arange(len(setting.owners)), setting.owners] = False
     return np.argwhere(chosen)
 
 
 @given(case=cases(), seed=st.integers(0, 999), odds=st.sampled_from((0.1, 0.25, 0.5)))
 @settings(max_examples=500, deadline=None)
-def test_the_busiest_rank_has_the_least_that_is_possible(
-    case: tuple[Ints, Setting], seed: int, odds: float
+def test_maximum_load_is_minimal(
+    case: tuple[IntArray, BalanceProblem], seed: int, odds: float
 ) -> None:
     counts, setting = case
-    copies = drawn(setting, seed, odds)
-    found = levelled(counts, setting, copies)
-    assert found.copies.tolist() == copies.tolist()
-    after = rows(counts, setting.homes, found)
-    assert after.computed.max() == least(counts, setting, copies)
+    replicas = random_replicas(setting, seed, odds)
+    found = split_optimally(counts, setting, replicas)
+    assert found.replicas.tolist() == replicas.tolist()
+    after = count_rank_tokens(counts, setting.owners, found)
+    assert after.computed.max() == minimal_max_load(counts, setting, replicas)
     assert after.computed.sum() == counts.sum()
-    pairs = set(map(tuple, copies.tolist()))
-    assert all((expert, target) in pairs for expert, _, target, _ in found.diverted.tolist())
+    pairs = set(map(tuple, replicas.tolist()))
+    assert all((expert, target) in pairs for expert, _, target, _ in found.rerouted.tolist())
 
 
 @given(case=cases(), seed=st.integers(0, 999))
 @settings(max_examples=300, deadline=None)
-def test_ranks_compute_their_own_rows_as_far_as_they_have_a_place(
-    case: tuple[Ints, Setting], seed: int
-) -> None:
-    """No rank computes another's rows of an expert while its own leave, and where all computing
-    their own is as good, that is what they do."""
+def test_ranks_prefer_their_own_tokens(case: tuple[IntArray, BalanceProblem], seed: int) -> None:
+    """No rank computes another's tokens of an expert while its own leave.
+
+    If computing local tokens only is optimal, the split does so.
+    """
     counts, setting = case
-    copies = drawn(setting, seed, 0.4)
-    found = levelled(counts, setting, copies)
-    away = np.zeros((len(setting.homes), setting.ranks), np.int64)
-    stay, come = np.zeros_like(away), np.zeros_like(away)
-    for expert, source, target, number in found.diverted.tolist():
-        away[expert, source] += number
-        (stay if source == target else come)[expert, target] += number
-    for expert, rank in copies.tolist():
-        assert come[expert, rank] == 0 or stay[expert, rank] == counts[rank, expert]
-    at_home = (np.arange(len(setting.homes)), setting.homes)
-    others = counts.sum(axis=0) - counts.T[at_home] - (away.sum(axis=1) - away[at_home])
-    assert ((away[at_home] == 0) | (others == 0)).all()
-    own = at_copies(counts, copies)
-    if rows(counts, setting.homes, own).computed.max() == least(counts, setting, copies):
-        assert sorted(found.diverted.tolist()) == sorted(own.diverted.tolist())
+    replicas = random_replicas(setting, seed, 0.4)
+    found = split_optimally(counts, setting, replicas)
+    rerouted = np.zeros((len(setting.owners), setting.num_ranks), np.int64)
+    stay, arriving = np.zeros_like(rerouted), np.zeros_like(rerouted)
+    for expert, source, target, number in found.rerouted.tolist():
+        rerouted[expert, source] += number
+        (stay if source == target else arriving)[expert, target] += number
+    for expert, rank in replicas.tolist():
+        assert arriving[expert, rank] == 0 or stay[expert, rank] == counts[rank, expert]
+    owner_entries = (np.arange(len(setting.owners)), setting.owners)
+    others = (
+        counts.sum(axis=0)
+        - counts.T[owner_entries]
+        - (rerouted.sum(axis=1) - rerouted[owner_entries])
+    )
+    assert ((rerouted[owner_entries] == 0) | (others == 0)).all()
+    own = use_local_replicas(counts, replicas)
+    if count_rank_tokens(counts, setting.owners, own).computed.max() == minimal_max_load(
+        counts, setting, replicas
+    ):
+        assert sorted(found.rerouted.tolist()) == sorted(own.rerouted.tolist())
 
 
-def test_rows_go_along_chains_of_ranks() -> None:
-    """The first rank has a copy on the second alone, which is full but hands on to the third."""
+def test_tokens_move_along_paths_of_ranks() -> None:
+    """The first rank has a replica on the second only, which is full but hands on to the third."""
     counts = np.zeros((3, 3), np.int64)
     counts[0] = 60, 30, 0
-    setting = Setting(np.array([0, 1, 2]), 3, 1.0, 1.0, 1.0, 1.0, 1.0)
-    found = levelled(counts, setting, np.array([[0, 1], [1, 2]]))
-    assert rows(counts, setting.homes, found).computed.tolist() == [30, 30, 30]
-    assert found.diverted.tolist() == [[0, 0, 1, 30], [1, 0, 2, 30]]
+    setting = BalanceProblem(np.array([0, 1, 2]), 3, 1.0, 1.0, 1.0, 1.0, 1.0)
+    found = split_optimally(counts, setting, np.array([[0, 1], [1, 2]]))
+    assert count_rank_tokens(counts, setting.owners, found).computed.tolist() == [30, 30, 30]
+    assert found.rerouted.tolist() == [[0, 0, 1, 30], [1, 0, 2, 30]]
 
 
-def test_many_ranks_are_as_level_as_a_copy_each_allows() -> None:
-    """Every set of ranks that a shortage could be in is too many to try; that nobody is above the
-    mean, rounded up, needs no more."""
+def test_many_ranks_reach_the_mean_load() -> None:
+    """Too many sets of ranks to try; a maximum equal to the mean, rounded up, is optimal."""
     draw = np.random.default_rng(0)
     odds = draw.permutation(np.arange(1, 257.0) ** -0.8)
     counts = draw.multinomial(4096, odds / odds.sum(), size=64)
-    setting = Setting(np.arange(256) // 4, 64, 4e6, 2048.0, 1e10, 1e7, 1e7)
-    found = lp(counts, setting, each=2)
-    after = rows(counts, setting.homes, found).computed
+    setting = BalanceProblem(np.arange(256) // 4, 64, 4e6, 2048.0, 1e10, 1e7, 1e7)
+    found = lp(counts, setting, replicas_per_rank=2)
+    after = count_rank_tokens(counts, setting.owners, found).computed
     assert after.max() == -(-counts.sum() // 64)
-    spread = rows(counts, setting.homes, eplb(counts, setting, each=2)).computed
+    spread = count_rank_tokens(
+        counts, setting.owners, eplb(counts, setting, replicas_per_rank=2)
+    ).computed
     assert after.max() < spread.max()
-    assert np.bincount(found.copies[:, 1], minlength=64).max() <= 2
+    assert np.bincount(found.replicas[:, 1], minlength=64).max() <= 2
 
 
 @pytest.mark.parametrize("each", [0, 3])
-def test_without_copies_everything_stays_at_home(each: int) -> None:
+def test_without_replicas_all_tokens_stay_with_owners(each: int) -> None:
     counts = np.zeros((4, 8), np.int64)
-    setting = Setting(np.arange(8) // 2, 4, 1.0, 1.0, 1.0, 1.0, 1.0)
-    assert all(map(np.array_equal, lp(counts, setting, each), unchanged()))
+    setting = BalanceProblem(np.arange(8) // 2, 4, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert all(map(np.array_equal, lp(counts, setting, each), no_replicas()))

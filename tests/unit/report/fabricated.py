@@ -1,7 +1,7 @@
-"""Run directories as a training run would leave them, without training.
+"""Fabricated run directories, as a training run would write them.
 
-Figures follow a seeded random walk around what a small mixture-of-experts model does. What a test
-wants to see (a dead expert, a kill, a slow step) is asked for in `Story`.
+Values follow a seeded random walk around those of a small mixture-of-experts model. `Story` selects
+the events of the run: a dead expert, a kill, a slow step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunFacts
-from moesaic.report.spreads import COLUMNS
+from moesaic.report.balance_stats import COLUMNS
 
 START_S = 1_760_000_000.0
 LOADS = pa.schema(
@@ -36,10 +36,10 @@ PREDICTED = {
 }  # fmt: skip
 TIMELINE = [
     {"rank": 1, "spans": [
-        {"phase": "forward", "block": "<embed>", "computing_s": 0.01, "messages_s": 0.004},
+        {"phase": "forward", "block": "<embed>", "computing_s": 0.01, "collectives_s": 0.004},
         {"phase": "backward", "block": "<embed>", "computing_s": 0.03},
         {"phase": "forward", "block": "all", "micro_batches": 3, "computing_s": 0.03},
-        {"phase": "reduce", "block": "step", "waiting_s": 0.006, "messages_s": 0.02},
+        {"phase": "reduce", "block": "step", "waiting_s": 0.006, "collectives_s": 0.02},
     ]},
     {"rank": 0, "spans": [{"phase": "forward", "block": "<embed>", "computing_s": 0.02}]},
 ]  # fmt: skip
@@ -47,7 +47,7 @@ TIMELINE = [
 
 @dataclass(frozen=True)
 class Story:
-    """What happens in a fabricated run."""
+    """Events and sizes of a fabricated run."""
 
     steps: int = 80
     planned: int | None = None
@@ -74,17 +74,17 @@ class Story:
     step_s: float = 0.21
     z_loss: float = 1.1
     balanced: bool = False
-    """A policy of balance is asked, and clocks tell."""
-    spread: dict[str, float] = field(default_factory=dict)
-    """What it makes of each layer, where that is to be something else."""
+    """A balance policy runs, and its times are measured."""
+    balance: dict[str, float] = field(default_factory=dict)
+    """Overrides of the balance record of each layer."""
     busiest: float = 1.9
-    """Rows of the busiest rank over the mean, at home, in the least even layer."""
+    """Busiest rank over the mean without replicas, in the least even layer."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The job's [balance]."""
 
 
 class Fabric:
-    """Writes one run directory, part by part."""
+    """Writer of one run directory, launch by launch."""
 
     def __init__(self, directory: Path, story: Story) -> None:
         self.directory, self.story = directory, story
@@ -119,25 +119,25 @@ class Fabric:
             device="cpu", parameters_total=13_640_832, parameters_active=5_120_256,
             plan=self.plan(), tokens_per_step=TOKENS,
         )  # fmt: skip
-        copies = RecordWriter(self.directory / "balance", BALANCE) if story.balanced else None
+        balance = RecordWriter(self.directory / "balance", BALANCE) if story.balanced else None
         self.now_s += 4
         for step in range(done + 1, last + 1):
             self._step(logs, step)
             if loads is not None and step % story.loads_every == 0:
                 loads.add(self._loads(step))
-            if copies is not None and step % story.loads_every == 0:
-                copies.add(self._balance(step))
+            if balance is not None and step % story.loads_every == 0:
+                balance.add(self._balance(step))
         if loads is not None:
             loads.flush()
-        if copies is not None:
-            copies.flush()
+        if balance is not None:
+            balance.flush()
         for log in logs:
             log.close()
 
     def plan(self) -> dict[str, int]:
         story = self.story
         ep = story.ranks if story.experts else 1
-        return {"ranks": story.ranks, "ep": ep, "shard": story.ranks, "experts": story.experts}
+        return {"ranks": story.ranks, "ep": ep, "dp_shard": story.ranks, "experts": story.experts}
 
     def _step(self, logs: list[EventLog], step: int) -> None:
         story, random = self.story, self.random
@@ -156,10 +156,10 @@ class Fabric:
             balance_loss=balance if story.experts else 0.0,
             z_loss=story.z_loss * (1 + 0.04 * random.normal()) if story.experts else 0.0,
             grad_norm=norm, lr=self._rate(step), tokens=TOKENS - 32, step_s=step_s,
-            tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped, flips=story.flips,
-            memory_bytes=memory, phases=all_phases[0],
-            **({"copies": story.spread.get("copies", 2) * story.layers,
-                "busiest_before": story.busiest, "busiest_after": 1.1,
+            tokens_per_s=(TOKENS - 32) / step_s, dropped=story.dropped,
+            num_replay_mismatches=story.flips, memory_bytes=memory, phases=all_phases[0],
+            **({"replicas": story.balance.get("replicas", 2) * story.layers,
+                "imbalance_before": story.busiest, "imbalance_after": 1.1,
                 "planning_s": 1e-3} if story.balanced else {}),
         )  # fmt: skip
         for rank, phases in enumerate(all_phases):
@@ -220,29 +220,26 @@ class Fabric:
         return rows
 
     def _balance(self, step: int) -> list[dict[str, Any]]:
-        """Figures that are functions of step and layer: tests work them out again."""
+        """Return values that are functions of step and layer, so tests can predict them."""
         return [
             {
-                "step": step, "layer": layer, **self._rows(step, layer),
-                "busiest_before": 1.5 + 0.1 * layer + 0.02 * step,
-                "busiest_after": 1.1, "std_before": 40.0 * (layer + 1), "std_after": 10.0,
-                "copies": 2, "bytes_moved": 3 << 20, "planning_s": 1e-3 / 3,
-                "landing_s": 1e-4 * step, "return_s": 2e-4 * step, "forward_s": 4e-3,
-                "backward_s": 9e-3, "modelled_experts_s": 1e-2, "modelled_travel_s": 6e-3,
-                "modelled_exposed_s": 1e-3, "modelled_s": 2e-2, "modelled_home_s": 3e-2,
-                **self.story.spread,
+                "step": step, "layer": layer, "tokens_before": self._tokens(step, layer),
+                "imbalance_before": 1.5 + 0.1 * layer + 0.02 * step,
+                "imbalance_after": 1.1, "replicas": 2, "replica_bytes": 3 << 20,
+                "planning_s": 1e-3 / 3, "replica_wait_s": 1e-4 * step,
+                "gradient_wait_s": 2e-4 * step, "forward_s": 4e-3, "backward_s": 9e-3,
+                "predicted_experts_s": 1e-2, "predicted_exposed_s": 1e-3, "predicted_s": 2e-2,
+                "predicted_unbalanced_s": 3e-2,
+                **self.story.balance,
             }
             for layer in range(self.story.layers)
         ]  # fmt: skip
 
-    def _rows(self, step: int, layer: int) -> dict[str, list[int]]:
-        """By rank: one has more than a thousand, and gives half of that to the next."""
-        ranks, more = self.story.ranks, 10 * step * (layer + 1)
-        before, after = [1000] * ranks, [1000] * ranks
-        before[layer % ranks] += more
-        for rank in (layer, layer + 1):
-            after[rank % ranks] += more // 2
-        return {"rows_before": before, "rows_after": after}
+    def _tokens(self, step: int, layer: int) -> list[int]:
+        """Return tokens by rank: one rank has more than a thousand."""
+        tokens = [1000] * self.story.ranks
+        tokens[layer % self.story.ranks] += 10 * step * (layer + 1)
+        return tokens
 
     def _write_facts(self) -> None:
         story = self.story
@@ -255,8 +252,8 @@ class Fabric:
             "seed": 0,
             "model": model,
             "routing": {"router": "top-k", "balance_loss": 0.01, "z_loss": 0.001,
-                        "capacity": None},
-            "layout": {"ep": self.plan()["ep"], "shard": "all"},
+                        "capacity_factor": None},
+            "layout": {"ep": self.plan()["ep"], "dp_shard": "all"},
             "data": {"path": "text/*.txt", "tokenizer": "bytes", "sequence": 256},
             "train": {"steps": story.planned or story.steps, "batch": 8, "clip": 1.0,
                       "precision": "fp32"},
@@ -281,7 +278,7 @@ def fabricate(directory: Path, **story: Any) -> Path:
 
 
 def predict(directory: Path, predicted: Any = PREDICTED) -> RunFacts:
-    """The run at `directory`, as if its plan had predicted this."""
+    """Return the run at `directory` with this prediction in its plan."""
     path = directory / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "predictions": predicted}))
     return RunFacts.read(directory)

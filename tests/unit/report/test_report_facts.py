@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fabricated import BALANCE, LOADS, START_S, fabricate
+from fabricated import LOADS, START_S, fabricate
 
 from moesaic.base.errors import StoreError
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.report import RunFacts
+from moesaic.report.balance_stats import read_balance_stats
 from moesaic.report.loads import read_loads
-from moesaic.report.spreads import FIGURES, read_spreads
 from moesaic.report.summary import summary
-from moesaic.train.directory import note_end
+from moesaic.train.run_directory import record_run_end
 
 
 def step_event(log: EventLog, step: int, loss: float, at: float) -> None:
@@ -45,19 +45,6 @@ def write_loads(directory: Path, rows: dict[tuple[int, int], list[int]]) -> None
         for (step, layer), counts in rows.items()
     )
     writer.flush()
-
-
-def write_rows(directory: Path, *parts: dict[tuple[int, int], tuple[list[int], list[int]]]) -> Path:
-    """Rows by rank before and after, of steps and layers, each part by a start of its own."""
-    for part in parts:
-        writer = RecordWriter(directory, BALANCE)
-        writer.add(
-            {"step": step, "layer": layer, "rows_before": before, "rows_after": after,
-             **dict.fromkeys(FIGURES, 1.0)}
-            for (step, layer), (before, after) in part.items()
-        )  # fmt: skip
-        writer.flush()
-    return directory
 
 
 def test_whole_run(tmp_path: Path) -> None:
@@ -106,7 +93,7 @@ def test_a_speed_is_that_of_the_layout_that_there_is(tmp_path: Path) -> None:
     """Two starts on two ranks, the second of which goes on, and then one on four."""
     directory = bare_run(tmp_path / "run")
     log, speeds = EventLog(directory / "events" / "rank-0.jsonl"), []
-    two, four = {"ranks": 2, "plan": {"ep": 2}}, {"ranks": 4, "plan": {"ep": 2, "shard": 2}}
+    two, four = {"ranks": 2, "plan": {"ep": 2}}, {"ranks": 4, "plan": {"ep": 2, "dp_shard": 2}}
     for first, more, step_s in ((1, two, 1.0), (5, two, 3.0), (9, four, 10.0)):
         log.emit("run_start", time=100.0 * first, step=first, device="cpu", **more)
         speeds.append(summary(RunFacts.read(directory))["step_s"])
@@ -156,7 +143,7 @@ def test_silence_tells_a_stopped_run_from_a_running_one(tmp_path: Path) -> None:
 
 def test_what_cut_a_run_off_is_known(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=30, finished=False)
-    note_end(directory, "ended by SIGTERM")
+    record_run_end(directory, "ended by SIGTERM")
     run = RunFacts.read(directory)
     assert (run.status, run.ended) == ("stopped", "ended by SIGTERM")
 
@@ -286,71 +273,24 @@ def test_loads_of_another_model_are_told(tmp_path: Path) -> None:
         read_loads(tmp_path, last_step=2)
 
 
-def test_spreads_are_read_in_bounded_memory(tmp_path: Path) -> None:
+def test_balance_stats_are_read_in_bounded_memory(tmp_path: Path) -> None:
     directory = fabricate(
         tmp_path / "run", steps=25, layers=2, balanced=True, killed_at=21, resumed_at=10
     )
     run = RunFacts.read(directory)
-    assert run.spreads is not None
-    assert run.spreads.steps.tolist() == list(range(1, 26))
-    assert (run.spreads.number == 1).all()  # Steps 11 to 21 were written twice.
-    few = read_spreads(directory / "balance", 22, max_columns=5)
+    assert run.balance is not None
+    assert run.balance.steps.tolist() == list(range(1, 26))
+    assert (run.balance.recorded == 1).all()  # Steps 11 to 21 were written twice.
+    few = read_balance_stats(directory / "balance", 22, max_columns=5)
     assert few is not None
     assert (few.first_step.tolist(), few.last_step.tolist()) == (
         [1, 5, 9, 14, 18], [4, 8, 13, 17, 22],
     )  # fmt: skip
-    assert few.number[:, 1].tolist() == [4, 4, 5, 4, 5]
-    assert few.over("landing_s")[2, 0] == pytest.approx(1e-4 * np.mean(range(9, 14)))
-    assert few.over("landing_s", "return_s")[0, 1] == pytest.approx(3e-4 * 2.5)
-    assert few.by_layer("busiest_before")[1] == pytest.approx(1.6 + 0.02 * np.mean(range(1, 23)))
-    assert few.by_step("copies").tolist() == [4] * 5
-    assert few.ratio(("std_before",), ("std_after",), 0).tolist() == [4, 8]
-    assert {rows.shape for rows in few.rows.values()} == {(5, 2, 2)}
-    # Steps 9 to 13; rank 0 of layer 0 has more, and rank 1 of layer 1.
-    assert few.rows["rows_before"][2].tolist() == [[5550, 5000], [5000, 6100]]
-    assert few.rows["rows_after"][2].tolist() == [[5275, 5275], [5550, 5550]]
-    places = np.array([0, 1, 1]), np.array([0, 0, 1])
-    assert few.by_rank("rows_before", *places)[2].tolist() == [
-        5550 / 5275, 5000 / 5550, 6100 / 5550,
-    ]  # fmt: skip
-    assert read_spreads(directory / "balance", 0) is None
-    assert read_spreads(directory / "nowhere", 22) is None
-
-
-def test_rows_by_rank_of_a_run_that_went_on_with_other_ranks(tmp_path: Path) -> None:
-    """What stands in `docs/train.md`: --set layout.ep=4 --resume."""
-    two: dict[tuple[int, int], tuple[list[int], list[int]]] = {
-        (3, 0): ([8, 0], [8, 0]),  # Done again; what counts need not come first.
-        **{(step, 0): ([6, 2], [4, 4]) for step in (1, 2)},
-    }
-    four = {(step, 0): ([8, 0, 4, 4], [5, 3, 4, 4]) for step in (3, 4)}
-    alone = {(5, 0): ([0], [0])}
-    spreads = read_spreads(write_rows(tmp_path, two, four, alone), last_step=5)
-    assert spreads is not None
-    ranks = np.arange(4)
-    assert spreads.by_rank("rows_before", 0 * ranks, ranks) == pytest.approx(
-        np.array([[1.5, 0.5, *[np.nan] * 2]] * 2 + [[2, 0, 1, 1]] * 2 + [[np.nan] * 4]), nan_ok=True
-    )
-    few = read_spreads(tmp_path, last_step=4, max_columns=1)
-    assert few is not None
-    # Of each rank over the steps that it was there.
-    assert few.by_rank("rows_before", 0 * ranks, ranks).tolist() == [[28 / 16, 4 / 16, 1, 1]]
-    assert few.by_rank("rows_after", 0 * ranks, ranks).tolist() == [[18 / 16, 14 / 16, 1, 1]]
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([([1, 2], [1, 2]), ([3], [3])], "rows of unequal numbers of ranks"),
-        ([([1, 2], [1, 2]), ([1, 2], [3])], "rows of unequal numbers of ranks"),
-        ([([1, 2], [3])], "rows of 2 ranks before copies and of 1 after"),
-        ([([], [])], "rows of no ranks"),
-        ([([1, 2], [4, -1])], "rows below 0"),
-    ],
-)
-def test_rows_by_rank_that_cannot_be_are_refused(
-    rows: list[tuple[list[int], list[int]]], says: str, tmp_path: Path
-) -> None:
-    write_rows(tmp_path, {(step, 0): one for step, one in enumerate(rows, 1)})
-    with pytest.raises(StoreError, match=says):
-        read_spreads(tmp_path, len(rows))
+    assert few.recorded[:, 1].tolist() == [4, 4, 5, 4, 5]
+    assert few.by_step("replica_wait_s")[2] == pytest.approx(2e-4 * np.mean(range(9, 14)))
+    assert few.by_step("replica_wait_s", "gradient_wait_s")[0] == pytest.approx(6e-4 * 2.5)
+    assert few.by_layer("imbalance_before")[1] == pytest.approx(1.6 + 0.02 * np.mean(range(1, 23)))
+    assert few.by_step("replicas").tolist() == [4] * 5
+    assert few.most_tokens == 1000 + 10 * 22 * 2
+    assert read_balance_stats(directory / "balance", 0) is None
+    assert read_balance_stats(directory / "nowhere", 22) is None

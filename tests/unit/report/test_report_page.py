@@ -21,15 +21,13 @@ from fabricated import LOADS, PREDICTED, TIMELINE, TOKENS, fabricate, predict
 from moesaic.base.errors import StoreError
 from moesaic.base.events import EventLog
 from moesaic.report import RunFacts, page, summary, write_report
-from moesaic.report.charts.balance import busiest_scale
-from moesaic.report.charts.experts import SCALE
 from moesaic.report.document import embed, plotly_source
 
 HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>"
 
 
 def data_of(text: str) -> dict[str, Any]:
-    """What the page's script draws."""
+    """Return the data that `page.js` draws."""
     found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', text, re.S)
     assert found is not None
     data: dict[str, Any] = json.loads(found.group(1))
@@ -41,7 +39,7 @@ def figures_of(text: str) -> dict[str, dict[str, Any]]:
 
 
 def own_part(text: str) -> str:
-    """The page without Plotly."""
+    """Return the page without Plotly."""
     return text.replace(plotly_source(), "")
 
 
@@ -83,52 +81,94 @@ def test_utilisation_in_hundredths_is_what_was_recorded(tmp_path: Path) -> None:
     assert column == [round(100 * count / mean) for count in row["counts"]]
 
 
-def test_copies_of_experts_are_shown_where_a_policy_was_asked(tmp_path: Path) -> None:
+BALANCE = {"busiest-rank", "expert-replicas", "balance-saved", "balance-layers"}
+
+
+def test_balance_without_records_of_layers(tmp_path: Path) -> None:
     run = RunFacts.read(fabricate(tmp_path / "run", steps=20))
     text = page.render(run)
-    assert not {"busiest-rank", "expert-copies", *BY_LAYER, *BY_RANK} & set(figures_of(text))
+    assert not BALANCE & set(figures_of(text))
     assert "<h2>Balance</h2>" not in text
     assert summary(run)["balance"] is None
-    asked = replace(
-        run.steps, copies=np.full(20, 3.0), busiest_before=np.full(20, 1.7),
-        busiest_after=np.full(20, 1.1), planning_s=np.full(20, 1e-3),
+    steps = replace(
+        run.steps, replicas=np.full(20, 3.0), imbalance_before=np.full(20, 1.7),
+        imbalance_after=np.full(20, 1.1), planning_s=np.full(20, 1e-3),
     )  # fmt: skip
-    balanced = replace(run, steps=asked)
+    balanced = replace(run, steps=steps)
     figures = figures_of(page.render(balanced))
+    assert BALANCE & set(figures) == {"busiest-rank", "expert-replicas"}
     before, after = (trace["y"] for trace in figures["busiest-rank"]["data"])
-    assert set(before) == {1.7}
-    assert set(after) == {1.1}
-    assert set(figures["expert-copies"]["data"][0]["y"]) == {3.0}
-    told = summary(balanced)["balance"]
-    assert told.pop("verdict")["kind"] == "copies_unknown"
-    assert told == pytest.approx({
-        "copies": 3.0, "busiest_before": 1.7, "busiest_after": 1.1, "planning_s": 1e-3,
+    assert (set(before), set(after)) == ({1.7}, {1.1})
+    [replicas] = figures["expert-replicas"]["data"]
+    assert set(replicas["y"]) == {3.0}
+    means = summary(balanced)["balance"]
+    assert means.pop("verdict")["kind"] == "replicas_unknown"
+    assert means == pytest.approx({
+        "replicas": 3.0, "imbalance_before": 1.7, "imbalance_after": 1.1, "planning_s": 1e-3,
     })  # fmt: skip
 
 
-BY_LAYER = {
-    "balance-expected", "balance-home", "balance-copies", "balance-ratio", "balance-made",
-    "balance-bytes", "balance-deciding", "balance-waiting", "balance-model",
-}  # fmt: skip
-BY_RANK = ("balance-ranks-home", "balance-ranks-copies")
-
-
-def test_balance_opens_with_whether_copies_paid(tmp_path: Path) -> None:
-    """In the page itself, whether or not its script runs."""
+def test_four_balance_charts(tmp_path: Path) -> None:
     run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
-    text = page.render(run)
-    section = text[text.index("<h2>Balance</h2>") :]
-    (lead,) = re.findall(r'<p class="lead">(.*?)</p>', section[: section.index("<figure")])
-    assert lead.startswith(
-        "<strong>Copies paid: expert layers are modelled to take 0.667 of what they would have at "
-        "home.</strong> 60.0 ms for 90.0 ms a step, modelled; handing over and waiting for "
-        "copies took rank 0 "
+    figures = figures_of(page.render(run))
+    assert [name for name in figures if name in BALANCE] == [
+        "busiest-rank", "expert-replicas", "balance-saved", "balance-layers",
+    ]  # fmt: skip
+    replicas, moved = figures["expert-replicas"]["data"]
+    assert (set(replicas["y"]), moved["name"], set(moved["y"])) == ({6}, "MiB moved", {9})
+    # Three layers: 30 ms are saved as predicted; measured waiting grows by 0.9 ms a step.
+    predicted, measured = figures["balance-saved"]["data"]
+    assert predicted["y"] == pytest.approx([30] * 20)
+    assert measured["y"][9] == pytest.approx(30 + 3 - 1 - 9)
+    before, after = figures["balance-layers"]["data"]
+    assert (before["x"], after["y"]) == ([0, 1, 2], [1.1] * 3)
+    assert before["y"] == pytest.approx([1.71, 1.81, 1.91])
+
+
+def test_time_saved_where_waiting_is_not_measured(tmp_path: Path) -> None:
+    unknown = dict.fromkeys(
+        ("replica_wait_s", "gradient_wait_s", "forward_s", "backward_s"), math.nan
     )
-    assert "copies_paid" not in text
+    directory = fabricate(tmp_path / "run", steps=20, balanced=True, balance=unknown)
+    _, measured = figures_of(page.render(RunFacts.read(directory)))["balance-saved"]["data"]
+    assert measured["name"] == "with measured planning"
+    assert measured["y"] == pytest.approx([29] * 20)
 
 
-def test_experts_that_moved_for_good_are_told(tmp_path: Path) -> None:
-    """Whether or not a policy was asked; what a resume threw away has not been."""
+def test_balance_opens_with_the_verdict(tmp_path: Path) -> None:
+    """A note has its text there; a warning has it among the findings."""
+    for name, waiting_s in (("paid", 0.0), ("waited", 1.0)):
+        directory = fabricate(
+            tmp_path / name, steps=20, balanced=True, balance={"replica_wait_s": waiting_s}
+        )
+        text = page.render(RunFacts.read(directory))
+        section = text[text.index("<h2>Balance</h2>") :]
+        (lead,) = re.findall(r'<p class="lead">(.*?)</p>', section[: section.index("<figure")])
+        assert ("Replicas paid: expert layers take a predicted 0.667" in lead) == (name == "paid")
+        assert ("Predicted: 60.0 ms a step" in lead) == (name == "paid")
+        assert ("Predicted: 60.0 ms a step" in text.split("<h2>Learning")[0]) == (name != "paid")
+
+
+def test_every_chart_explains_itself_in_a_line(tmp_path: Path) -> None:
+    directory = fabricate(tmp_path / "run", steps=30, balanced=True)
+    text = page.render(predict(directory, {**PREDICTED, "timeline": TIMELINE}))
+    cards = re.findall(r'<figure class="card.*?</figure>', text, re.S)
+    assert len(cards) == len(figures_of(text)) == 18
+    for one in cards:
+        (guide,) = re.findall(r'<p class="guide">([^<]+\.)</p>', one)
+        assert len(guide) <= 120
+
+
+def test_report_is_smaller_than_two_megabytes(tmp_path: Path) -> None:
+    """A run like the demo, with balance and a predicted timeline."""
+    directory = fabricate(tmp_path / "run", steps=300, layers=8, experts=64, balanced=True, ranks=4)
+    predict(directory, {**PREDICTED, "timeline": TIMELINE})
+    write_report([directory], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+
+
+def test_migrated_experts_are_reported(tmp_path: Path) -> None:
+    """With and without a balance policy; a resume voids later migrations."""
     for balanced in (False, True):
         directory = fabricate(
             tmp_path / f"run-{balanced}", steps=20, balanced=balanced, finished=False
@@ -136,194 +176,67 @@ def test_experts_that_moved_for_good_are_told(tmp_path: Path) -> None:
         log = EventLog(directory / "events" / "rank-0.jsonl")
         for step, layer, before in ((10, 0, 1.9), (20, 0, 1.5), (20, 2, 1.71)):
             log.emit(
-                "rehomed", step=step, layer=layer, moves=[[3, 0, 1], [4, 1, 0]], bytes=1 << 20,
-                seconds=None, gain_s=1.0, busiest_before=before, busiest_after=1.08,
+                "experts_migrated", step=step, layer=layer, moves=[[3, 0, 1], [4, 1, 0]],
+                bytes=1 << 20, seconds=None, gain_s=1.0, imbalance_before=before,
+                imbalance_after=1.08,
             )  # fmt: skip
-        log.emit("rehomed", step=20, layer="odd", moves=3)
+        log.emit("experts_migrated", step=20, layer="odd", moves=3)
         run = RunFacts.read(directory)
         text = page.render(run)
         section = text[text.index("<h2>Balance</h2>") :]
         assert (
-            '<p class="lead"><strong>6 experts of 2 layers moved for good, at 2 times.</strong> '
-            "3.00 MiB travelled. The last were behind step 20; in layer 2 the busiest rank had "
-            "1.71 times the mean, and would have had 1.08.</p>" in section
+            "<strong>6 experts migrated to another rank (2 layers, 2 times).</strong>"
+            " The migrations moved 3.00 MiB. The last came after step 20: in layer 2 the busiest "
+            "rank had 1.71 times the mean, and 1.08 with the new owner ranks.</p>" in section
         )
-        assert ("Copies paid" in section) == balanced
-        assert summary(run)["rehomed"][2] == {
-            "step": 20, "layer": 2, "experts": 2, "bytes": 1 << 20, "busiest_before": 1.71,
-            "busiest_after": 1.08,
+        assert ("Replicas paid" in section) == balanced
+        assert summary(run)["experts_migrated"][2] == {
+            "step": 20, "layer": 2, "experts": 2, "bytes": 1 << 20, "imbalance_before": 1.71,
+            "imbalance_after": 1.08,
         }  # fmt: skip
         log.emit("run_start", step=16, resumed_from="checkpoints/step-00000015")
         log.close()
         again = RunFacts.read(directory)
-        assert [(one.step, one.layer) for one in again.moves] == [(10, 0)]
-        assert "2 experts of 1 layer moved for good, once." in page.render(again)
+        assert [(one.step, one.layer) for one in again.migrations] == [(10, 0)]
+        assert "2 experts migrated to another rank (1 layer, 1 time)." in page.render(again)
 
 
-def test_starts_tell_who_shared_out_what(tmp_path: Path) -> None:
+def test_starts_show_their_layout(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20)
     log = EventLog(directory / "events" / "rank-0.jsonl")
-    plan = {"ep": 2, "shard": 1, "tp": 4, "embedding": "columns"}
-    words = "experts: torch's loop; tokens carried by memory"
-    log.emit("run_start", step=16, ranks=8, resumed_from="there", plan=plan, engines=words)
+    plan = {"ep": 2, "dp_shard": 1, "tp": 4, "embedding": "columns"}
+    words = "experts: torch's loop; tokens sent by memory"
+    log.emit("run_start", step=16, ranks=8, resumed_from="there", plan=plan, backends=words)
     log.emit("run_start", step=17, ranks=2, resumed_from="there")
     log.close()
     run = RunFacts.read(directory)
-    assert [(part.layout, part.engines) for part in run.parts[-2:]] == [
+    assert [(part.layout, part.backends) for part in run.parts[-2:]] == [
         ("ep=2,tp=4,embedding=columns", words), ("", ""),
     ]  # fmt: skip
     section = page.render(run).split("Starts and resumes")[1].split("</table>")[0]
     assert "ep=2,tp=4,embedding=columns" in section
     assert escape(words) in section
-    assert "copies" in section.split("<tr>")[-1]
-
-
-def test_balance_is_shown_layer_by_layer(tmp_path: Path) -> None:
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
-    text = page.render(run)
-    figures = figures_of(text)
-    assert {"busiest-rank", "expert-copies", *BY_LAYER} <= set(figures)
-    heat = {name: figures[name]["data"][0] for name in sorted(BY_LAYER - {"balance-expected"})}
-    assert all(trace["x"] == list(range(1, 21)) for trace in heat.values())
-    assert all(trace["y"] == [0, 1, 2] for trace in heat.values())
-    assert heat["balance-home"]["z"][2][4] == pytest.approx(1.5 + 0.2 + 0.1)
-    assert {cell for row in heat["balance-copies"]["z"] for cell in row} == {1.1}
-    assert [row[0] for row in heat["balance-ratio"]["z"]] == [4, 8, 12]
-    # Of two ranks, so that more than 2 is an odd record.
-    assert heat["balance-home"]["zmax"] == heat["balance-copies"]["zmax"] == pytest.approx(2.1)
-    assert heat["balance-model"]["zmax"] == 4
-    assert {cell for row in heat["balance-bytes"]["z"] for cell in row} == {3}
-    assert "MiB of each step" in text
-    assert heat["balance-deciding"]["z"][2][3] == pytest.approx(1 / 3, rel=1e-4)
-    assert heat["balance-waiting"]["z"][0][9] == pytest.approx(3.0)
-    assert heat["balance-model"]["z"][1][1] == pytest.approx(1.3)
-    lines = {trace["name"]: trace["y"][1] for trace in figures["balance-expected"]["data"]}
-    assert lines == pytest.approx({
-        "experts, expected": 30, "experts": 39, "waiting for copies, expected": 3,
-        "waiting for copies": 1.8,
-    })  # fmt: skip
-    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
-    assert [row for row in cells if len(row) == 12] == [
-        [str(layer), home, "1.10", ratio, "2.00", "3.00 MiB", "0.333 ms", "3.15 ms", "10.0 ms",
-         "13.0 ms", "30.0 ms", "20.0 ms"]
-        for layer, home, ratio in ((0, "1.71", "4.00"), (1, "1.81", "8.00"), (2, "1.91", "12.0"))
-    ]  # fmt: skip
-    for name in BY_LAYER:
-        assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
-
-
-def test_balance_is_shown_rank_by_rank(tmp_path: Path) -> None:
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=9, ranks=3, balanced=True))
-    text = page.render(run)
-    figures = figures_of(text)
-    home, copied = (figures[name]["data"][0] for name in BY_RANK)
-    for trace in (home, copied):
-        assert trace["x"] == list(range(1, 10))
-        assert trace["y"] == [
-            f"layer {layer}, rank {rank}" for layer in range(3) for rank in range(3)
-        ]
-        assert trace["hovertemplate"].startswith("%{y}, step %{x}<br>")
-    # In step 5 rank 2 of layer 2 has 1150 rows, of 1050 on average, and rank 0 takes half of 150.
-    assert [row[4] for row in home["z"][6:]] == pytest.approx(
-        [1000 / 1050, 1000 / 1050, 1150 / 1050], rel=1e-4
-    )
-    assert [row[4] for row in copied["z"][6:]] == pytest.approx(
-        [1075 / 1050, 1000 / 1050, 1075 / 1050], rel=1e-4
-    )
-    scales = [
-        [figures[name]["data"][0][key] for key in ("zmin", "zmax", "colorscale")]
-        for name in (*BY_RANK, "balance-home", "balance-copies")
-    ]
-    assert scales == [scales[0]] * 4
-    assert scales[0][1] == 3
-    assert figures[BY_RANK[0]]["layout"]["yaxis"]["dtick"] == 1
-    subtitles = re.findall(r"rows over the mean of the layer; 1 is even([^<]*)<", text)
-    assert subtitles == [""]
-    for name in BY_RANK:
-        assert re.search(rf'id="{name}" role="img"[^>]*aria-label="[^"]+\."', text), name
+    assert "replicated" in section.split("<tr>")[-1]
 
 
 @pytest.mark.parametrize(
-    ("story", "shown", "every", "says"),
+    ("plan", "dispatch"),
     [
-        ({"layers": 32}, [(layer, 0) for layer in range(32)], 4, ""),
-        ({"layers": 40}, [(layer, 0) for layer in range(8, 40)], 4,
-         "; the 32 least even of 40 layers"),
-        ({"layers": 2, "ranks": 40}, [(1, 0)], 3, "; the least even of 2 layers"),
-        ({"layers": 70, "ranks": 66}, [(69, 0)], 4,
-         "; the least even of 70 layers; the 64 busiest of 66 ranks"),
+        ({"ep": 1}, ""),
+        ({"ep": 4, "dispatch": "all_to_all"}, ", ep 4, all-to-all dispatch"),
+        ({"ep": 4, "dispatch": "dedup"}, ", ep 4, deduplicated dispatch"),
+        (
+            {"ep": 4, "dispatch": "dedup", "dispatch_hosts": 2},
+            ", ep 4, hierarchical deduplicated dispatch",
+        ),
     ],
-)  # fmt: skip
-def test_no_more_ranks_than_can_be_told_apart(
-    story: dict[str, Any], shown: list[tuple[int, int]], every: int, says: str, tmp_path: Path
+)
+def test_head_names_the_dispatch_method(
+    plan: dict[str, Any], dispatch: str, tmp_path: Path
 ) -> None:
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=2, balanced=True, **story))
-    text = page.render(run)
-    figures = figures_of(text)
-    for name in BY_RANK:
-        figure = figures[name]
-        names = figure["data"][0]["y"]
-        assert len(names) == len(figure["data"][0]["z"]) <= 64
-        assert [one for one in names if one.endswith(" rank 0")] == [
-            f"layer {layer}, rank {rank}" for layer, rank in shown
-        ]
-        assert figure["layout"]["yaxis"]["dtick"] == every
-    subtitles = re.findall(r"(?:mean of the layer; 1 is even|on the same scale)(; [^<]*)<", text)
-    assert subtitles == [says] * 2 * bool(says)
-
-
-def test_the_busiest_of_many_ranks_are_shown(tmp_path: Path) -> None:
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=2, layers=66, ranks=66, balanced=True))
-    [home, _] = (figures_of(page.render(run))[name]["data"][0] for name in BY_RANK)
-    # Rank 65 of layer 65 has most; of the others, which are alike, the last ones are left out.
-    assert home["y"] == [f"layer 65, rank {rank}" for rank in (*range(63), 65)]
-    assert home["z"][-1][1] == max(max(row) for row in home["z"]) > 1
-
-
-def test_a_layer_that_was_not_there_all_the_time_is_blank(tmp_path: Path) -> None:
-    """As of a run whose rank 0 went on with another part of a pipeline."""
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=9, balanced=True))
-    assert run.spreads is not None
-    run.spreads.number[3, 1] = 0
-    text = page.render(run)
-    cells = figures_of(text)["balance-bytes"]["data"][0]["z"]
-    assert (cells[1][3], cells[1][4], cells[0][3]) == (None, 3, 3)
-    assert "MiB of each step" in text
-
-
-@pytest.mark.parametrize(
-    ("most", "ranks", "end", "middle"),
-    [
-        (1.2, 2, 2, 2**0.5), (2.0, 2, 2, 2**0.5), (2.5, 3, 3, 3**0.5), (1.2, 4, 4, 2),
-        (1.2, 64, 4, 2), (9.0, 64, 9, 2), (1.2, None, 4, 2), (6.0, None, 6, 2), (3.0, 2, 3, 3**0.5),
-    ],
-)  # fmt: skip
-def test_a_busiest_rank_is_coloured_by_what_is_possible(
-    most: float, ranks: int | None, end: float, middle: float
-) -> None:
-    scale = busiest_scale(most, ranks)
-    assert (scale["zmin"], scale["zmax"]) == (0, end)
-    stops = [(at * end, colour) for at, colour in scale["colorscale"]]
-    assert [at for at, _ in stops] == pytest.approx([0, 0.5, 1, middle, end])
-    assert [colour for _, colour in stops] == [colour for _, colour in SCALE]
-
-
-def test_balance_without_a_clock_shows_what_is_known(tmp_path: Path) -> None:
-    """As on a GPU, where clocks of a host say nothing of kernels."""
-    run = RunFacts.read(fabricate(tmp_path / "run", steps=20, balanced=True))
-    assert run.spreads is not None
-    unknown = {
-        name: np.full_like(run.spreads.number, np.nan)
-        for name in ("landing_s", "return_s", "forward_s", "backward_s")
-    }
-    dark = replace(run, spreads=replace(run.spreads, sums={**run.spreads.sums, **unknown}))
-    text = page.render(dark)
-    figures = figures_of(text)
-    assert BY_LAYER - set(figures) == {"balance-waiting", "balance-model"}
-    assert [trace["name"] for trace in figures["balance-expected"]["data"]] == [
-        "experts, expected", "waiting for copies, expected",
-    ]  # fmt: skip
-    assert "<td>10.0 ms</td><td>\N{EN DASH}</td><td>30.0 ms</td>" in text
+    run = RunFacts.read(fabricate(tmp_path / "run", steps=2))
+    text = page.render(replace(run, plan={"ranks": 4, **plan}))
+    assert f" 2 ranks{dispatch} \N{MIDDLE DOT} " in text
 
 
 def test_dense_run_has_no_experts_section(tmp_path: Path) -> None:
@@ -424,11 +337,11 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_long_run_makes_a_small_page_that_keeps_its_spike(long_run: Path) -> None:
     text = page.render(RunFacts.read(long_run))
-    assert len(own_part(text)) < 1_000_000
+    assert len(text) < 2_000_000
     figures = figures_of(text)
     for figure in figures.values():
         for trace in figure["data"]:
-            assert len(trace.get("y", [])) <= 2000, figure["name"]
+            assert len(trace.get("y", [])) <= 800, figure["name"]
     assert 9.5 in figures["loss"]["data"][0]["y"]
     assert len(figures["expert-load"]["data"][0]["x"]) == 400
     assert len(data_of(text)["loads"]["hundredths"][0][0]) == 400
@@ -456,7 +369,7 @@ def test_summary_of_a_dense_run_has_no_experts(tmp_path: Path) -> None:
     assert facts["experts"] is None
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+def test_predictions_stand_beside_measurements(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20, killed_at=14)
     assert "Predicted and measured" not in page.render(RunFacts.read(directory))
     run = predict(directory, {**PREDICTED, "tokens_per_s": 1.0})
@@ -467,8 +380,8 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert found.measured.step_s == pytest.approx(float(np.median(run.steps.step_s[3:])))
     assert found.measured.tokens_per_s == pytest.approx(TOKENS / found.measured.step_s)
     assert found.measured.peak_bytes == max(float(rank.peak_bytes.max()) for rank in run.ranks)
-    assert "Predicted for cluster &#x27;&lt;here&gt;&#x27;." in text
-    assert "most memory of a rank, resident</td><td>1.00 MiB" in text
+    assert "Prediction for cluster &#x27;&lt;here&gt;&#x27;." in text
+    assert "peak memory of a rank, resident</td><td>1.00 MiB" in text
     bars = figures_of(text)["predicted-phases"]["data"]
     assert [bar["name"] for bar in bars] == ["predicted", "measured"]
     assert dict(zip(bars[0]["x"], bars[0]["y"], strict=True))["backward"] == 60
@@ -477,16 +390,16 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert facts["predicted"]["cluster"] == "<here>"
 
 
-def test_what_a_prediction_rests_on_is_said(tmp_path: Path) -> None:
+def test_the_basis_of_a_prediction_is_shown(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20)
-    learnt = {"runs": 2, "devices": ["x"], "products": 1.1, "passes": 1.0, "messages": 1.2}
+    learnt = {"runs": 2, "devices": ["x"], "matmul": 1.1, "elementwise": 1.0, "collectives": 1.2}
     text = page.render(predict(directory, {**PREDICTED, "calibration": learnt, "loads": "before"}))
     assert (
         "&gt;&#x27;, calibrated by 2 runs, with the loads of &#x27;before&#x27;. Measured" in text
     )
 
 
-def test_the_predicted_step_stands_on_a_clock(tmp_path: Path) -> None:
+def test_timeline_of_the_predicted_step(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20)
     assert "step-timeline" not in figures_of(page.render(predict(directory)))
     run = predict(directory, {**PREDICTED, "timeline": TIMELINE})
@@ -502,20 +415,20 @@ def test_the_predicted_step_stands_on_a_clock(tmp_path: Path) -> None:
     assert forward["x"][:4] == [10, 4, 30, 20]
     assert forward["x"][4] == pytest.approx(measured.phases_s["forward"] * 1e3, rel=1e-4)
     assert (
-        forward["text"][1] == "&lt;embed&gt;, forward: messages<br><b>4.00 ms</b> from 10.0 ms on"
+        forward["text"][1] == "&lt;embed&gt;, forward: collectives<br><b>4.00 ms</b> from 10.0 ms"
     )
-    assert forward["text"][2].startswith("all blocks of 3 micro-batches, forward: computing<br>")
+    assert forward["text"][2].startswith("all blocks of 3 micro-batches, forward: computation<br>")
     assert forward["text"][4].startswith("forward: median, waiting included<br>")
-    waiting, messages = bars["reduce"]["width"][:2]
-    assert waiting < messages < max(forward["width"])
-    # What is in no phase is drawn too, so that the lane is as long as the step.
+    waiting, collectives = bars["reduce"]["width"][:2]
+    assert waiting < collectives < max(forward["width"])
+    # Time outside of phases is drawn too, so the lane is as long as the step.
     assert bars["other"]["y"] == [2]
     end = bars["other"]["base"][0] + bars["other"]["x"][0]
     assert end == pytest.approx(measured.step_s * 1e3, rel=1e-3)
     assert "timeline" not in summary(run)["prediction"]["predicted"]
 
 
-def test_what_a_run_says_of_its_prediction_goes_before(tmp_path: Path) -> None:
+def test_the_prediction_event_comes_first(tmp_path: Path) -> None:
     directory = fabricate(tmp_path / "run", steps=20, finished=False)
     measured = {
         "steps": 9, "step_s": 0.2, "phases_s": {"forward": 0.2}, "tokens_per_s": 10240.0,
@@ -597,9 +510,7 @@ def test_comparison_holds_balances_against_each_other(tmp_path: Path) -> None:
     title = summary(RunFacts.read(runs[0]))["balance"]["verdict"]["title"]
     assert rows == [[name, "6.00", "1.90", "1.10", "1.00 ms", title] for name in ("a", "c")]
     heads = re.findall("<th[^>]*>(.*?)</th>", told)
-    assert heads[2:4] == [
-        "busiest rank over the mean, in the least even layer at home", "the same with copies",
-    ]  # fmt: skip
+    assert heads[2:4] == ["busiest rank over the mean, without replicas", "with replicas"]
     write_report(runs[1:2] * 2, tmp_path / "none.html")
     assert "<h2>Balance</h2>" not in (tmp_path / "none.html").read_text()
 
@@ -629,8 +540,6 @@ def test_report_that_cannot_be_written_says_where(tmp_path: Path) -> None:
         write_report([], tmp_path / "report.html")
 
 
-def test_import_needs_neither_torch_nor_plotly() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = sys.modules['plotly'] = None; import moesaic.report"
-    )
+def test_import_needs_no_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import moesaic.report"
     subprocess.run([sys.executable, "-c", program], check=True)

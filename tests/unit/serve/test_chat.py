@@ -1,4 +1,4 @@
-"""Chat templates give what transformers makes of them, and cannot do more than write text."""
+"""Chat templates match transformers, and cannot do more than produce text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moesaic.base.errors import DataError
 from moesaic.cli.main import main
 from moesaic.models.chat import ChatTemplate, Messages
 from moesaic.models.tokenizer import open_tokenizer
-from moesaic.testing.talks import write_tokenizer as put
+from moesaic.testing.chat_templates import write_tokenizer as put
 
 CHATML = """{%- for message in messages %}
     {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}
@@ -45,17 +45,17 @@ TALKS: list[Messages] = [
 
 @pytest.mark.parametrize("messages", TALKS)
 @pytest.mark.parametrize("template", [CHATML, TRICKS], ids=["chatml", "tricks"])
-def test_text_and_ids_equal_theirs(template: str, messages: Messages, tmp_path: Path) -> None:
+def test_text_and_ids_match_transformers(template: str, messages: Messages, tmp_path: Path) -> None:
     put(tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = ChatTemplate(tmp_path, "leave out --chat").render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert open_tokenizer(str(tmp_path)).encode(text, whole=True) == expected
+    assert open_tokenizer(str(tmp_path)).encode(text, with_special_tokens=True) == expected
 
 
 @pytest.mark.parametrize("form", ["list", "file", "both", "older tokens", "newer tokens"])
-def test_the_same_template_is_taken_as_by_them(form: str, tmp_path: Path) -> None:
+def test_template_precedence_matches_transformers(form: str, tmp_path: Path) -> None:
     template: object = "{{ bos_token }}from settings"
     settings: dict[str, Any] = {}
     if form == "list":
@@ -79,17 +79,20 @@ def test_the_same_template_is_taken_as_by_them(form: str, tmp_path: Path) -> Non
         (None, ("has no chat template", "leave out --chat", "chat_template.jinja")),
         (7, ("is no text",)),
         ([{"name": "tool_use", "template": "x"}], ("without 'default'",)),
-        ("{% if %}", ("no Jinja template", "mend it")),
-        ("{{ raise_exception('Only two messages') }}", ("does not take", "Only two messages")),
+        ("{% if %}", ("no Jinja template", "fix it")),
+        (
+            "{{ raise_exception('Only two messages') }}",
+            ("rejects these messages", "Only two messages"),
+        ),
         ("{{ messages.content.text }}", ("fails (UndefinedError",)),
         ("{{ messages[0] + 1 }}", ("fails (TypeError",)),
-        ("{{ ''.__class__.__mro__ }}", ("what no template may",)),
-        ("{{ messages.append(1) }}", ("what no template may",)),
-        ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", ("what no template may",)),
-        ("{{ namespace(__class__=1) }}", ("what no template may",)),
+        ("{{ ''.__class__.__mro__ }}", ("is unsafe",)),
+        ("{{ messages.append(1) }}", ("is unsafe",)),
+        ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", ("is unsafe",)),
+        ("{{ namespace(__class__=1) }}", ("is unsafe",)),
     ],
 )
-def test_templates_that_cannot_be_used_are_told(
+def test_unusable_templates_are_rejected(
     template: object, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     put(tmp_path, template)
@@ -134,7 +137,7 @@ def ask(line: str, capfd: pytest.CaptureFixture[str]) -> list[int]:
     return tokens
 
 
-def test_a_chat_by_the_template_that_travels_along(
+def test_chat_with_the_template_of_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -151,9 +154,9 @@ def test_a_chat_by_the_template_that_travels_along(
         assert main(line.split()) == 0, capfd.readouterr().err
     theirs = transformers.AutoTokenizer.from_pretrained("tokenizer")
     user = {"role": "user", "content": "Why?"}
-    told = [{"role": "system", "content": "Briefly."}, user]
+    with_system = [{"role": "system", "content": "Briefly."}, user]
     for model in ("run", "hf", "again", "bare"):
-        for messages, more in (([user], ""), (told, " --set system=Briefly.")):
+        for messages, more in (([user], ""), (with_system, " --set system=Briefly.")):
             expected = theirs.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False
             )
@@ -161,7 +164,7 @@ def test_a_chat_by_the_template_that_travels_along(
 
     for line, words in (
         ("generate run --prompt x --set system=y", "add --chat"),
-        ("generate run --prompt x --chat --set tokenizer=bytes", "plain bytes have none"),
+        ("generate run --prompt x --chat --set tokenizer=bytes", "the bytes tokenizer has none"),
     ):
         assert main(line.split()) == 2
         assert words in capfd.readouterr().err

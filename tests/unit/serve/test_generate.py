@@ -1,4 +1,4 @@
-"""Generation against recomputing everything for each token, and its sampling."""
+"""Generation against recomputing the whole sequence for each token, and sampling."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.job.train import GroupedMM
-from moesaic.models.initial import InitialSource
+from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import pieces
+from moesaic.models.state import tensor_shards
 from moesaic.nn.context import Context
 from moesaic.serve.cache import KeyValueCache
-from moesaic.serve.generate import Sampling, choose, generate
-from moesaic.train.objectives.lm import visible
+from moesaic.serve.generate import Sampling, generate, sample_tokens
+from moesaic.train.objectives.lm import attention_mask
 
 SMALL = {
     "hidden": 32,
@@ -29,7 +29,10 @@ SMALL = {
     "ffn": 24,
     "vocab": 41,
 }
-LATENT = {"kv_heads": 4, "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6}}
+LATENT = {
+    "kv_heads": 4,
+    "latent": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6},
+}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
@@ -37,11 +40,13 @@ MODELS: dict[str, dict[str, object]] = {
     "tiny-dense": {}, "tiny-mixtral": {}, "tiny-olmoe": {}, "tiny-qwen3": {},
     "tiny-mixtral with a window": {"window": 4}, "tiny-qwen3 with a window": {"window": 10},
     "tiny-qwen3 with yarn": {
-        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "fast": 2.0},
+        "rope_scaling": {
+            "kind": "yarn", "factor": 4.0, "original_max_positions": 8, "beta_fast": 2.0,
+        },
     },
     "tiny-deepseek": LATENT, "tiny-deepseek with yarn": {
         **LATENT, "rope_scaling": {
-            "kind": "yarn", "factor": 4.0, "original_positions": 8, "mscale_all": 0.7,
+            "kind": "yarn", "factor": 4.0, "original_max_positions": 8, "mscale_all_dim": 0.7,
         },
     },
 }  # fmt: skip
@@ -53,7 +58,7 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
     raw = {**preset, **SMALL, "max_positions": 64, **MODELS[request.param]}
     config = parse(ModelConfig, raw, "test")
     model = LanguageModel(config).double()
-    InitialSource(1, 0.4).fill(pieces(model))
+    InitialSource(1, 0.4).fill(tensor_shards(model))
     return model
 
 
@@ -61,18 +66,18 @@ def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> lis
     tokens = list(prompt)
     for _ in range(max_tokens):
         context = Context(model.rotary(torch.arange(len(tokens))[None]))
-        context.mask = visible(torch.zeros(1, len(tokens)), model.config.window)
+        context.mask = attention_mask(torch.zeros(1, len(tokens)), model.config.window)
         tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
-def test_greedy_equals_recomputing_everything(model: LanguageModel) -> None:
+def test_greedy_matches_full_recomputation(model: LanguageModel) -> None:
     expected = [slow_greedy(model, prompt, 12) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 12) == expected
     assert [generate(model, [prompt], 12)[0] for prompt in PROMPTS] == expected
 
 
-def test_a_latent_cache_holds_narrow_vectors_alone() -> None:
+def test_latent_cache_holds_compressed_vectors_only() -> None:
     config = parse(ModelConfig, {**PRESETS["tiny-deepseek"], **SMALL, **LATENT}, "test")
     cache = KeyValueCache(config, 3, 9, torch.float64, torch.device("cpu"))
     (seen,) = cache.extend(1, torch.zeros(3, 1, 5, 10 + 4))
@@ -80,7 +85,7 @@ def test_a_latent_cache_holds_narrow_vectors_alone() -> None:
     assert seen.untyped_storage().nbytes() == 8 * config.layers * 3 * 9 * 14
 
 
-def test_rows_end_by_themselves(model: LanguageModel) -> None:
+def test_rows_end_independently(model: LanguageModel) -> None:
     free = generate(model, PROMPTS, 12)
     end = free[0][3]
     seen: list[tuple[int, int]] = []
@@ -93,7 +98,7 @@ def test_rows_end_by_themselves(model: LanguageModel) -> None:
         assert [token for r, token in seen if r == row] == tokens
 
 
-def test_sampling_is_a_function_of_the_seed(model: LanguageModel) -> None:
+def test_sampling_depends_on_the_seed(model: LanguageModel) -> None:
     draws = [
         generate(model, PROMPTS, 8, sampling=Sampling(temperature=1.0, seed=seed))
         for seed in (0, 0, 1)
@@ -101,19 +106,21 @@ def test_sampling_is_a_function_of_the_seed(model: LanguageModel) -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
-def test_sampling_follows_the_odds_and_top_p() -> None:
+def test_sampling_follows_probabilities_and_top_p() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20_000, -1)
     positions = torch.arange(20_000)
-    chosen = choose(logits, Sampling(temperature=0.7), positions)
+    chosen = sample_tokens(logits, Sampling(temperature=0.7), positions)
     odds = (logits[0].double() / 0.7).softmax(-1)
     share = torch.bincount(chosen, minlength=4) / 20_000
     torch.testing.assert_close(share.double(), odds, atol=0.015, rtol=0)
-    nucleus = choose(logits, Sampling(temperature=0.7, top_p=0.8), positions)
+    nucleus = sample_tokens(logits, Sampling(temperature=0.7, top_p=0.8), positions)
     assert set(nucleus.tolist()) == {0, 1}
-    assert set(choose(logits, Sampling(temperature=0.7, top_p=0.0), positions).tolist()) == {0}
+    assert set(sample_tokens(logits, Sampling(temperature=0.7, top_p=0.0), positions).tolist()) == {
+        0
+    }
 
 
-def test_nothing_asked_nothing_done(model: LanguageModel) -> None:
+def test_empty_requests(model: LanguageModel) -> None:
     assert generate(model, [], 5) == []
     assert generate(model, [[1], [2]], 0) == [[], []]
 
@@ -122,7 +129,7 @@ def test_nothing_asked_nothing_done(model: LanguageModel) -> None:
     ("prompt", "max_tokens", "words"),
     [([], 4, "no token"), ([41], 4, "vocabulary of 41"), ([1] * 60, 5, "lower max_tokens")],
 )
-def test_impossible_prompts(
+def test_invalid_prompts_are_rejected(
     model: LanguageModel, prompt: list[int], max_tokens: int, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -130,17 +137,17 @@ def test_impossible_prompts(
 
 
 @pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-deepseek"])
-def test_kernels_of_our_own_write_the_same(name: str) -> None:
-    """Prompts and then a token at a time, in fp32, as torch does it."""
+def test_triton_kernels_give_the_same_tokens(name: str) -> None:
+    """Prefill and decoding in fp32 give the same tokens as torch."""
     pytest.importorskip("triton")
     raw = {**PRESETS[name], **SMALL, "max_positions": 64, **MODELS[name]}
     model = LanguageModel(parse(ModelConfig, raw, "test"))
-    InitialSource(1, 0.4).fill(pieces(model))
+    InitialSource(1, 0.4).fill(tensor_shards(model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = []
     for by in get_args(GroupedMM)[:2]:
         for _, moe in model.expert_layers():
-            moe.bank.by = by
+            moe.bank.backend = by
         texts.append(generate(model, PROMPTS, 6))
     assert texts[0] == texts[1]
     assert all(len(row) == 6 for row in texts[0])

@@ -1,4 +1,4 @@
-"""Bubbles: the simulated one is the closed form for equal stages, and never less for links."""
+"""Pipeline bubble: equal to the closed form for equal stages, and never smaller with slow links."""
 
 from __future__ import annotations
 
@@ -8,41 +8,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import SCHEDULES, simulate
 
-from moesaic.facts.job.train import Schedule
-from moesaic.policy.cost.event import PIPELINE, Event, Handover
-from moesaic.sim.bubble import bubble, closed_form
-from moesaic.sim.timeline import run
+from moesaic.facts.job.train import PipelineSchedule
+from moesaic.policy.cost.event import PIPELINE, Event, StageTransfer
+from moesaic.sim.bubble import bubble_fraction, ideal_bubble_fraction
+from moesaic.sim.timeline import simulate_events
 
 
-def form(schedule: Schedule, parts: int, micro_batches: int) -> float:
-    return closed_form(schedule, parts, 2 if schedule == "interleaved" else 1, micro_batches)
+def ideal(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> float:
+    return ideal_bubble_fraction(
+        schedule, num_ranks, 2 if schedule == "interleaved" else 1, micro_batches
+    )
 
 
 def test_closed_forms() -> None:
-    assert form("gpipe", 4, 8) == form("1f1b", 4, 8) == pytest.approx(3 / 11)
-    assert form("interleaved", 4, 8) == pytest.approx(3 / 19)
-    assert form("zero-bubble", 4, 8) == pytest.approx(3 / 27)
-    assert form("1f1b", 1, 8) == 0.0
+    assert ideal("gpipe", 4, 8) == ideal("1f1b", 4, 8) == pytest.approx(3 / 11)
+    assert ideal("interleaved", 4, 8) == pytest.approx(3 / 19)
+    assert ideal("zero-bubble", 4, 8) == pytest.approx(3 / 27)
+    assert ideal("1f1b", 1, 8) == 0.0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("parts", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 2, 8, 40])
 def test_equal_stages_and_free_links_have_the_closed_form(
-    schedule: Schedule, parts: int, more: int
+    schedule: PipelineSchedule, num_ranks: int, more: int
 ) -> None:
-    micro_batches = parts + more
-    if schedule in ("interleaved", "zero-bubble"):  # In equal rounds.
-        micro_batches -= micro_batches % (micro_batches // parts)
-    found = simulate(schedule, parts, micro_batches)
-    assert bubble(found) == pytest.approx(form(schedule, parts, micro_batches))
+    micro_batches = num_ranks + more
+    if schedule in ("interleaved", "zero-bubble"):  # Rounds must be equal.
+        micro_batches -= micro_batches % (micro_batches // num_ranks)
+    found = simulate(schedule, num_ranks, micro_batches)
+    assert bubble_fraction(found) == pytest.approx(ideal(schedule, num_ranks, micro_batches))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_fewer_micro_batches_than_parts(micro_batches: int) -> None:
-    """gpipe has the closed form, and for the others it is too good."""
+def test_fewer_micro_batches_than_pipeline_ranks(micro_batches: int) -> None:
+    """gpipe has the closed form; for the other schedules it is too small."""
     found = {
-        schedule: bubble(simulate(schedule, 4, micro_batches)) - form(schedule, 4, micro_batches)
+        schedule: bubble_fraction(simulate(schedule, 4, micro_batches))
+        - ideal(schedule, 4, micro_batches)
         for schedule in SCHEDULES
         if schedule != "1f1b"
     }
@@ -50,67 +53,72 @@ def test_fewer_micro_batches_than_parts(micro_batches: int) -> None:
     assert min(found.values()) > 0.05
 
 
-def test_a_short_last_stage_can_make_it_smaller() -> None:
-    """1f1b on two parts, two micro-batches: gpipe's would be larger."""
+def test_a_short_last_stage_can_shrink_the_bubble() -> None:
+    """1f1b on two ranks with two micro-batches; gpipe would be worse."""
     even, short = (simulate("1f1b", 2, 2, seconds=each) for each in ([10, 10], [11, 9]))
-    assert bubble(short) < bubble(even) == pytest.approx(1 / 3)
+    assert bubble_fraction(short) < bubble_fraction(even) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(
-    parts=st.integers(2, 4), rounds=st.integers(1, 3), latency_s=st.floats(0, 3),
+    num_ranks=st.integers(2, 4), rounds=st.integers(1, 3), latency_s=st.floats(0, 3),
     more=st.floats(0, 3),
 )  # fmt: skip
-def test_slower_links_never_make_it_smaller(
-    schedule: Schedule, parts: int, rounds: int, latency_s: float, more: float
+def test_slower_links_never_shrink_the_bubble(
+    schedule: PipelineSchedule, num_ranks: int, rounds: int, latency_s: float, more: float
 ) -> None:
-    near, far = (simulate(schedule, parts, parts * rounds, each) for each in (0.0, latency_s))
-    further = simulate(schedule, parts, parts * rounds, latency_s + more)
-    assert form(schedule, parts, parts * rounds) <= bubble(near) + 1e-12
-    assert bubble(near) <= bubble(far) + 1e-12
-    assert bubble(far) <= bubble(further) + 1e-12
+    near, far = (
+        simulate(schedule, num_ranks, num_ranks * rounds, each) for each in (0.0, latency_s)
+    )
+    further = simulate(schedule, num_ranks, num_ranks * rounds, latency_s + more)
+    assert ideal(schedule, num_ranks, num_ranks * rounds) <= bubble_fraction(near) + 1e-12
+    assert bubble_fraction(near) <= bubble_fraction(far) + 1e-12
+    assert bubble_fraction(far) <= bubble_fraction(further) + 1e-12
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 8))
-def test_unequal_stages_never_make_it_smaller(seconds: list[int], micro_batches: int) -> None:
-    parts = len(seconds)
-    found = bubble(simulate("gpipe", parts, micro_batches, seconds=seconds))
-    assert found >= form("gpipe", parts, micro_batches) - 1e-12
+def test_unequal_stages_never_shrink_the_bubble(seconds: list[int], micro_batches: int) -> None:
+    num_ranks = len(seconds)
+    found = bubble_fraction(simulate("gpipe", num_ranks, micro_batches, seconds=seconds))
+    assert found >= ideal("gpipe", num_ranks, micro_batches) - 1e-12
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(data=st.data())
-def test_all_wait_at_least_for_the_busiest_part(schedule: Schedule, data: st.DataObject) -> None:
-    parts = data.draw(st.integers(2, 4))
-    stages = parts * (2 if schedule == "interleaved" else 1)
+def test_the_busiest_rank_is_a_lower_bound_of_the_bubble(
+    schedule: PipelineSchedule, data: st.DataObject
+) -> None:
+    num_ranks = data.draw(st.integers(2, 4))
+    stages = num_ranks * (2 if schedule == "interleaved" else 1)
     seconds = data.draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages))
-    busy = [sum(seconds[part::parts]) for part in range(parts)]
-    found = bubble(simulate(schedule, parts, 2 * parts, seconds=seconds))
-    assert found >= 1 - sum(busy) / parts / max(busy) - 1e-12
+    busy = [sum(seconds[part::num_ranks]) for part in range(num_ranks)]
+    found = bubble_fraction(simulate(schedule, num_ranks, 2 * num_ranks, seconds=seconds))
+    assert found >= 1 - sum(busy) / num_ranks / max(busy) - 1e-12
 
 
-def test_schedules_wait_as_little_as_they_are_for() -> None:
-    """Of equal stages, 8 micro-batches on 4 parts."""
-    found = {schedule: bubble(simulate(schedule, 4, 8)) for schedule in SCHEDULES}
+def test_schedules_are_ordered_by_bubble() -> None:
+    """Equal stages, 8 micro-batches on 4 pipeline ranks."""
+    found = {schedule: bubble_fraction(simulate(schedule, 4, 8)) for schedule in SCHEDULES}
     assert found["zero-bubble"] < found["interleaved"] < found["1f1b"]
     assert found["1f1b"] == pytest.approx(found["gpipe"])
 
 
-def test_waiting_is_all_but_computing_and_speaking_within_a_part() -> None:
-    """Rank 1 waits a second for rank 0, a half on the way; rank 0 three quarters for the end."""
-    over = Handover(np.array([0]), np.array([1]), ahead=False)
+def test_bubble_excludes_computing_and_collectives_of_a_stage() -> None:
+    """Rank 1 waits a second for rank 0, plus half a second of transfer; rank 0 waits 0.75 s at the
+    end."""
+    over = StageTransfer(np.array([0]), np.array([1]), is_eager=False)
 
     def event(seconds: list[float], phase: str = PIPELINE, **more: object) -> Event:
         return Event("some", phase, "block", np.array(seconds), **more)  # type: ignore[arg-type]
 
     events = [
         event([0.25, 0.25], "data"),
-        event([1.0, 0.0], leaves=over),
-        event([0.0, 0.5], takes=over),
+        event([1.0, 0.0], sends=over),
+        event([0.0, 0.5], receives=over),
         event([0.0, 0.25]),
         event([5.0, 5.0], "optimizer"),
     ]
-    found = run(events, 2)
+    found = simulate_events(events, 2)
     assert found.end_s.tolist() == [6.25, 7.0]
-    assert bubble(found) == pytest.approx((0.75 + 1.5) / 2 / 1.75)
-    assert bubble(run([events[0], events[-1]], 2)) == 0.0
+    assert bubble_fraction(found) == pytest.approx((0.75 + 1.5) / 2 / 1.75)
+    assert bubble_fraction(simulate_events([events[0], events[-1]], 2)) == 0.0

@@ -1,4 +1,4 @@
-"""Pipelines as events: parts in their order, what stages hand on, and what is done once a step."""
+"""Events of pipelines: order of each pipeline rank, stage transfers, and once-per-step work."""
 
 from __future__ import annotations
 
@@ -12,57 +12,71 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import SCHEDULES, UNIT, block, cluster, pipeline, simulate
 
-from moesaic.facts.cluster import place
+from moesaic.facts.cluster import place_ranks
 from moesaic.facts.job import Job
-from moesaic.facts.job.train import Schedule
-from moesaic.facts.plan import Action, order, planned
-from moesaic.facts.workload import SLOTS, STEP, Block, Message, Op, Product, Work, workload
+from moesaic.facts.job.train import PipelineSchedule
+from moesaic.facts.plan import Action, pipeline_actions, plan_from_job
+from moesaic.facts.workload import (
+    GROUPED_MM,
+    STEP,
+    Block,
+    BlockWork,
+    CollectiveCall,
+    MatmulShape,
+    Op,
+    workload,
+)
+from moesaic.policy.cost.cluster_costs import ClusterCosts
 from moesaic.policy.cost.event import PIPELINE, Event
-from moesaic.policy.cost.lanes import Lanes
-from moesaic.policy.cost.pipeline import awaited, halves, in_turn, pipelined
-from moesaic.policy.cost.step import Costs
-from moesaic.policy.cost.traffic import Traffic
-from moesaic.sim.timeline import run
+from moesaic.policy.cost.network import NetworkModel
+from moesaic.policy.cost.pipeline import (
+    merge_schedules,
+    pipeline_events,
+    prerequisite,
+    split_backward,
+)
+from moesaic.policy.cost.step import JobCosts
+from moesaic.sim.timeline import simulate_events
 from moesaic.testing.jobs import tiny_job
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@given(parts=st.integers(2, 6), rounds=st.integers(1, 4), each=st.integers(1, 3))
-def test_in_turn_keeps_orders_and_waits(
-    schedule: Schedule, parts: int, rounds: int, each: int
+@given(num_ranks=st.integers(2, 6), rounds=st.integers(1, 4), each=st.integers(1, 3))
+def test_merged_schedules_respect_order_and_dependencies(
+    schedule: PipelineSchedule, num_ranks: int, rounds: int, each: int
 ) -> None:
-    micro_batches, each = parts * rounds, each if schedule == "interleaved" else 1
-    found, done = list(in_turn(schedule, parts, each, micro_batches)), set[Action]()
+    micro_batches, each = num_ranks * rounds, each if schedule == "interleaved" else 1
+    found, done = list(merge_schedules(schedule, num_ranks, each, micro_batches)), set[Action]()
     for action in found:
-        before = awaited(action, parts * each - 1)
+        before = prerequisite(action, num_ranks * each - 1)
         assert before is None or before in done
         done.add(action)
-    for part in range(parts):
-        own = [action for action in found if action.stage % parts == part]
-        assert own == order(schedule, parts, each, micro_batches, part)
+    for part in range(num_ranks):
+        own = [action for action in found if action.stage % num_ranks == part]
+        assert own == pipeline_actions(schedule, num_ranks, each, micro_batches, part)
 
 
-def test_a_part_waits_for_what_is_on_its_way() -> None:
-    """Of one micro-batch: there in 1 + 0.5 + 1 seconds, back in 2 + 0.5 + 2."""
+def test_a_rank_waits_for_transfers() -> None:
+    """One micro-batch: forward takes 1 + 0.5 + 1 seconds, backward 2 + 0.5 + 2."""
     found = simulate("gpipe", 2, 1, latency_s=0.5)
     assert found.end_s.tolist() == pytest.approx([7.0, 4.5])
     assert [found.waiting_s(rank) for rank in (0, 1)] == pytest.approx([3.5, 1.0])
-    taken = [span for span in found.spans if span.event.takes is not None]
-    assert [span.event.name for span in taken] == ["activations 0", "gradients 0"]
-    assert [span.end_s.tolist() for span in taken] == [[1.0, 1.5], [5.0, 4.5]]
+    received = [span for span in found.spans if span.event.receives is not None]
+    assert [span.event.name for span in received] == ["activations 0", "gradients 0"]
+    assert [span.end_s.tolist() for span in received] == [[1.0, 1.5], [5.0, 4.5]]
 
 
-def test_what_was_asked_for_ahead_travels_while_its_rank_computes() -> None:
-    """The second activations leave at 2, and who takes them computes until 6.
+def test_eager_transfers_overlap_with_computing() -> None:
+    """The second activations are sent at 2, and their receiver computes until 6.
 
-    Asked for only then, as torch's schedules of one stage do, they come at 8.
+    Received only then, as in torch's single-stage schedules, they arrive at 8.
     """
     late, early = (simulate(schedule, 2, 2, 2.0, each=1) for schedule in ("1f1b", "interleaved"))
     arrived = [
         {
             span.event.name: float(span.end_s[1])
             for span in found.spans
-            if span.event.takes is not None and 1 in span.event.takes.receivers
+            if span.event.receives is not None and 1 in span.event.receives.receivers
         }
         for found in (late, early)
     ]
@@ -71,100 +85,108 @@ def test_what_was_asked_for_ahead_travels_while_its_rank_computes() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_who_hands_on_does_not_wait(schedule: Schedule) -> None:
+def test_senders_do_not_wait(schedule: PipelineSchedule) -> None:
     """The first part computes the forwards before its first backward one after another."""
     found = simulate(schedule, 2, 4, latency_s=0.25)
-    own = [span for span in found.spans if span.end_s[0] > span.start_s[0]]
+    own = [span for span in found.spans if span.end_s[0] > span.arrive_s[0]]
     forwards = [span for span in own if span.event.name.startswith("forward")]
-    ahead = 4 if schedule == "gpipe" else 2
+    num_warmup = 4 if schedule == "gpipe" else 2
     gaps = [
-        float(after.start_s[0] - before.end_s[0]) for before, after in pairwise(forwards[:ahead])
+        float(after.arrive_s[0] - before.end_s[0])
+        for before, after in pairwise(forwards[:num_warmup])
     ]
-    assert gaps == pytest.approx([0.0] * (ahead - 1))
+    assert gaps == pytest.approx([0.0] * (num_warmup - 1))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ranks_of_a_part_do_the_same_and_nothing_of_others(schedule: Schedule) -> None:
+def test_ranks_of_a_stage_run_only_its_events(schedule: PipelineSchedule) -> None:
     narrow, wide = (simulate(schedule, 3, 6, 0.25, span=span) for span in (1, 4))
     for part in range(3):
         assert wide.end_s[4 * part : 4 * part + 4].tolist() == [narrow.end_s[part]] * 4
-    work = sum((span.end_s - span.begin_s) * (span.event.takes is None) for span in wide.spans)
+    work = sum((span.end_s - span.begin_s) * (span.event.receives is None) for span in wide.spans)
     stages = 2 if schedule == "interleaved" else 1
     assert np.asarray(work).tolist() == pytest.approx([6 * 3.0 * stages] * 12)
 
 
-def test_halves_of_a_backward_are_the_products_for_inputs_and_for_weights() -> None:
-    """A weight's are as many flops as forward; of a dense one over all tokens."""
-    latent = {"width": 9, "rotary": 4, "value": 6, "queries": 10}
-    for model in ({}, {"family": "deepseek_v3", "kv_heads": 4, "shared": 1, "latent": latent}):
+def test_split_backward_separates_input_and_weight_matmuls() -> None:
+    """Weight gradients have as many flops as forward; those of dense weights sum over tokens."""
+    latent = {"kv_lora_rank": 9, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 10}
+    for model in (
+        {},
+        {"family": "deepseek_v3", "kv_heads": 4, "shared_experts": 1, "latent": latent},
+    ):
         job = tiny_job(model=model)
         tokens = job.train.batch * job.data.sequence
-        for one in workload(job, planned(job, 1))[:-2]:
-            inputs, weights = halves(one)
-            linear = [op for op in one.forward.ops if op.kind in ("", SLOTS)]
+        for one in workload(job, plan_from_job(job, 1))[:-2]:
+            inputs, weights = split_backward(one)
+            linear = [op for op in one.forward.ops if op.kind in ("", GROUPED_MM)]
             assert sum(op.flops for op in weights) == sum(op.flops for op in linear)
             assert sum(op.flops for op in (*inputs, *weights)) == one.backward.flops
             dense = [op for op in weights if op.name != "experts"]
-            assert all(product.inner == tokens for op in dense for product in op.products)
+            assert all(product.inner == tokens for op in dense for product in op.matmuls)
             assert len(weights) - len(dense) == one.name.endswith("moe")
-        assert not halves(workload(job, planned(job, 1))[-2])[1], "forward has the head's done"
+        assert not split_backward(workload(job, plan_from_job(job, 1))[-2])[1], (
+            "forward has the head's done"
+        )
 
 
-def test_experts_that_do_not_learn_have_no_half_for_weights_but_that_of_their_adapters() -> None:
-    """Whatever their shape: here gradients of rows are as large as the products for results."""
+def test_frozen_experts_have_weight_matmuls_of_adapters_only() -> None:
+    """This holds for any shape: here input gradients are as large as forward matmuls."""
     finetune = {"method": "lora", "rank": 3, "targets": ["experts"]}
     job = tiny_job(model={"hidden": 32, "ffn": 16, "head_dim": 8}, finetune=finetune)
-    (block,) = [one for one in workload(job, planned(job, 1)) if one.name == "layers.1.moe"]
-    inputs, weights = halves(block)
-    assert {3} == {min(one.columns, one.inner) for op in weights for one in op.products}
+    (block,) = [one for one in workload(job, plan_from_job(job, 1)) if one.name == "layers.1.moe"]
+    inputs, weights = split_backward(block)
+    assert {3} == {min(one.columns, one.inner) for op in weights for one in op.matmuls}
     assert sum(op.flops for op in (*inputs, *weights)) == block.backward.flops
 
 
-def test_the_first_stage_has_all_of_its_backward_in_the_second_half() -> None:
+def test_the_first_stage_runs_its_whole_backward_as_weight_action() -> None:
     found = simulate("zero-bubble", 3, 6)
     spent: Counter[tuple[int, str]] = Counter()
     for span in found.spans:
         kind = span.event.name.partition(" ")[0]
         for part in range(3):
-            if span.event.takes is None:
+            if span.event.receives is None:
                 spent[part, kind] += round(float(span.end_s[part] - span.begin_s[part]))
     assert [spent[part, "input"] for part in range(3)] == [0, 6, 6]
     assert [spent[part, "weight"] for part in range(3)] == [12, 6, 6]
     assert [spent[part, "forward"] for part in range(3)] == [6, 6, 6]
 
 
-def with_update(name: str, ranks: tuple[int, ...], *more: Message) -> list[Block]:
-    """A stage of one layer, and what its ranks do once a step."""
-    added = Op("accumulate", (Product(2, 3, 4, 3),))
+def with_update(name: str, ranks: tuple[int, ...], *more: CollectiveCall) -> list[Block]:
+    """Return a stage of one layer with its once-per-step work."""
+    added = Op("accumulate", (MatmulShape(2, 3, 4, 3),))
     messages = (
-        Message("targets", "all_reduce", ranks, 8), Message("dense", "all_reduce", ranks, 100),
+        CollectiveCall("targets", "all_reduce", ranks, 8),
+        CollectiveCall("dense", "all_reduce", ranks, 100),
         *more,
-        Message("norm", "all_reduce", tuple(range(6)), 8),
-        Message("losses", "all_reduce", tuple(range(6)), 32),
+        CollectiveCall("norm", "all_reduce", tuple(range(6)), 8),
+        CollectiveCall("losses", "all_reduce", tuple(range(6)), 32),
     )  # fmt: skip
     return [
-        block(name, update=Work((added, Op("adamw", (UNIT,))))),
-        Block(STEP, Work(), Work(), Work((Op("reduce", (UNIT,)),), messages)),
+        block(name, update=BlockWork((added, Op("adamw", (UNIT,))))),
+        Block(STEP, BlockWork(), BlockWork(), BlockWork((Op("reduce", (UNIT,)),), messages)),
     ]
 
 
 def updated() -> list[Event]:
-    """A step of three parts of two ranks, with sums of gradients and of single numbers."""
-    plan, flow, _ = pipeline("1f1b", 3, 3, span=2)
+    """Return a step of three pipeline ranks with two ranks each, with gradient and scalar
+    reductions."""
+    plan, traffic, _ = pipeline("1f1b", 3, 3, span=2)
     work = {
         first: with_update(
             f"layers.{first // 2}.ffn", (first, first + 1),
-            *((Message("ends", "all_reduce", (0, 4), 64),) if first != 2 else ()),
+            *((CollectiveCall("ends", "all_reduce", (0, 4), 64),) if first != 2 else ()),
         )
         for first in (0, 2, 4)
     }  # fmt: skip
     where = cluster(count=6)
-    places = place(where, 6)
-    lanes = Lanes(plan, where, places, Traffic(where, places))
-    return pipelined(lanes, flow, work, {first: [first, first + 1] for first in work})
+    places = place_ranks(where, 6)
+    costs = ClusterCosts(plan, where, places, NetworkModel(where, places))
+    return pipeline_events(costs, traffic, work, {first: [first, first + 1] for first in work})
 
 
-def test_after_the_pipeline_comes_what_a_step_does_once() -> None:
+def test_once_per_step_events_follow_the_pipeline() -> None:
     events = updated()
     phases = [phase for phase, _ in groupby(event.phase for event in events)]
     assert phases == ["data", PIPELINE, "reduce", "clip", "optimizer", "log"]
@@ -178,37 +200,38 @@ def test_after_the_pipeline_comes_what_a_step_does_once() -> None:
     assert groups == {
         "targets": own, "dense": own, "ends": ends, "norm": everyone, "losses": everyone,
     }  # fmt: skip
-    found = run(events, 6)
+    found = simulate_events(events, 6)
     assert found.end_s.tolist() == [found.step_s] * 6
 
 
-def test_gradients_are_added_up_in_backward() -> None:
-    """Three seconds of it, in three micro-batches of each part, beside 3 + 6 of its own."""
-    found = run(updated(), 6)
+def test_gradients_accumulate_in_backward() -> None:
+    """Accumulation takes three seconds over three micro-batches, next to 3 + 6 seconds of
+    computing."""
+    found = simulate_events(updated(), 6)
     busy = np.zeros(6)
     for span in found.spans:
-        if span.event.phase == PIPELINE and span.event.takes is None:
+        if span.event.phase == PIPELINE and span.event.receives is None:
             busy += span.end_s - span.begin_s
     assert busy.tolist() == pytest.approx([12.0] * 6)
     backs = [span.event for span in found.spans if span.event.name == "backward 1"]
     assert [event.seconds.max() for event in backs] == pytest.approx([3.0] * 3)
 
 
-def test_parameters_of_shards_come_together_before_a_stage_and_go_apart_after_it() -> None:
-    plan, flow, work = pipeline("interleaved", 2, 4, span=2)
+def test_fsdp_gathers_before_and_reduces_after_a_stage() -> None:
+    plan, traffic, work = pipeline("interleaved", 2, 4, span=2)
     names = ("unshard", "reshard")
     for first, blocks in work.items():
         ranks = (first, first + 1)
-        said = (
-            Message("parameters", "all_gather", ranks, 10),
-            Message("gradients", "reduce_scatter", ranks, 10),
+        collectives = (
+            CollectiveCall("parameters", "all_gather", ranks, 10),
+            CollectiveCall("gradients", "reduce_scatter", ranks, 10),
         )
-        once = Work(tuple(Op(name, (UNIT,)) for name in names), said)
+        once = BlockWork(tuple(Op(name, (UNIT,)) for name in names), collectives)
         work[first] = [block(one.name, update=once) for one in blocks[:-1]] + blocks[-1:]
     where = cluster(count=4)
-    places = place(where, 4)
-    lanes = Lanes(plan, where, places, Traffic(where, places))
-    events = pipelined(lanes, flow, work, {first: [first, first + 1] for first in work})
+    places = place_ranks(where, 4)
+    costs = ClusterCosts(plan, where, places, NetworkModel(where, places))
+    events = pipeline_events(costs, traffic, work, {first: [first, first + 1] for first in work})
     for stage in range(4):
         own = [event.name for event in events if event.block == f"layers.{stage}.ffn"]
         assert own[:3] == ["unshard", "parameters", "forward 0"]
@@ -216,50 +239,52 @@ def test_parameters_of_shards_come_together_before_a_stage_and_go_apart_after_it
         assert Counter(own).most_common(1)[0][1] == 1
 
 
-def jobs(schedule: Schedule, **layout: Any) -> Job:
-    """A tiny job in a pipeline of two parts."""
+def jobs(schedule: PipelineSchedule, **layout: Any) -> Job:
+    """Return a tiny job with two pipeline ranks."""
     return tiny_job(
         model={"layers": 4, "vocab": 64}, layout={"pp": 2, "schedule": schedule, **layout},
         train={"batch": 16, "micro_batches": 4},
     )  # fmt: skip
 
 
-LAYOUTS = [{}, {"ep": 2}, {"shard": 2}, {"tp": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "shard": 2}]
+LAYOUTS = [{}, {"ep": 2}, {"dp_shard": 2}, {"tp": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "dp_shard": 2}]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_of_a_job_has_its_timeline(schedule: Schedule, layout: dict[str, int]) -> None:
+def test_every_pipeline_layout_has_a_timeline(
+    schedule: PipelineSchedule, layout: dict[str, int]
+) -> None:
     job = jobs(schedule, **layout)
-    plan, where = planned(job, 8), cluster(hosts=2, count=4, latency_s=0.01)
-    events = Costs.of(job, plan, where).events()
+    plan, where = plan_from_job(job, 8), cluster(hosts=2, count=4, latency_s=0.01)
+    events = JobCosts.from_job(job, plan, where).events()
     phases = [phase for phase, _ in groupby(event.phase for event in events)]
     assert phases == ["data", PIPELINE, "reduce", "clip", "optimizer", "log"]
     assert all(len(event.seconds) == 8 and (event.seconds >= 0).all() for event in events)
-    handed = sum(event.takes is not None for event in events)
+    transfers = sum(event.receives is not None for event in events)
     stages = 4 if schedule == "interleaved" else 2
-    assert handed == 2 * 4 * (stages - 1)
-    spoken = {event.name for event in events if event.groups}
-    assert ("tokens" in spoken) == ("ep" in layout)
-    assert ("parameters" in spoken) == ("shard" in layout)
-    assert ("join runs" in spoken) == ("tp" in layout)
-    assert run(events, 8).end_s.max() > 0
+    assert transfers == 2 * 4 * (stages - 1)
+    collectives = {event.name for event in events if event.groups}
+    assert ("tokens" in collectives) == ("ep" in layout)
+    assert ("parameters" in collectives) == ("dp_shard" in layout)
+    assert ("gather sequence" in collectives) == ("tp" in layout)
+    assert simulate_events(events, 8).end_s.max() > 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_work_of_a_job_is_lost(layout: dict[str, int]) -> None:
+def test_all_flops_of_a_job_are_counted(layout: dict[str, int]) -> None:
     job = jobs("1f1b", **layout)
-    plan, where = planned(job, 8), cluster(hosts=2, count=4)
+    plan, where = plan_from_job(job, 8), cluster(hosts=2, count=4)
     spent = np.zeros(8)
-    for event in Costs.of(job, plan, where).events():
-        if not event.is_message:
+    for event in JobCosts.from_job(job, plan, where).events():
+        if not event.is_communication:
             spent += event.seconds
     for rank in range(8):
         blocks = workload(job, plan, rank)
         once = sum(one.forward.flops + one.backward.flops for one in blocks)
         again = sum(one.update.flops for one in blocks)
         share = sum(
-            op.flops * (1 - op.causal_share)
+            op.flops * (1 - op.causal_fraction)
             for one in blocks
             for op in (*one.forward.ops, *one.backward.ops)
         )
@@ -268,31 +293,31 @@ def test_no_work_of_a_job_is_lost(layout: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_are_alike_only_if_all_that_comes_to_them_is(
-    schedule: Schedule, layout: dict[str, int]
+def test_equal_ranks_receive_equal_tokens(
+    schedule: PipelineSchedule, layout: dict[str, int]
 ) -> None:
     job = jobs(schedule, **layout)
-    plan, where = planned(job, 8), cluster(hosts=2, count=4, latency_s=0.01)
-    costs = Costs.of(job, plan, where)
+    plan, where = plan_from_job(job, 8), cluster(hosts=2, count=4, latency_s=0.01)
+    costs = JobCosts.from_job(job, plan, where)
     work = {rank: workload(job, plan, rank) for rank in range(8)}
-    each = run(costs.events_of(work, {rank: [rank] for rank in range(8)}), 8)
-    assert run(costs.events(), 8).end_s == pytest.approx(each.end_s)
+    each = simulate_events(costs.events_from_blocks(work, {rank: [rank] for rank in range(8)}), 8)
+    assert simulate_events(costs.events(), 8).end_s == pytest.approx(each.end_s)
 
 
-def test_both_ends_of_a_tied_model_add_up_its_weight() -> None:
+def test_tied_embeddings_are_reduced_over_both_end_stages() -> None:
     job = tiny_job(
         model={"family": "qwen3_moe", "renormalise": True, "tied": True, "layers": 4},
         layout={"pp": 4}, train={"batch": 16, "micro_batches": 4},
     )  # fmt: skip
-    events = Costs.of(job, planned(job, 8), cluster(latency_s=0.5)).events()
-    (ends,) = (event for event in events if event.name == "ends")
+    events = JobCosts.from_job(job, plan_from_job(job, 8), cluster(latency_s=0.5)).events()
+    (ends,) = (event for event in events if event.name == "tied embedding")
     assert (ends.phase, ends.groups) == ("reduce", [[0, 6], [1, 7]])
     assert ends.seconds.tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     (loads,) = (event for event in events if event.name == "loads")
     assert (loads.phase, loads.groups) == ("log", [[0, 2, 4, 6], [1, 3, 5, 7]])
 
 
-def test_what_is_computed_again_takes_a_pipeline_longer() -> None:
+def test_recomputation_lengthens_a_pipeline() -> None:
     where = cluster(count=8)
     once, again = (
         tiny_job(
@@ -301,24 +326,27 @@ def test_what_is_computed_again_takes_a_pipeline_longer() -> None:
         )
         for recompute in (False, True)
     )  # fmt: skip
-    took = [run(Costs.of(job, planned(job, 8), where).events(), 8).step_s for job in (once, again)]
-    assert 1.2 * took[0] < took[1] < 1.4 * took[0]
+    step_s = [
+        simulate_events(JobCosts.from_job(job, plan_from_job(job, 8), where).events(), 8).step_s
+        for job in (once, again)
+    ]
+    assert 1.2 * step_s[0] < step_s[1] < 1.4 * step_s[0]
 
 
-def test_what_is_handed_on_is_a_slices_run_of_a_replicas_tokens() -> None:
-    """In the type of weights: half of 2 samples of 12 tokens, 32 channels, 8 bytes each."""
+def test_stage_transfers_carry_a_sequence_shard() -> None:
+    """Bytes in the dtype of weights: half of 2 samples of 12 tokens, 32 channels, 8 bytes each."""
     job = jobs("1f1b", tp=2)
     slow = cluster(count=8)
     link = slow.links[0].model_copy(update={"bandwidth": 1.0})
     slow = slow.model_copy(update={"links": [link]})
-    events = Costs.of(job, planned(job, 8), slow).events()
-    handed = [event for event in events if event.takes is not None]
-    assert all(set(event.seconds.tolist()) == {0.0, 2 * 12 // 2 * 32 * 8.0} for event in handed)
+    events = JobCosts.from_job(job, plan_from_job(job, 8), slow).events()
+    transfers = [event for event in events if event.receives is not None]
+    assert all(set(event.seconds.tolist()) == {0.0, 2 * 12 // 2 * 32 * 8.0} for event in transfers)
 
 
-def test_equal_work_is_worked_out_once() -> None:
+def test_equal_work_is_computed_once() -> None:
     job = jobs("1f1b", ep=2)
-    events = Costs.of(job, planned(job, 8), cluster(count=8)).events()
+    events = JobCosts.from_job(job, plan_from_job(job, 8), cluster(count=8)).events()
     arrays = {id(event.seconds) for event in events}
     groups = {id(event.groups) for event in events if event.groups}
     assert len(arrays) < len(events) / 4

@@ -1,4 +1,4 @@
-"""Biases of routers follow what the whole batch asked of experts, step by step."""
+"""Router biases follow the experts requested in the whole batch, step by step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ import torch
 from torch import Tensor
 
 from moesaic.dist.world import World
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
 from moesaic.train.run import Run
 
 MODEL = {
-    "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared": 1,
-    "groups": 4, "top_groups": 2, "latent": {"width": 10, "rotary": 4, "value": 6},
+    "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared_experts": 1,
+    "expert_groups": 4, "top_expert_groups": 2,
+    "latent": {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "v_head_dim": 6},
 }  # fmt: skip
 STEP = 0.02
 
 
 class Choices:
-    """Where a run leaves the experts that every token chose."""
+    """Recorder that keeps the experts of every token."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, list[Mapping[int, Tensor]]] = {}
 
     def record(self, step: int, samples: Tensor, choices: Mapping[int, Tensor]) -> None:
-        """Keep one micro-batch's."""
+        """Keep the choices of one micro-batch."""
         del samples
         self.by_step.setdefault(step, []).append(dict(choices))
 
 
-def steps(**tables: dict[str, Any]) -> tuple[Run, Choices, int]:
-    """A run after six steps, what its tokens chose, and how many assignments were dropped."""
-    routing = {"bias_step": STEP, **tables.pop("routing", {})}
+def train_steps(**tables: dict[str, Any]) -> tuple[Run, Choices, int]:
+    """Return a run after six steps, its recorded choices and its dropped assignments."""
+    routing = {"bias_update_rate": STEP, **tables.pop("routing", {})}
     job = tiny_job(model=MODEL, routing=routing, **tables)
-    plan, choices = lay_out(job.layout, job.model, 1), Choices()
+    plan, choices = plan_from_layout(job.layout, job.model, 1), Choices()
     run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
     run.recorder = choices  # type: ignore[assignment]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
@@ -50,8 +51,8 @@ def steps(**tables: dict[str, Any]) -> tuple[Run, Choices, int]:
 @pytest.mark.parametrize("capacity", [None, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_biases_follow_all_choices_of_a_batch(capacity: float | None, micro_batches: int) -> None:
-    run, choices, dropped = steps(
-        routing={"capacity": capacity}, train={"micro_batches": micro_batches}
+    run, choices, dropped = train_steps(
+        routing={"capacity_factor": capacity}, train={"micro_batches": micro_batches}
     )
     assert (dropped > 0) == (capacity is not None)
     routers = dict(run.model.sigmoid_routers())
@@ -68,21 +69,21 @@ def test_biases_follow_all_choices_of_a_batch(capacity: float | None, micro_batc
         assert expected.any()
 
 
-def test_what_is_computed_twice_counts_once() -> None:
-    once, _, _ = steps(train={"micro_batches": 2})
-    twice, _, _ = steps(train={"micro_batches": 2, "recompute": True})
-    for a, b in zip(once.state().pieces, twice.state().pieces, strict=True):
+def test_recomputed_layers_count_once() -> None:
+    once, _, _ = train_steps(train={"micro_batches": 2})
+    twice, _, _ = train_steps(train={"micro_batches": 2, "recompute": True})
+    for a, b in zip(once.state().shards, twice.state().shards, strict=True):
         assert a.key == b.key
         assert torch.equal(a.tensor, b.tensor), a.key
 
 
-def test_no_step_no_bias() -> None:
-    run, _, _ = steps(routing={"bias_step": 0.0})
+def test_no_update_rate_no_bias() -> None:
+    run, _, _ = train_steps(routing={"bias_update_rate": 0.0})
     assert not any(router.bias.any() for _, router in run.model.sigmoid_routers())
 
 
 def test_a_bias_is_state_without_moments() -> None:
-    run, _, _ = steps()
-    keys = [p.key for p in run.state().pieces if p.name == "layers.1.moe.router.bias"]
+    run, _, _ = train_steps()
+    keys = [p.key for p in run.state().shards if p.name == "layers.1.moe.router.bias"]
     assert keys == ["parameter/layers.1.moe.router.bias"]
-    assert not any("bias" in item.name for item in run.holdings)
+    assert not any("bias" in item.name for item in run.trainable)

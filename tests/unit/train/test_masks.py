@@ -1,11 +1,11 @@
-"""What each query of a sample sees, against asking pair by pair."""
+"""Attention masks, against a check of every pair of positions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from moesaic.train.objectives.lm import visible
+from moesaic.train.objectives.lm import attention_mask
 
 PLAIN = torch.zeros(3, 9, dtype=torch.int32)
 PACKED = torch.tensor([[0] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
@@ -13,8 +13,8 @@ PACKED = torch.tensor([[0] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 9, 100])
 @pytest.mark.parametrize("documents", [PLAIN, PACKED], ids=["plain", "packed"])
-def test_masks_equal_a_slow_twin(documents: torch.Tensor, window: int | None) -> None:
-    mask = visible(documents, window)
+def test_masks_equal_the_reference(documents: torch.Tensor, window: int | None) -> None:
+    mask = attention_mask(documents, window)
     expected = [
         [
             [
@@ -32,11 +32,16 @@ def test_masks_equal_a_slow_twin(documents: torch.Tensor, window: int | None) ->
 
 
 def test_no_mask_is_made_where_causality_is_enough() -> None:
-    assert visible(PLAIN, None) is visible(PLAIN, 9) is visible(PLAIN, 100) is None
-    assert visible(PLAIN[:0], None) is None
+    assert (
+        attention_mask(PLAIN, None)
+        is attention_mask(PLAIN, 9)
+        is attention_mask(PLAIN, 100)
+        is None
+    )
+    assert attention_mask(PLAIN[:0], None) is None
 
 
 def test_a_window_alone_is_one_mask_for_all_rows() -> None:
-    mask = visible(PLAIN, 8)
+    mask = attention_mask(PLAIN, 8)
     assert mask is not None
     assert mask.shape == (1, 1, 9, 9)

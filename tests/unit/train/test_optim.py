@@ -1,4 +1,4 @@
-"""AdamW against torch.optim.AdamW, and schedules by hand."""
+"""AdamW against torch.optim.AdamW, and schedules against values by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.dist.world import World
 from moesaic.facts.job import OptimizerConfig, ScheduleConfig
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.optim import AdamW, learning_rate, zeros
+from moesaic.train.optim import AdamW, learning_rate, zero_moments
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.3])
@@ -28,7 +28,7 @@ def test_equals_torch(clip: float, decay: bool) -> None:
     reference = torch.optim.AdamW(
         [theirs], lr=0.01, betas=(0.8, 0.9), weight_decay=0.3 if decay else 0.0, eps=config.epsilon
     )
-    moments = zeros(values)
+    moments = zero_moments(values)
     for step in range(1, 6):
         grad = torch.randn_like(values)
         theirs.grad = grad * clip
@@ -38,7 +38,7 @@ def test_equals_torch(clip: float, decay: bool) -> None:
 
 
 class Counting(TorchDispatchMode):
-    """Operations that torch is asked for."""
+    """Counter of dispatched operations."""
 
     number = 0
 
@@ -49,11 +49,13 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_block_takes_few_operations_and_is_what_single_parameters_are() -> None:
-    """Bit for bit, in a run; operations do not grow with parameters."""
+def test_a_block_takes_few_operations_and_equals_single_parameters() -> None:
+    """Results agree bit for bit, and operations do not grow with the number of parameters."""
     job = tiny_job(train={"clip": 0.01})
     runs = [
-        assemble(job, lay_out(job.layout, job.model, 1), World.solo(), InitialSource(1, 0.2))
+        assemble(
+            job, plan_from_layout(job.layout, job.model, 1), World.solo(), InitialSource(1, 0.2)
+        )
         for _ in range(2)
     ]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
@@ -61,19 +63,19 @@ def test_a_block_takes_few_operations_and_is_what_single_parameters_are() -> Non
     counts = []
     for run in runs:
         for _ in range(3):
-            run.gradients(samples)
-            blocks = [list(some) for _, some in groupby(run.updated, key=lambda one: one.block)]
-            groups = blocks if run is once else [[one] for one in run.updated]
+            run.compute_gradients(samples)
+            blocks = [list(some) for _, some in groupby(run.flat_params, key=lambda one: one.block)]
+            groups = blocks if run is once else [[one] for one in run.flat_params]
             with Counting() as counting:
                 for some in groups:
-                    run.optimizer.apply(some, 0, run.counters["step"] + 1, lr=0.01, clip=0.5)
+                    run.optimizer.update_block(some, 0, run.counters["step"] + 1, lr=0.01, clip=0.5)
             run.counters["step"] += 1
-            for item in run.holdings:
+            for item in run.trainable:
                 item.parameter.grad = None
         counts.append(counting.number)
-    found, expected = ({p.key: p.tensor for p in run.state().pieces} for run in runs)
+    found, expected = ({p.key: p.tensor for p in run.state().shards} for run in runs)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    blocks_of_two = 2 * len({item.block for item in single.holdings})
+    blocks_of_two = 2 * len({item.block for item in single.trainable})
     assert counts[0] < 20 * blocks_of_two
     assert counts[0] < 0.7 * counts[1]
 
@@ -81,7 +83,7 @@ def test_a_block_takes_few_operations_and_is_what_single_parameters_are() -> Non
 def test_an_empty_shard_is_left_alone() -> None:
     ours = AdamW(OptimizerConfig())
     empty = torch.empty(0, 4)
-    ours.update([empty], [empty], [zeros(empty)], 1, lr=0.1, clip=0.5, decay=True)
+    ours.update([empty], [empty], [zero_moments(empty)], 1, lr=0.1, clip=0.5, decay=True)
 
 
 def test_schedules() -> None:
@@ -97,11 +99,11 @@ def test_schedules() -> None:
     assert [learning_rate(s, 9, 1.0, constant) for s in (1, 2, 9)] == [0.5, 1.0, 1.0]
 
 
-def test_an_update_is_counted_by_the_tensors_it_changes() -> None:
-    """A save that copies while training goes on tells by these counts that it was overtaken."""
+def test_an_update_bumps_version_counters() -> None:
+    """A save that overlaps training detects by these counts that a tensor changed."""
     ours = AdamW(OptimizerConfig())
     values = torch.randn(4, 4)
-    moments = zeros(values)
+    moments = zero_moments(values)
     tensors = (values, *moments)
     before = [tensor._version for tensor in tensors]
     ours.update([values], [torch.randn(4, 4)], [moments], 1, lr=0.1, clip=1.0, decay=True)

@@ -1,4 +1,4 @@
-"""A step is named phases: in order, timed, and a place to strike."""
+"""Phases of a step: their order, their times, and faults injected into them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moesaic.dist.world import World
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.nn.context import Context
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
@@ -21,13 +21,13 @@ PHASES = [
 
 def tiny_run() -> Run:
     job = tiny_job(train={"micro_batches": 2})
-    plan = lay_out(job.layout, job.model, 1)
+    plan = plan_from_layout(job.layout, job.model, 1)
     return assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
 
 
 def test_phases_come_in_order_and_are_timed() -> None:
     run, seen = tiny_run(), list[str]()
-    run.hook = seen.append
+    run.phase_hook = seen.append
     facts = run.step(SAMPLES)
     assert seen == PHASES
     assert facts.phases.keys() == set(PHASES)
@@ -35,19 +35,19 @@ def test_phases_come_in_order_and_are_timed() -> None:
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "reduce", "clip", "optimizer"])
-def test_a_step_that_is_struck_changes_nothing(phase: str) -> None:
-    def strike(name: str) -> None:
+def test_a_failed_step_changes_nothing(phase: str) -> None:
+    def fail(name: str) -> None:
         if name == phase:
             raise InterruptedError(phase)
 
     run = tiny_run()
-    before = {piece.key: piece.tensor.clone() for piece in run.state().pieces}
-    run.hook = strike
+    before = {shard.key: shard.tensor.clone() for shard in run.state().shards}
+    run.phase_hook = fail
     with pytest.raises(InterruptedError, match=phase):
         run.step(SAMPLES)
     after = run.state()
     assert after.counters == {"step": 0, "samples": 0, "tokens": 0}
-    assert all(torch.equal(before[piece.key], piece.tensor) for piece in after.pieces)
+    assert all(torch.equal(before[shard.key], shard.tensor) for shard in after.shards)
 
 
 def test_a_model_is_its_blocks_one_after_another() -> None:

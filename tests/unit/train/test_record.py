@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, read back by the tools that people use."""
+"""Record of a run besides its checkpoints, read back by the usual tools."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moesaic.base.errors import ConfigError
 from moesaic.base.events import read_events
 from moesaic.base.records import read_records
 from moesaic.dist.world import World
-from moesaic.facts.balance import Balance, Setting
+from moesaic.facts.balance import BalanceDecision, BalanceProblem
 from moesaic.testing.jobs import tiny_job
+from moesaic.train.balance_stats import BalanceStats
 from moesaic.train.record import MlflowSink, RunRecord, WandbSink, open_sinks
 from moesaic.train.run import StepFacts
-from moesaic.train.spread import Spread
 
 
 def facts(step: int) -> StepFacts:
     return StepFacts(
         step=step, loss=5.0 - step, total_loss=5.5 - step, balance_loss=1.0, z_loss=2.0,
-        grad_norm=0.5, lr=1e-3, tokens=96, flips=0, dropped={0: 1, 1: 2},
+        grad_norm=0.5, lr=1e-3, tokens=96, num_replay_mismatches=0, dropped={0: 1, 1: 2},
         counts={0: torch.tensor([3, 4]), 1: torch.tensor([7, 0])},
-        by_rank={0: torch.tensor([[3, 0], [0, 4]])}, phases={"forward": 0.1},
+        counts_by_rank={0: torch.tensor([[3, 0], [0, 4]])}, phases={"forward": 0.1},
     )  # fmt: skip
 
 
@@ -35,15 +35,15 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     job = tiny_job(log={"loads_every": 2})
     record = RunRecord(tmp_path, job, World.solo())
     for step in (1, 2, 3, 4):
-        figures = record.step(facts(step), 0.5)
-    record.validation(4, 1.25, 200, 0.1)
+        figures = record.write_step(facts(step), 0.5)
+    record.write_validation(4, 1.25, 200, 0.1)
     record.close()
     assert (figures["tokens_per_s"], figures["dropped"]) == (192.0, 3)
     events = list(read_events(tmp_path / "events" / "rank-0.jsonl"))
     assert [e["loss"] for e in events if e["event"] == "step"] == [4.0, 3.0, 2.0, 1.0]
     assert [e["phases"] for e in events if e["event"] == "rank_step"] == [{"forward": 0.1}] * 4
     rows = [row for part in read_records(tmp_path / "loads") for row in part.to_pylist()]
-    assert [r["by_rank"] for r in rows[:2]] == [[3, 0, 0, 4], []]
+    assert [r["counts_by_rank"] for r in rows[:2]] == [[3, 0, 0, 4], []]
     assert [(r["step"], r["layer"], r["counts"], r["dropped"]) for r in rows] == [
         (2, 0, [3, 4], 1), (2, 1, [7, 0], 2), (4, 0, [3, 4], 1), (4, 1, [7, 0], 2),
     ]  # fmt: skip
@@ -54,27 +54,41 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clock", [False, True])
-def test_waiting_is_told_where_a_clock_tells_it(tmp_path: Path, clock: bool) -> None:
-    """A sink takes no figure that is none; a row says that it is not known."""
-    counts, copies = np.array([[3, 1], [2, 0]]), np.array([[0, 1]])
-    setting = Setting(np.array([0, 1]), 2, 1.0, 1.0, 1.0, expert_bytes=2.0, gradient_bytes=3.0)
-    spread = Spread.of(counts, setting, Balance(copies, np.array([[0, 1, 1, 2]])), 0)
-    spread = spread.timed({"landing": 0.5, "return": 0.25}) if clock else spread
+def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
+    """Sinks get no unknown figure; rows hold NaN for it."""
+    counts, replicas = np.array([[3, 1], [2, 0]]), np.array([[0, 1]])
+    setting = BalanceProblem(
+        np.array([0, 1]), 2, 1.0, 1.0, 1.0, expert_bytes=2.0, gradient_bytes=3.0
+    )
+    stats = BalanceStats.from_balance(
+        counts, setting, BalanceDecision(replicas, np.array([[0, 1, 1, 2]])), 0
+    )
+    stats = (
+        stats.with_times({"forward exchange": 0.5, "backward exchange": 0.25}) if clock else stats
+    )
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    figures = record.step(replace(facts(1), spread={0: spread, 1: spread}), 0.5)
+    figures = record.write_step(replace(facts(1), balance_stats={0: stats, 1: stats}), 0.5)
     record.close()
-    told = {name: figures.get(name) for name in ("copies", "bytes_moved", "exposed_s")}
-    assert told == {"copies": 2, "bytes_moved": 10, "exposed_s": 1.5 if clock else None}
+    recorded = {
+        name: figures.get(name) for name in ("replicas", "replica_bytes", "replica_exposed_s")
+    }
+    assert recorded == {
+        "replicas": 2,
+        "replica_bytes": 10,
+        "replica_exposed_s": 1.5 if clock else None,
+    }
     [part] = read_records(tmp_path / "balance")
     assert part.column("layer").to_pylist() == [0, 1]
-    assert part.column("rows_after").to_pylist() == [[3, 3]] * 2
-    assert np.isnan(part.column("landing_s").to_numpy()).tolist() == [not clock] * 2
+    assert part.column("tokens_after").to_pylist() == [[3, 3]] * 2
+    assert np.isnan(part.column("replica_wait_s").to_numpy()).tolist() == [not clock] * 2
 
 
-def test_the_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:
+def test_the_loss_scale_is_recorded_if_there_is_one(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    assert "loss_scale" not in record.step(facts(1), 0.5)
-    record.step(replace(facts(2), scale=512.0, skipped=True, grad_norm=float("inf")), 0.5)
+    assert "loss_scale" not in record.write_step(facts(1), 0.5)
+    record.write_step(
+        replace(facts(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5
+    )
     record.close()
     events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]
     assert [(e.get("loss_scale"), e.get("skipped")) for e in events] == [(None, None), (512.0, 1.0)]
@@ -95,7 +109,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     sink = WandbSink("project", tiny_job(), "name")
-    sink.scalars(1, {"train/loss": 2.0})
+    sink.write_scalars(1, {"train/loss": 2.0})
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
@@ -105,7 +119,7 @@ def test_mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     sink = MlflowSink("experiment", "name")
-    sink.scalars(3, {"train/loss": 2.0})
+    sink.write_scalars(3, {"train/loss": 2.0})
     sink.close()
     runs = mlflow.search_runs(experiment_names=["experiment"], output_format="list")
     assert runs[0].data.metrics["train/loss"] == 2.0

@@ -1,4 +1,4 @@
-"""What a run that goes on may change."""
+"""Changes of a job that a resumed run accepts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from moesaic.base.errors import ConfigError
 from moesaic.testing.jobs import tiny_job
-from moesaic.train.trainer import Progress, _compare
+from moesaic.train.trainer import Progress, _check_same_run
 
 
-class Heard(Progress):
+class MessageProgress(Progress):
     def __init__(self) -> None:
         self.messages: list[str] = []
 
@@ -22,12 +22,12 @@ class Heard(Progress):
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     facts = {"data": "same", "job": tiny_job(model=before).model_dump(mode="json")}
-    heard = Heard()
-    _compare(facts, tiny_job(model=now), "same", Path("step"), heard)
-    return heard.messages
+    progress = MessageProgress()
+    _check_same_run(facts, tiny_job(model=now), "same", Path("step"), progress)
+    return progress.messages
 
 
-def test_bookkeeping_of_a_base_changes_no_arithmetic() -> None:
+def test_extras_may_change_on_resume() -> None:
     versions = [{"extras": {"transformers_version": one}} for one in ("4.40.0", "4.57.0")]
     assert compare(*versions) == [
         'changed since the checkpoint: model.extras.transformers_version = "4.57.0", was "4.40.0"'

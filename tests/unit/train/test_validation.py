@@ -1,4 +1,4 @@
-"""Validation loss: the mean over targets, in the precision of the run and whatever the batch."""
+"""Validation loss: the mean over targets in the run's precision, for any batch size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moesaic.dist.world import World
-from moesaic.facts.plan import lay_out
-from moesaic.models.initial import InitialSource
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
 from moesaic.train.objectives import lm
@@ -16,7 +16,7 @@ from moesaic.train.objectives import lm
 @pytest.mark.parametrize("batch", [1, 8, 20])
 def test_validation_is_the_mean_over_targets(batch: int) -> None:
     job = tiny_job(train={"batch": batch})
-    plan = lay_out(job.layout, job.model, 1)
+    plan = plan_from_layout(job.layout, job.model, 1)
     run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     loss, targets = run.validate(samples, 20)
@@ -25,7 +25,7 @@ def test_validation_is_the_mean_over_targets(batch: int) -> None:
         for index in range(20):
             one = samples.batch([index], shuffled=False)
             context = lm.make_context(run.model, one, job, 0)
-            sums.append(lm.compute(run.model, one, context, job, 1)[1].loss.item())
+            sums.append(lm.compute_loss(run.model, one, context, job, 1)[1].loss.item())
             counts += lm.num_targets(one)
     assert targets == counts
     assert loss == pytest.approx(sum(sums) / counts, rel=1e-13)

@@ -1,10 +1,11 @@
-"""Checkpoints that know no layout: saved in the background, committed last, loaded into any other.
+"""Layout-independent checkpoints: saved in the background, committed atomically, loaded into any
+layout.
 
-`Saver` takes pieces out of a running job, `Checkpoint` fills pieces of another one; the two share
-only the files on disk, which `manifest` describes. Nothing here knows models or optimizers.
+`Saver` reads the shards of a running job and `Checkpoint` fills those of another; they share only
+the files that `manifest` describes. Neither knows models or optimizers.
 """
 
-from moesaic.dist.checkpoint.directory import candidates, committed, go_back_to
+from moesaic.dist.checkpoint.directory import list_committed, resume_candidates, set_head
 from moesaic.dist.checkpoint.reader import Checkpoint, newest_intact
 from moesaic.dist.checkpoint.writer import PHASES, Saver
 
@@ -12,8 +13,8 @@ __all__ = [
     "PHASES",
     "Checkpoint",
     "Saver",
-    "candidates",
-    "committed",
-    "go_back_to",
+    "list_committed",
     "newest_intact",
+    "resume_candidates",
+    "set_head",
 ]

@@ -1,7 +1,7 @@
-"""Rank 0's part of a save: put the ranks' shares together and in force, or take them back.
+"""Rank 0's part of a save: merge the ranks' records, then commit or discard the files.
 
-The order of what reaches the disk is what makes a checkpoint whole or absent: files, manifest,
-commit record under another name, their directories, then the rename.
+The write order makes a commit atomic: files, manifest, commit record under a temporary name, fsync
+of their directories, rename.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from moesaic.base import tensorfile
+from moesaic.base import safetensors_file
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint.directory import PARTIAL_COMMIT
 from moesaic.dist.checkpoint.manifest import (
@@ -24,29 +24,29 @@ from moesaic.dist.checkpoint.manifest import (
     commit_record,
 )
 
-_PATIENCE_S = 30.0
-"""How long a shared file system may take to show one rank the files of another."""
+_FILE_TIMEOUT_S = 30.0
+"""Seconds in which a shared file system must show one rank the files of another."""
 
 
 def commit(path: Path, manifest: Manifest, phase: Callable[[str], None]) -> None:
-    """Make the files at `path` a checkpoint; it is one from the rename on."""
+    """Write manifest and commit record at `path`; the checkpoint exists from the rename on."""
     data = manifest.to_bytes()
     _write_synced(path / MANIFEST, data)
     phase("manifest_written")
     _write_synced(path / PARTIAL_COMMIT, commit_record(manifest, data))
-    tensorfile.sync_directory(path)
-    tensorfile.sync_directory(path.parent)
+    safetensors_file.sync_directory(path)
+    safetensors_file.sync_directory(path.parent)
     phase("commit_written")
     os.replace(path / PARTIAL_COMMIT, path / COMMIT)
-    tensorfile.sync_directory(path)
+    safetensors_file.sync_directory(path)
     phase("committed")
 
 
 def discard(path: Path, rank: int, *names: str) -> None:
-    """Remove `names`, then `rank`'s files, of a save that failed.
+    """Remove `names` and the files of `rank` after a failed save.
 
-    The directory stays, as other ranks may still be writing there. Failing here hides nothing: the
-    failure of the save is being raised, and what stays is cleaned away by the next save.
+    The directory stays, because other ranks may still write there. Errors are ignored: the caller
+    raises the failure itself, and the next save removes leftovers.
     """
     with contextlib.suppress(OSError):
         for name in names:
@@ -56,7 +56,7 @@ def discard(path: Path, rank: int, *names: str) -> None:
 
 
 def merge(tensors: dict[str, TensorRecord], key: str, record: TensorRecord, rank: int) -> None:
-    """Add one rank's pieces of a tensor to those of the ranks before it."""
+    """Add one rank's shards of a tensor to those of the ranks before it."""
     known = tensors.setdefault(key, record)
     if known is record:
         return
@@ -65,18 +65,19 @@ def merge(tensors: dict[str, TensorRecord], key: str, record: TensorRecord, rank
             f"{key} is {record.dtype} {list(record.shape)} on rank {rank} and "
             f"{known.dtype} {list(known.shape)} on the ranks before it"
         )
-    tensors[key] = known.model_copy(update={"pieces": known.pieces + record.pieces})
+    tensors[key] = known.model_copy(update={"shards": known.shards + record.shards})
 
 
 def await_files(path: Path, files: Mapping[str, FileRecord]) -> None:
-    """Wait until this rank sees all that the others wrote, as their file system is shared."""
-    until = time.monotonic() + _PATIENCE_S
+    """Wait until this rank sees the files of all ranks on the shared file system."""
+    deadline = time.monotonic() + _FILE_TIMEOUT_S
     for name, record in files.items():
         file = path / name
         while not (file.exists() and file.stat().st_size == record.num_bytes):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise StoreError(
-                    f"'{file}' is not seen by rank 0: all ranks must share the directory"
+                    f"rank 0 does not see '{file}'; put the directory on a file system that all "
+                    "ranks share"
                 )
             time.sleep(0.05)
 

@@ -1,11 +1,10 @@
-"""A directory of checkpoints: which are committed, in what order, and how one goes away.
+"""Checkpoint directory: which checkpoints are committed, their order, and their removal.
 
-A checkpoint is a directory `step-00000010` (`step-00000010-2` where a run went back and came by
-the same step again). It exists from the moment its COMMIT does until the moment that goes.
-Only files that a saver writes are ever removed.
+A checkpoint is a directory `step-00000010`, or `step-00000010-2` if a rolled-back run repeats the
+step. It exists as long as its COMMIT file does. Only files that a saver writes are ever removed.
 
-A run that goes back leaves the file HEAD beside its checkpoints: until the next commit, the one
-that it names is the newest.
+A rollback writes the file HEAD beside the checkpoints. Until the next commit, the checkpoint named
+there counts as the newest.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 from pathlib import Path
 
 from moesaic.base.errors import StoreError
-from moesaic.base.tensorfile import sync_directory
+from moesaic.base.safetensors_file import sync_directory
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
 
 PARTIAL_COMMIT = f"{COMMIT}.partial"
@@ -27,18 +26,18 @@ _CHECKPOINT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _WRITTEN = re.compile(rf"rank-\d+(-\d+)?\.safetensors|{re.escape(MANIFEST)}|{COMMIT}(\.partial)?")
 
 
-def committed(directory: Path) -> list[Path]:
-    """The committed checkpoints in `directory`, the newest commit first."""
-    rows = _by_serial(directory)
-    paths = [path for _, path in reversed(rows)]
+def list_committed(directory: Path) -> list[Path]:
+    """Return the committed checkpoints in `directory`, newest first."""
+    entries = _by_serial(directory)
+    paths = [path for _, path in reversed(entries)]
     name, serial = _read_head(directory) or ("", 0)
-    if rows and rows[-1][0][0] < serial:
+    if entries and entries[-1][0][0] < serial:
         paths.sort(key=lambda path: path.name != name)
     return paths
 
 
-def go_back_to(path: Path) -> None:
-    """Make a committed checkpoint the one to go on from, until the next commit."""
+def set_head(path: Path) -> None:
+    """Make a committed checkpoint the one to resume from, until the next commit."""
     directory = path.parent
     partial = directory / f"{HEAD}.partial"
     with partial.open("w", encoding="utf-8") as file:
@@ -57,31 +56,31 @@ def _read_head(directory: Path) -> tuple[str, int] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise StoreError(
-            f"'{directory / HEAD}' is damaged, so that nobody knows which checkpoint the run goes "
-            "on from: remove that file, and name one with --resume PATH"
+            f"'{directory / HEAD}' is damaged, so the checkpoint to resume from is unknown; "
+            "remove the file and name a checkpoint with --resume PATH"
         ) from None
 
 
-def candidates(directory: Path) -> list[Path]:
-    """The committed checkpoints, the one to go on from first.
+def resume_candidates(directory: Path) -> list[Path]:
+    """Return the committed checkpoints, the one to resume from first.
 
-    Where commit record and manifest do not agree on the order of a checkpoint, nobody can say that
-    there is a newer one: it goes before all others, so that whoever opens it hears of the damage.
+    Damaged ones, whose commit record and manifest disagree on the serial number, might be the
+    newest. They come first, so that opening them reports the damage.
     """
-    paths = committed(directory)
-    doubtful = [p for p in paths if _read_serial(p / COMMIT) != _read_serial(p / MANIFEST)]
-    return doubtful + [path for path in paths if path not in doubtful]
+    paths = list_committed(directory)
+    damaged = [p for p in paths if _read_serial(p / COMMIT) != _read_serial(p / MANIFEST)]
+    return damaged + [path for path in paths if path not in damaged]
 
 
 def next_serial(directory: Path) -> int:
-    """The serial number of the next commit in `directory`."""
+    """Return the serial number of the next commit in `directory`."""
     head = _read_head(directory)
     highest = max((serial for (serial, _, _), _ in _by_serial(directory)), default=0)
     return max(highest + 1, head[1] if head else 0)
 
 
-def vacant(directory: Path, step: int) -> Path:
-    """The path for a checkpoint of `step` that takes no committed one's place."""
+def new_checkpoint_path(directory: Path, step: int) -> Path:
+    """Return an unused path for a checkpoint of `step`."""
     path, revision = directory / f"step-{step:08d}", 1
     while (path / COMMIT).exists():
         revision += 1
@@ -89,19 +88,19 @@ def vacant(directory: Path, step: int) -> Path:
     return path
 
 
-def leftovers(directory: Path) -> list[Path]:
-    """What saves that were cut off left in `directory`."""
+def list_uncommitted(directory: Path) -> list[Path]:
+    """Return the directories of interrupted saves."""
     return [path for _, path in _checkpoints(directory) if not (path / COMMIT).exists()]
 
 
-def withdraw(path: Path) -> None:
-    """Make a checkpoint one that was never committed; its files stay."""
+def remove_commit(path: Path) -> None:
+    """Remove the commit record of a checkpoint; its files stay."""
     (path / COMMIT).unlink(missing_ok=True)
     sync_directory(path)
 
 
-def remove(path: Path) -> None:
-    """Remove an uncommitted checkpoint's files, and the directory unless it holds others."""
+def remove_files(path: Path) -> None:
+    """Remove the files of an uncommitted checkpoint, and the directory unless it holds others."""
     for file in path.iterdir():
         if _WRITTEN.fullmatch(file.name):
             file.unlink(missing_ok=True)
@@ -115,27 +114,27 @@ def remove(path: Path) -> None:
 def _checkpoints(directory: Path) -> list[tuple[tuple[int, int], Path]]:
     if not directory.is_dir():
         return []
-    found = []
+    matches = []
     for path in directory.iterdir():
         match = _CHECKPOINT.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(((int(match[1]), int(match[2] or 1)), path))
-    return sorted(found)
+            matches.append(((int(match[1]), int(match[2] or 1)), path))
+    return sorted(matches)
 
 
 def _by_serial(directory: Path) -> list[tuple[tuple[int, int, int], Path]]:
-    """(serial, step, revision) and path of each committed checkpoint, oldest first."""
-    rows = [
+    """Return (serial, step, revision) and path of each committed checkpoint, oldest first."""
+    entries = [
         ((_read_serial(path / COMMIT), *order), path)
         for order, path in _checkpoints(directory)
         if (path / COMMIT).exists()
     ]
-    return sorted(rows)
+    return sorted(entries)
 
 
 def _read_serial(file: Path) -> int:
-    """The serial number in a commit record or manifest; 0 where it cannot be read."""
+    """Return the serial number in a commit record or manifest; 0 if unreadable."""
     try:
         return max(int(json.loads(file.read_bytes())["serial"]), 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return 0  # Opening the checkpoint says what is wrong with it.
+        return 0  # Opening the checkpoint reports the damage.

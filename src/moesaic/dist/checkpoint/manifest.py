@@ -1,8 +1,8 @@
-"""What a checkpoint says of itself: the manifest, and the commit record that vouches for it.
+"""Manifest and commit record of a checkpoint.
 
-The manifest names every tensor, the boxes it is cut into, the file that holds each box, and the
-hash of every file. The commit record holds the hash of the manifest and is a function of the
-manifest's bytes alone, so a change of any bit of either is seen.
+The manifest lists every tensor, its shards, the file of each shard, and the hash of every file. The
+commit record holds the hash of the manifest and derives from its bytes alone, so any flipped bit in
+either is detected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from moesaic.base.config import Section
 from moesaic.base.errors import StoreError
-from moesaic.base.tensorfile import ITEM_BYTES
+from moesaic.base.safetensors_file import ITEM_BYTES
 from moesaic.dist.state import overlap
 
 FORMAT = "moesaic-checkpoint"
@@ -34,87 +34,87 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-"""torch's types by safetensors' names."""
+"""safetensors dtype names by torch dtype."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
-class PieceRecord(Section):
-    """One box of a tensor, and where its values are."""
+class ShardRecord(Section):
+    """Box of a tensor, and the file entry that holds it."""
 
     offset: tuple[int, ...]
-    """Where the box starts in the tensor."""
+    """Start of the box in each dimension."""
     size: tuple[int, ...]
-    """Its extent."""
+    """Shape of the box."""
     file: str
-    """The file that holds it, beside the manifest."""
+    """File name, beside the manifest."""
     entry: str
-    """Its name in that file."""
+    """Tensor name in the file."""
 
 
 class TensorRecord(Section):
-    """One tensor of the state."""
+    """Tensor of the state."""
 
     dtype: str
-    """As safetensors spells it."""
+    """Dtype, as safetensors spells it."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    pieces: tuple[PieceRecord, ...]
-    """Boxes that cover it, each element once."""
+    shards: tuple[ShardRecord, ...]
+    """Boxes that cover the tensor, each element once."""
 
 
 class FileRecord(Section):
-    """One data file."""
+    """Data file."""
 
     num_bytes: int = Field(alias="bytes", ge=0)
-    """Its length."""
+    """Size in bytes."""
     sha256: str
-    """Its hash."""
+    """SHA-256 of the content."""
 
 
 class Manifest(Section):
-    """All that a checkpoint holds."""
+    """Content of a checkpoint."""
 
     format: str = FORMAT
-    """What kind of file this is."""
+    """Format name."""
     version: int = VERSION
-    """Which form of it."""
+    """Format version."""
     serial: int
-    """Order of commits in one directory; steps may repeat, when a run goes back."""
+    """Order of commits in a directory; steps may repeat after a rollback."""
     step: int
     """Finished optimizer steps."""
     counters: dict[str, int]
     """Position in the run and in the data."""
     facts: dict[str, Any]
-    """What the run says of itself: job, plan."""
+    """Job and plan of the run."""
     tensors: dict[str, TensorRecord]
-    """By kind/name."""
+    """Tensors by kind/name."""
     files: dict[str, FileRecord]
-    """By name."""
+    """Files by name."""
 
     def to_bytes(self) -> bytes:
-        """The file's contents."""
+        """Return the manifest as file content."""
         return json.dumps(self.model_dump(mode="json", by_alias=True)).encode()
 
     def find_flaw(self) -> str | None:
-        """What makes this no description of a whole state; None if nothing does."""
+        """Return why the manifest does not describe a whole state, or None if it does."""
         for name in self.files:
             if not _SAFE_NAME.fullmatch(name):
-                return f"the file name '{name}' leads out of the checkpoint's directory"
+                return f"the file name '{name}' points outside the checkpoint's directory"
         for key, tensor in self.tensors.items():
             if tensor.dtype not in ITEM_BYTES:
                 return f"{key} has the unknown type {tensor.dtype}"
-            stray = next((p.file for p in tensor.pieces if p.file not in self.files), None)
-            if stray is not None:
-                return f"{key} lies in '{stray}', which is not among the files"
-            boxes = [(piece.offset, piece.size) for piece in tensor.pieces]
+            missing = next((p.file for p in tensor.shards if p.file not in self.files), None)
+            if missing is not None:
+                return f"{key} is in '{missing}', which is not among the files"
+            boxes = [(shard.offset, shard.size) for shard in tensor.shards]
             if flaw := _find_tiling_flaw(tensor.shape, boxes):
                 return f"{key} of shape {list(tensor.shape)} {flaw}"
         return None
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """The manifest that `data` holds; StoreError says what is wrong with it."""
+    """Return the manifest in `data`; StoreError says what is wrong with it."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -123,8 +123,8 @@ def parse_manifest(data: bytes) -> Manifest:
         raise StoreError(f"'{MANIFEST}' does not describe a moesaic checkpoint")
     if raw.get("version") != VERSION:
         raise StoreError(
-            f"it is in version {raw.get('version')} of the format and this moesaic reads "
-            f"version {VERSION}: load it with the moesaic that wrote it"
+            f"it has format version {raw.get('version')} and this moesaic reads version {VERSION}; "
+            "load it with the moesaic that wrote it"
         )
     try:
         manifest = Manifest.model_validate_json(data)
@@ -138,7 +138,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def commit_record(manifest: Manifest, data: bytes) -> bytes:
-    """The contents of the commit record of the manifest whose bytes are `data`."""
+    """Return the commit record for the manifest with bytes `data`."""
     record = {
         "format": FORMAT, "version": VERSION, "serial": manifest.serial, "step": manifest.step,
         "manifest_sha256": hashlib.sha256(data).hexdigest(),
@@ -149,24 +149,24 @@ def commit_record(manifest: Manifest, data: bytes) -> bytes:
 def _find_tiling_flaw(
     shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> str | None:
-    """Why `boxes` do not hold every element of `shape` exactly once; None if they do."""
+    """Return why `boxes` do not cover every element of `shape` exactly once, or None if they do."""
     for offset, size in boxes:
         fits = len(offset) == len(size) == len(shape) and all(
             low >= 0 and extent >= 1 and low + extent <= limit
             for low, extent, limit in zip(offset, size, shape, strict=True)
         )
         if not fits:
-            return f"has a piece at {list(offset)} of size {list(size)}, which lies outside it"
+            return f"has a shard at {list(offset)} of size {list(size)}, which lies outside it"
     covered = sum(math.prod(size) for _, size in boxes)
     if covered < math.prod(shape):
-        return f"is not wholly covered: {covered} of {math.prod(shape)} elements are there"
-    # Sweep along the first dimension: only boxes that are still open can meet the next one.
-    still_open: list[tuple[Sequence[int], Sequence[int]]] = []
+        return f"is not wholly covered: {covered} of {math.prod(shape)} elements are present"
+    # Sweep along the first dimension: only open boxes can overlap the next one.
+    open_boxes: list[tuple[Sequence[int], Sequence[int]]] = []
     for offset, size in sorted(boxes, key=lambda box: tuple(box[0])):
         if shape:
-            still_open = [(o, s) for o, s in still_open if o[0] + s[0] > offset[0]]
-        for other_offset, other_size in still_open:
+            open_boxes = [(o, s) for o, s in open_boxes if o[0] + s[0] > offset[0]]
+        for other_offset, other_size in open_boxes:
             if overlap(offset, size, other_offset, other_size) is not None:
-                return f"has pieces at {list(other_offset)} and {list(offset)} that overlap"
-        still_open.append((offset, size))
+                return f"has shards at {list(other_offset)} and {list(offset)} that overlap"
+        open_boxes.append((offset, size))
     return None

@@ -1,9 +1,8 @@
-"""Loading: a checkpoint is a source that fills pieces of any layout, from files it has hashed.
+"""Checkpoint loading: fills shards of any layout from verified files.
 
-Files are memory-mapped and only the boxes that are wanted are copied out of them, so loading needs
-no memory of its own; who reads everything once has one file at a time in memory instead. Nothing
-is read from a file before its hash has been found right, by `verify`, by another rank in
-`verify_shared`, or, where neither was called, by `fill` itself.
+Files are memory-mapped and only the wanted boxes are copied out, which takes no extra memory. A
+`reads_once` reader loads one file at a time instead. No file is used before its hash is verified:
+by `verify`, by another rank in `verify_shared`, or else by `fill`.
 """
 
 from __future__ import annotations
@@ -17,67 +16,71 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moesaic.base import direct, tensorfile
+from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import StoreError
-from moesaic.base.tensorfile import Entry
-from moesaic.dist.checkpoint.directory import candidates
+from moesaic.base.safetensors_file import TensorEntry
+from moesaic.dist.checkpoint.directory import resume_candidates
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
     DTYPES,
     MANIFEST,
     Manifest,
-    PieceRecord,
+    ShardRecord,
     TensorRecord,
     commit_record,
     parse_manifest,
 )
-from moesaic.dist.state import MAY_BEGIN, Piece, overlap
+from moesaic.dist.state import OPTIONAL_KINDS, TensorShard, overlap
 from moesaic.dist.world import World
 
 _TORCH_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Copy(NamedTuple):
-    """A box to copy from a file into a piece."""
+    """Box to copy from a file into a shard."""
 
-    record: PieceRecord
+    record: ShardRecord
     dtype: str
     source: tuple[slice, ...]
     target: torch.Tensor
 
 
 class Checkpoint:
-    """A committed checkpoint. It is a `Source`."""
+    """Committed checkpoint, as a `Source`."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, cast: bool = False, once: bool = False
+        self, path: Path, manifest: Manifest, cast: bool = False, reads_once: bool = False
     ) -> None:
         self.path = path
         self._manifest, self._cast = manifest, cast
-        alone = all(name.startswith(("rank-0.", "rank-0-")) for name in manifest.files)
-        self._once = once and alone and all(len(t.pieces) == 1 for t in manifest.tensors.values())
+        one_rank = all(name.startswith(("rank-0.", "rank-0-")) for name in manifest.files)
+        self._reads_once = (
+            reads_once and one_rank and all(len(t.shards) == 1 for t in manifest.tensors.values())
+        )
         self._memory: memoryview | None = None
-        self._held: str | None = None
-        """The file that was hashed last, which is in that memory."""
+        self._loaded_file: str | None = None
+        """Name of the file in that memory, whose hash has been computed."""
         self._verified: set[str] = set()
-        self._entries: dict[str, dict[str, tuple[Entry, int]]] = {}
+        self._entries: dict[str, dict[str, tuple[TensorEntry, int]]] = {}
 
     @classmethod
-    def open(cls, path: Path, cast: bool = False, once: bool = False) -> Checkpoint:
-        """The checkpoint in directory `path`, its manifest verified.
+    def open(cls, path: Path, cast: bool = False, reads_once: bool = False) -> Checkpoint:
+        """Return the checkpoint in directory `path`, after verifying its manifest.
 
-        `cast` lets floating-point tensors be filled from those of another precision. `once`: no
-        tensor will be read again, so that a file goes through memory and not the page cache, if
-        one rank has written all.
+        Args:
+            path: directory of the checkpoint.
+            cast: fill floating-point tensors from another precision.
+            reads_once: read every tensor at most once. A file then goes through memory instead of
+                the page cache, if one rank wrote all files.
         """
         try:
-            return _open(path, cast, once)
+            return _open(path, cast, reads_once)
         except StoreError as error:
             raise StoreError(f"{error}; {_advise(path)}") from None
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were finished when it was saved."""
+        """Finished optimizer steps."""
         return self._manifest.step
 
     @property
@@ -87,12 +90,12 @@ class Checkpoint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the run said of itself: job, plan."""
+        """Job and plan of the saved run."""
         return dict(self._manifest.facts)
 
     @property
     def tensors(self) -> dict[str, TensorRecord]:
-        """Every tensor by kind/name."""
+        """Tensors by kind/name."""
         return dict(self._manifest.tensors)
 
     @property
@@ -101,20 +104,19 @@ class Checkpoint:
         return sum(file.num_bytes for file in self._manifest.files.values())
 
     def verify(self) -> None:
-        """Read and hash every file; StoreError names those that are not what was written."""
+        """Hash every file; raise StoreError with the names of damaged files."""
         self._raise_damage(self._find_damage(self._manifest.files))
 
     def check_sizes(self) -> None:
-        """See that every file is there and as long as it was; StoreError names those that are not.
-
-        Quick, and no proof: only `verify` reads what is in them.
+        """Check that every file exists with its recorded size; raise StoreError otherwise. This is
+        fast, but only `verify` reads the content.
         """
-        found = (self._find_flaw(name) for name in self._manifest.files)
-        self._raise_damage([flaw for flaw in found if flaw])
+        flaws = (self._find_flaw(name) for name in self._manifest.files)
+        self._raise_damage([flaw for flaw in flaws if flaw])
 
     def verify_shared(self, world: World) -> None:
-        """As `verify`, the files shared out over the ranks; all of them raise the same error."""
-        if world.everyone is None:
+        """Hash every file, split over the ranks; every rank raises the same StoreError."""
+        if world.group is None:
             self.verify()
             return
         damage = self._find_damage_shared(world)
@@ -123,58 +125,62 @@ class Checkpoint:
         self._verified.update(self._manifest.files)
 
     def _find_damage_shared(self, world: World) -> list[str]:
-        """As `_find_damage` of all files, each read by one rank."""
-        # Largest first and in turns, so that no rank has all the large ones.
+        """Return the damage of all files, each read by one rank."""
+        # Deal files out by size, so that no rank gets all the large ones.
         order = sorted(self._manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0]))
-        mine = [name for name, _ in order[world.rank :: world.size]]
-        heard: list[Any] = [None] * world.size
-        dist.all_gather_object(heard, self._find_damage(mine), group=world.everyone)
-        return [flaw for flaws in heard for flaw in flaws]
+        own = [name for name, _ in order[world.rank :: world.size]]
+        damage: list[Any] = [None] * world.size
+        dist.all_gather_object(damage, self._find_damage(own), group=world.group)
+        return [flaw for flaws in damage for flaw in flaws]
 
     @torch.no_grad()
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Write the saved values into every piece; nothing is written if one cannot be filled."""
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Write the saved values into every shard; check all of them before writing any."""
         copies: dict[str, list[_Copy]] = {}
-        for piece in pieces:
-            if piece.kind in MAY_BEGIN and piece.key not in self._manifest.tensors:
+        for shard in shards:
+            if shard.kind in OPTIONAL_KINDS and shard.key not in self._manifest.tensors:
                 continue
-            self._check(piece)
-            record = self._manifest.tensors[piece.key]
-            for stored in record.pieces:
-                boxes = overlap(stored.offset, stored.size, piece.offset, tuple(piece.tensor.shape))
+            self._check_shard(shard)
+            record = self._manifest.tensors[shard.key]
+            for stored in record.shards:
+                boxes = overlap(stored.offset, stored.size, shard.offset, tuple(shard.tensor.shape))
                 if boxes is not None:
-                    copy = _Copy(stored, record.dtype, boxes[0], piece.tensor[boxes[1]])
+                    copy = _Copy(stored, record.dtype, boxes[0], shard.tensor[boxes[1]])
                     copies.setdefault(stored.file, []).append(copy)
         unverified = [name for name in copies if name not in self._verified]
         self._raise_damage(self._find_damage(unverified))
-        for name, wanted in copies.items():
-            self._copy_out(name, wanted)
+        for name, file_copies in copies.items():
+            self._copy_out(name, file_copies)
 
-    def lend(self, key: str) -> torch.Tensor | None:
-        """A whole tensor, valid until anything else is read: only where all is read once, and of
-        a file that has not been let go of for another one."""
-        if not self._once:
+    def view_tensor(self, key: str) -> torch.Tensor | None:
+        """Return a whole tensor, valid until the next read.
+
+        Return None if the checkpoint is not read once, or if another file has replaced this one in
+        memory.
+        """
+        if not self._reads_once:
             return None
-        (record,) = self._manifest.tensors[key].pieces
-        if self._held != record.file:
+        (record,) = self._manifest.tensors[key].shards
+        if self._loaded_file != record.file:
             if record.file in self._verified:
                 return None
             self._raise_damage(self._find_damage([record.file]))
-        (values,) = self._find(record.file, [(record, self._manifest.tensors[key].dtype)])
+        (values,) = self._read_values(record.file, [(record, self._manifest.tensors[key].dtype)])
         return values
 
-    def _check(self, piece: Piece) -> None:
-        record = self._manifest.tensors.get(piece.key)
+    def _check_shard(self, shard: TensorShard) -> None:
+        record = self._manifest.tensors.get(shard.key)
         if record is None:
-            flaw = "is not in it"
-        elif record.shape != tuple(piece.shape):
-            flaw = f"has shape {list(record.shape)} in it and {list(piece.shape)} in the model"
-        elif not self._may_fill(record.dtype, piece.tensor.dtype):
-            flaw = f"is {record.dtype} in it and {piece.tensor.dtype} in the model"
+            flaw = "is not in the checkpoint"
+        elif record.shape != tuple(shard.shape):
+            shapes = list(record.shape), list(shard.shape)
+            flaw = f"has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+        elif not self._may_fill(record.dtype, shard.tensor.dtype):
+            flaw = f"is {record.dtype} in the checkpoint and {shard.tensor.dtype} in the model"
         else:
             return
         raise StoreError(
-            f"checkpoint '{self.path}' does not fit: {piece.key} {flaw}; "
+            f"checkpoint '{self.path}' does not fit: {shard.key} {flaw}; "
             "load it with the model and precision it was saved with"
         )
 
@@ -184,7 +190,7 @@ class Checkpoint:
         return dtype == wanted or (self._cast and both_float)
 
     def _find_damage(self, names: Iterable[str]) -> list[str]:
-        """What is wrong with the files `names`; those that are right are noted as such."""
+        """Return the flaws of the files `names`, and mark intact ones as verified."""
         damage = []
         for name in names:
             flaw = self._find_flaw(name, read=True)
@@ -195,14 +201,14 @@ class Checkpoint:
         return damage
 
     def _find_flaw(self, name: str, read: bool = False) -> str:
-        """What is wrong with one file, its contents included if `read`; empty if nothing is."""
+        """Return the flaw of a file, including its content if `read`, or ""."""
         record, file = self._manifest.files[name], self.path / name
         try:
             size = file.stat().st_size
             if size != record.num_bytes:
                 return f"'{name}' has {size} bytes where {record.num_bytes} were written"
             if read and self._sha256(name) != record.sha256:
-                self._held = None
+                self._loaded_file = None
                 return f"'{name}' is not what was written: its SHA-256 differs"
         except FileNotFoundError:
             return f"'{name}' is missing"
@@ -213,16 +219,16 @@ class Checkpoint:
         return ""
 
     def _sha256(self, name: str) -> str:
-        file, self._held = self.path / name, None
-        if not self._once:
-            return tensorfile.sha256(file)
+        file, self._loaded_file = self.path / name, None
+        if not self._reads_once:
+            return safetensors_file.sha256(file)
         if self._memory is None:
             sizes = (record.num_bytes for record in self._manifest.files.values())
-            self._memory = direct.memory(max(sizes))
+            self._memory = direct_io.aligned_buffer(max(sizes))
         digest = hashlib.sha256()
-        for part in direct.parts(file, self._memory):
-            digest.update(part)
-        self._held = name
+        for block in direct_io.read_blocks(file, self._memory):
+            digest.update(block)
+        self._loaded_file = name
         return digest.hexdigest()
 
     def _raise_damage(self, damage: Sequence[str], advice: str | None = None) -> None:
@@ -230,20 +236,22 @@ class Checkpoint:
             advice = _advise(self.path) if advice is None else advice
             raise StoreError(f"checkpoint '{self.path}' is damaged: {', '.join(damage)}; {advice}")
 
-    def _copy_out(self, name: str, wanted: Sequence[_Copy]) -> None:
-        found = self._find(name, [(copy.record, copy.dtype) for copy in wanted])
-        for copy, values in zip(wanted, found, strict=True):
+    def _copy_out(self, name: str, copies: Sequence[_Copy]) -> None:
+        tensors = self._read_values(name, [(copy.record, copy.dtype) for copy in copies])
+        for copy, values in zip(copies, tensors, strict=True):
             copy.target.copy_(values[copy.source])
 
-    def _find(self, name: str, wanted: Iterable[tuple[PieceRecord, str]]) -> Iterator[torch.Tensor]:
-        """The values of some pieces where they are: in one file, or in the memory that has it."""
+    def _read_values(
+        self, name: str, wanted: Iterable[tuple[ShardRecord, str]]
+    ) -> Iterator[torch.Tensor]:
+        """Yield views of some shards of a file, from the loaded file or a memory map."""
         file, num_bytes = self.path / name, self._manifest.files[name].num_bytes
-        hashed = self._memory[:num_bytes] if self._memory and self._held == name else None
+        hashed = self._memory[:num_bytes] if self._memory and self._loaded_file == name else None
         if name not in self._entries:
             self._entries[name] = (
-                tensorfile.read_entries(file)
+                safetensors_file.read_entries(file)
                 if hashed is None
-                else tensorfile.entries_of(file, hashed)
+                else safetensors_file.parse_entries(file, hashed)
             )
         entries = self._entries[name]
         if hashed is not None:
@@ -251,52 +259,52 @@ class Checkpoint:
         else:
             content = torch.from_file(str(file), shared=False, size=num_bytes, dtype=torch.uint8)
         for record, dtype in wanted:
-            expected = Entry(record.entry, dtype, record.size)
+            expected = TensorEntry(record.entry, dtype, record.size)
             entry, start = entries.get(record.entry, (None, 0))
             if entry != expected or start + expected.num_bytes > num_bytes:
-                raise StoreError(f"'{file}' does not hold {expected} as its manifest says")
+                raise StoreError(f"'{file}' does not contain {expected}, which its manifest lists")
             raw = content[start : start + expected.num_bytes]
             yield raw.view(_TORCH_TYPES[dtype]).view(record.size)
 
 
 def newest_intact(
-    directory: Path, tell: Callable[[str], None] = lambda _: None
+    directory: Path, log: Callable[[str], None] = lambda _: None
 ) -> Checkpoint | None:
-    """The newest checkpoint in `directory` of which every byte is as it was written.
+    """Return the newest checkpoint in `directory` whose files are all intact.
 
-    `tell` hears of each newer one that is passed over, and why.
+    `log` gets a line for each newer one that is skipped.
     """
-    return _newest_intact(directory, None, tell)
+    return _newest_intact(directory, None, log)
 
 
 def _newest_intact(
-    directory: Path, besides: Path | None, tell: Callable[[str], None] = lambda _: None
+    directory: Path, excluded: Path | None, log: Callable[[str], None] = lambda _: None
 ) -> Checkpoint | None:
-    for path in candidates(directory):
-        if besides is not None and path.name == besides.name:
+    for path in resume_candidates(directory):
+        if excluded is not None and path.name == excluded.name:
             continue
         try:
             checkpoint = _open(path, cast=False)
         except StoreError as error:
-            tell(f"passed over: {error}")
+            log(f"passed over: {error}")
             continue
         damage = checkpoint._find_damage(checkpoint._manifest.files)
         if not damage:
             return checkpoint
-        tell(f"passed over: checkpoint '{path}' is damaged: {', '.join(damage)}")
+        log(f"passed over: checkpoint '{path}' is damaged: {', '.join(damage)}")
     return None
 
 
-def _open(path: Path, cast: bool = False, once: bool = False) -> Checkpoint:
+def _open(path: Path, cast: bool = False, reads_once: bool = False) -> Checkpoint:
     if not path.is_dir():
         raise StoreError(f"there is no checkpoint '{path}'")
     record = _read(path / COMMIT, f"checkpoint '{path}' was never finished: it has no {COMMIT}")
     data = _read(path / MANIFEST, f"checkpoint '{path}' is damaged: '{MANIFEST}' is missing")
     try:
-        promised = json.loads(record)["manifest_sha256"]
+        expected_sha256 = json.loads(record)["manifest_sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' cannot be read") from None
-    if promised != hashlib.sha256(data).hexdigest():
+    if expected_sha256 != hashlib.sha256(data).hexdigest():
         raise StoreError(
             f"checkpoint '{path}' is damaged: '{MANIFEST}' or '{COMMIT}' is not what was written"
         )
@@ -306,7 +314,7 @@ def _open(path: Path, cast: bool = False, once: bool = False) -> Checkpoint:
         raise StoreError(f"checkpoint '{path}' cannot be used: {error}") from None
     if record != commit_record(manifest, data):
         raise StoreError(f"checkpoint '{path}' is damaged: '{COMMIT}' is not what was written")
-    return Checkpoint(path, manifest, cast, once)
+    return Checkpoint(path, manifest, cast, reads_once)
 
 
 def _read(path: Path, missing: str) -> bytes:
@@ -319,34 +327,34 @@ def _read(path: Path, missing: str) -> bytes:
 
 
 def _advise(path: Path) -> str:
-    """What to do instead of using the checkpoint at `path`."""
-    return _advice(path, _newest_intact(path.absolute().parent, besides=path))
+    """Return advice for a damaged checkpoint at `path`."""
+    return _advice(path, _newest_intact(path.absolute().parent, excluded=path))
 
 
 def _advise_shared(path: Path, world: World) -> str:
-    """As `_advise`, the files of the others shared out over the ranks."""
+    """Return the advice of `_advise`, with the hashing split over the ranks."""
 
     def list_others() -> str:
-        others = [one for one in candidates(path.absolute().parent) if one.name != path.name]
-        return json.dumps([str(one) for one in others if _opens(one)])
+        others = [p for p in resume_candidates(path.absolute().parent) if p.name != path.name]
+        return json.dumps([str(other) for other in others if _can_open(other)])
 
-    for other in json.loads(world.led(list_others)):
+    for other in json.loads(world.run_on_rank_zero(list_others)):
         checkpoint = _open(Path(other), cast=False)
         if not checkpoint._find_damage_shared(world):
             return _advice(path, checkpoint)
     return _advice(path, None)
 
 
-def _opens(path: Path) -> bool:
+def _can_open(path: Path) -> bool:
     try:
         _open(path, cast=False)
     except StoreError:
-        return False  # The search goes on to an older one.
+        return False  # Try an older one.
     return True
 
 
 def _advice(path: Path, intact: Checkpoint | None) -> str:
     if intact is None:
-        return "there is no other intact one beside it: restore it from a copy, or start afresh"
-    shown = path.parent / intact.path.name
-    return f"the newest intact one is '{shown}'; resume from it with --resume {shown}"
+        return "no other intact checkpoint is beside it; restore it from a copy or start a new run"
+    intact_path = path.parent / intact.path.name
+    return f"the newest intact one is '{intact_path}'; resume from it with --resume {intact_path}"

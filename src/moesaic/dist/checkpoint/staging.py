@@ -1,8 +1,8 @@
-"""A rank's share of a save: which pieces it writes, into which files, and the copy it writes from.
+"""A rank's part of a save: its shards, its files, and the host buffer that it writes from.
 
-A piece that several ranks hold is written by one of them. Ranks that hold the same box know the
-same list of such boxes, so each works out alone which are its own: largest first, to the owner
-with the fewest bytes yet. The copy lives in one buffer that later saves use again.
+One owner writes each replicated shard. All owners of a box know the same list of boxes, so each
+computes alone which are its own: largest first, to the owner with the fewest bytes. Later saves
+reuse the buffer.
 """
 
 from __future__ import annotations
@@ -14,165 +14,166 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.base.errors import StoreError
-from moesaic.base.tensorfile import ITEM_BYTES, Entry
-from moesaic.dist import device as devices
-from moesaic.dist.checkpoint.manifest import DTYPES, PieceRecord, TensorRecord
-from moesaic.dist.state import Piece
+from moesaic.base.safetensors_file import ITEM_BYTES, TensorEntry
+from moesaic.dist.checkpoint.manifest import DTYPES, ShardRecord, TensorRecord
+from moesaic.dist.state import TensorShard
+from moesaic.kernels import device as devices
 
 _ALIGNMENT = 64
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Part:
-    """One file of a rank's share."""
+class DataFile:
+    """One of a rank's files."""
 
     file: str
-    """Its name."""
-    entries: tuple[Entry, ...]
-    """What it holds, in order."""
-    pieces: tuple[int, ...]
-    """Which piece of the state each entry is."""
+    """File name."""
+    entries: tuple[TensorEntry, ...]
+    """Tensors in the file, in order."""
+    shard_indices: tuple[int, ...]
+    """Index of each entry in the list of shards."""
     start: int
-    """Where its values lie in the buffer."""
+    """Offset of the values in the buffer, in bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of all values."""
         return sum(entry.num_bytes for entry in self.entries)
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank writes in one save."""
+class RankFiles:
+    """Files that one rank writes in one save."""
 
-    parts: tuple[Part, ...]
-    """Its files."""
+    files: tuple[DataFile, ...]
+    """Files of the rank."""
     tensors: dict[str, TensorRecord]
-    """The pieces it writes, by tensor; tensors without elements too, without pieces."""
+    """Shards that the rank writes, by tensor; empty tensors are listed without shards."""
 
 
 class Staging:
-    """Takes a rank's share out of the live state, again and again."""
+    """Host buffer for this rank's part of the live state, reused by every save."""
 
     def __init__(self, rank: int, device: torch.device, file_bytes: int) -> None:
         self._rank, self._device, self._file_bytes = rank, device, file_bytes
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._signature: list[object] | None = None
-        self._share = Share((), {})
+        self._rank_files = RankFiles((), {})
         self._slots: list[tuple[torch.Tensor, int]] = []
 
-    def lay_out(self, pieces: Sequence[Piece]) -> Share:
-        """This rank's share of `pieces`; worked out once for as long as they look the same."""
+    def plan_files(self, shards: Sequence[TensorShard]) -> RankFiles:
+        """Return this rank's files for `shards`; cached while their metadata stays the same."""
         signature: list[object] = [
-            (piece.kind, piece.name, piece.shape, piece.offset, piece.owners, piece.tensor.shape,
-             piece.tensor.dtype) for piece in pieces
+            (shard.kind, shard.name, shard.shape, shard.offset, shard.owners, shard.tensor.shape,
+             shard.tensor.dtype) for shard in shards
         ]  # fmt: skip
         if signature != self._signature:
-            self._share = _lay_out(pieces, self._rank, self._file_bytes)
+            self._rank_files = _plan_files(shards, self._rank, self._file_bytes)
             self._slots, self._signature = [], signature
-        return self._share
+        return self._rank_files
 
-    def prepare(self, share: Share) -> None:
-        """Have the buffer for `share` there and touched: copying into it then costs no faults."""
-        self.reserve(share)
+    def prepare(self, rank_files: RankFiles) -> None:
+        """Allocate the buffer for `rank_files` and touch its pages, so that copies do not fault."""
+        self.reserve(rank_files)
         self._buffer[::_PAGE_BYTES] = 0
 
-    def reserve(self, share: Share) -> None:
-        """Have the buffer for `share` there."""
+    def reserve(self, rank_files: RankFiles) -> None:
+        """Allocate the buffer for `rank_files`."""
         if self._slots:
             return
-        total = max((part.start + part.num_bytes for part in share.parts), default=0)
+        total = max((file.start + file.num_bytes for file in rank_files.files), default=0)
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # Give the old one back first.
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # Free the old one first.
             pinned = self._device.type != "cpu"
             self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
         names = {name: dtype for dtype, name in DTYPES.items()}
-        for part in share.parts:
-            start = part.start
-            for entry, index in zip(part.entries, part.pieces, strict=True):
+        for file in rank_files.files:
+            start = file.start
+            for entry, index in zip(file.entries, file.shard_indices, strict=True):
                 raw = self._buffer[start : start + entry.num_bytes]
                 self._slots.append((raw.view(names[entry.dtype]).view(entry.shape), index))
                 start += entry.num_bytes
 
     @torch.no_grad()
-    def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copy this rank's share into the buffer; returns when the copy is whole."""
+    def copy(self, shards: Sequence[TensorShard]) -> None:
+        """Copy this rank's shards into the buffer and wait for the copy."""
         for slot, index in self._slots:
-            slot.copy_(pieces[index].tensor, non_blocking=True)
-        devices.now(self._device)
+            slot.copy_(shards[index].tensor, non_blocking=True)
+        devices.synchronized_time_s(self._device)
 
-    def staged(self, part: Part) -> Iterator[memoryview]:
-        """The copied values of a file's entries, in order."""
-        whole = self._buffer.numpy().data
-        start = part.start
-        for entry in part.entries:
-            yield whole[start : start + entry.num_bytes]
+    def staged_values(self, data_file: DataFile) -> Iterator[memoryview]:
+        """Yield the buffered values of a file's entries, in order."""
+        values = self._buffer.numpy().data
+        start = data_file.start
+        for entry in data_file.entries:
+            yield values[start : start + entry.num_bytes]
             start += entry.num_bytes
 
 
 @torch.no_grad()
-def live(part: Part, pieces: Sequence[Piece]) -> Iterator[memoryview]:
-    """The values of a file's entries as they are now, one at a time, in order."""
-    for index in part.pieces:
-        host = pieces[index].tensor.detach().to("cpu").contiguous()
+def live_values(data_file: DataFile, shards: Sequence[TensorShard]) -> Iterator[memoryview]:
+    """Yield the live values of a file's entries, copied to the host one at a time."""
+    for index in data_file.shard_indices:
+        host = shards[index].tensor.detach().to("cpu").contiguous()
         yield host.reshape(-1).view(torch.uint8).numpy().data
 
 
-def elect(pieces: Sequence[Piece], rank: int) -> list[int]:
-    """Which of `pieces` (all that `rank` holds) `rank` writes."""
+def select_shards(shards: Sequence[TensorShard], rank: int) -> list[int]:
+    """Return the indices of the `shards` of `rank` that `rank` writes."""
     chosen: list[int] = []
     shared: dict[tuple[int, ...], list[int]] = {}
-    for index, piece in enumerate(pieces):
-        if piece.tensor.numel() == 0:
+    for index, shard in enumerate(shards):
+        if shard.tensor.numel() == 0:
             continue
-        if piece.owners == (rank,):
+        if shard.owners == (rank,):
             chosen.append(index)
         else:
-            shared.setdefault(piece.owners, []).append(index)
+            shared.setdefault(shard.owners, []).append(index)
     for owners, indices in shared.items():
-        indices.sort(key=lambda i: (-pieces[i].tensor.nbytes, pieces[i].key, pieces[i].offset))
+        indices.sort(key=lambda i: (-shards[i].tensor.nbytes, shards[i].key, shards[i].offset))
         loads = dict.fromkeys(owners, 0)
         for index in indices:
             writer = min(owners, key=loads.__getitem__)
-            loads[writer] += pieces[index].tensor.nbytes
+            loads[writer] += shards[index].tensor.nbytes
             if writer == rank:
                 chosen.append(index)
     return chosen
 
 
-def _lay_out(pieces: Sequence[Piece], rank: int, file_bytes: int) -> Share:
-    chosen = elect(pieces, rank)
-    # Wide types first: every entry then starts at a multiple of its item's size.
-    chosen.sort(key=lambda i: (-pieces[i].tensor.itemsize, pieces[i].key, pieces[i].offset))
-    parts: list[Part] = []
-    records: dict[str, list[PieceRecord]] = {}
+def _plan_files(shards: Sequence[TensorShard], rank: int, file_bytes: int) -> RankFiles:
+    chosen = select_shards(shards, rank)
+    # Wide dtypes first, so that every entry is aligned to its item size.
+    chosen.sort(key=lambda i: (-shards[i].tensor.itemsize, shards[i].key, shards[i].offset))
+    files: list[DataFile] = []
+    records: dict[str, list[ShardRecord]] = {}
     start = 0
-    for indices in _cut([(i, pieces[i].tensor.nbytes) for i in chosen], file_bytes):
-        suffix = f"-{len(parts)}" if parts else ""
-        entries = tuple(_entry(pieces[i]) for i in indices)
-        part = Part(f"rank-{rank}{suffix}.safetensors", entries, tuple(indices), start)
-        start += -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        parts.append(part)
-        for entry, piece in zip(entries, (pieces[i] for i in indices), strict=True):
-            records.setdefault(piece.key, []).append(
-                PieceRecord(offset=piece.offset, size=entry.shape, file=part.file, entry=entry.name)
+    for indices in _split_by_bytes([(i, shards[i].tensor.nbytes) for i in chosen], file_bytes):
+        suffix = f"-{len(files)}" if files else ""
+        entries = tuple(_entry(shards[i]) for i in indices)
+        file = DataFile(f"rank-{rank}{suffix}.safetensors", entries, tuple(indices), start)
+        start += -(-file.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        files.append(file)
+        for entry, shard in zip(entries, (shards[i] for i in indices), strict=True):
+            records.setdefault(shard.key, []).append(
+                ShardRecord(offset=shard.offset, size=entry.shape, file=file.file, entry=entry.name)
             )
-    for piece in pieces:
-        if math.prod(piece.shape) == 0:
-            records.setdefault(piece.key, [])
+    for shard in shards:
+        if math.prod(shard.shape) == 0:
+            records.setdefault(shard.key, [])
     tensors = {
-        piece.key: TensorRecord(
-            dtype=_dtype_name(piece), shape=piece.shape, pieces=tuple(records[piece.key])
+        shard.key: TensorRecord(
+            dtype=_dtype_name(shard), shape=shard.shape, shards=tuple(records[shard.key])
         )
-        for piece in pieces
-        if piece.key in records
+        for shard in shards
+        if shard.key in records
     }
-    return Share(tuple(parts), tensors)
+    return RankFiles(tuple(files), tensors)
 
 
-def _cut(sizes: Sequence[tuple[int, int]], limit: int) -> Iterator[list[int]]:
-    """Runs of items, of (item, bytes), of at most `limit` bytes; a larger item stands alone."""
+def _split_by_bytes(sizes: Sequence[tuple[int, int]], limit: int) -> Iterator[list[int]]:
+    """Yield consecutive items of (item, bytes) in lists of at most `limit` bytes; a larger item is
+    alone."""
     run: list[int] = []
     total = 0
     for item, num_bytes in sizes:
@@ -185,15 +186,17 @@ def _cut(sizes: Sequence[tuple[int, int]], limit: int) -> Iterator[list[int]]:
         yield run
 
 
-def _entry(piece: Piece) -> Entry:
-    shape = tuple(piece.tensor.shape)
-    whole = shape == tuple(piece.shape)
-    name = piece.key if whole else f"{piece.key}@{','.join(map(str, piece.offset))}"
-    return Entry(name, _dtype_name(piece), shape)
+def _entry(shard: TensorShard) -> TensorEntry:
+    shape = tuple(shard.tensor.shape)
+    is_whole = shape == tuple(shard.shape)
+    name = shard.key if is_whole else f"{shard.key}@{','.join(map(str, shard.offset))}"
+    return TensorEntry(name, _dtype_name(shard), shape)
 
 
-def _dtype_name(piece: Piece) -> str:
-    name = DTYPES.get(piece.tensor.dtype)
+def _dtype_name(shard: TensorShard) -> str:
+    name = DTYPES.get(shard.tensor.dtype)
     if name is None or name not in ITEM_BYTES:
-        raise StoreError(f"{piece.key} is of {piece.tensor.dtype}, which checkpoints cannot hold")
+        raise StoreError(
+            f"{shard.key} has dtype {shard.tensor.dtype}, which checkpoints do not support"
+        )
     return name

@@ -1,13 +1,13 @@
-"""Saving: training waits for a copy in memory; a thread does the rest.
+"""Checkpoint saving: training waits for a copy to host memory; a thread does the rest.
 
-A save has these phases. On every rank: copy this rank's share into a host buffer (training waits
-for this much or, where it asks for that, goes on until it would change the state); in a thread,
-write it, hash it, announce files, hashes and pieces. Then rank 0's thread, once all have
-announced: write the manifest, rename the commit record into place (from here on the checkpoint
-exists), tell all, remove checkpoints beyond `keep`.
+Every rank copies its shards into a host buffer. Training waits for this copy, or with `overlap`
+runs until it changes the state. In a thread, the rank then writes and hashes its files and
+announces files, hashes and shards. After all announcements, rank 0's thread writes the manifest,
+renames the commit record into place, posts the verdict, and removes checkpoints beyond `keep`. The
+checkpoint exists from the rename on.
 
-Who may delete: until a rank has announced, its files are its own, as nothing can be committed
-without them; after that, only rank 0's verdict that the save failed gives them up.
+A rank may delete its files until it has announced, because nothing can be committed without them.
+Afterwards only rank 0's verdict that the save failed allows it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moesaic.base import direct, tensorfile
+from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import StoreError
 from moesaic.dist.checkpoint import directory as checkpoints
-from moesaic.dist.checkpoint.board import Board
 from moesaic.dist.checkpoint.commit import await_files, commit, discard, merge
 from moesaic.dist.checkpoint.manifest import (
     COMMIT,
@@ -39,54 +38,55 @@ from moesaic.dist.checkpoint.manifest import (
     Manifest,
     TensorRecord,
 )
-from moesaic.dist.checkpoint.staging import Part, Share, Staging, live
-from moesaic.dist.state import Piece, State
+from moesaic.dist.checkpoint.staging import DataFile, RankFiles, Staging, live_values
+from moesaic.dist.checkpoint.store_channel import StoreChannel
+from moesaic.dist.state import State, TensorShard
 from moesaic.dist.world import World
 
 PHASES = (
-    "staged", "placed", "file_written", "share_written", "announced", "gathered",
-    "manifest_written", "commit_written", "committed", "told", "old_withdrawn", "old_removed",
+    "staged", "placed", "file_written", "files_written", "announced", "gathered",
+    "manifest_written", "commit_written", "committed", "finished", "old_uncommitted", "old_removed",
 )  # fmt: skip
-"""The names that a saver's `phase` is called with, in the order of one save on rank 0."""
+"""Arguments of a saver's `phase` callback, in the order of one save on rank 0."""
 
-_NICENESS = 10
-"""How far the writer thread stands back: about a tenth of the time of a thread that does not."""
+_WRITER_NICENESS = 10
+"""Nice value of the writer thread: it gets about a tenth of the time of a normal thread."""
 
 
-class _Told(StoreError):
-    """Rank 0's verdict that the save failed, in its words for the user."""
+class _SaveFailed(StoreError):
+    """Rank 0's verdict that the save failed, with its error message."""
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save under way on this rank."""
+    """One save in progress on this rank."""
 
     number: int
     step: int
     path: Path
     counters: dict[str, int]
     facts: dict[str, Any]
-    share: Share
+    rank_files: RankFiles
     state: State
-    """The live state; to be read only before `settle` has returned, or in a save that blocks."""
+    """Live state, valid until `wait_for_copy` returns, or throughout a blocking save."""
     versions: list[int]
-    """What the pieces' versions were, if they are still to be copied."""
-    began: float
+    """Version counters of the shards before an overlapped copy, else empty."""
+    start_s: float
 
 
 class Saver:
-    """Writes the checkpoints of one run, at most one at a time. Every rank has one.
+    """Writer of the checkpoints of one run, one at a time. Every rank has one.
 
     Args:
-        directory: where the checkpoints go; all ranks must share it.
-        world: who saves together; its deadline is the patience with ranks that do not announce.
-        keep: committed checkpoints that stay.
-        asynchronous: write in a thread; else `save` returns when the checkpoint is committed, and
-            needs no copy in memory.
-        on_event: on rank 0, hears checkpoint (from the thread that saves), checkpoint_done,
+        directory: directory of the checkpoints, shared by all ranks.
+        world: ranks that save together; its timeout limits the wait for announcements.
+        keep: number of committed checkpoints to keep.
+        asynchronous: write in a thread. Else `save` returns after the commit, and needs no host
+            buffer.
+        on_event: callback on rank 0 for checkpoint (from the saving thread), and checkpoint_done,
             checkpoint_failed and checkpoint_leftover (from the writer thread).
-        phase: called at each of PHASES, for tests that break a save there.
-        file_bytes: a rank's share is cut into files of about this size.
+        phase: callback at each of PHASES, for tests that inject faults.
+        file_bytes: approximate maximum size of a file.
     """
 
     def __init__(
@@ -100,93 +100,93 @@ class Saver:
         file_bytes: int = 2 << 30,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep = {keep}: a saver keeps at least the checkpoint it just made")
+            raise ValueError(f"keep = {keep}: keep at least 1 checkpoint")
         self._directory, self._world, self._keep = directory, world, keep
         self._asynchronous = asynchronous
-        self._emit = on_event if on_event is not None and world.leads else _ignore
+        self._emit = on_event if on_event is not None and world.is_rank_zero else _ignore
         self._phase = phase or _ignore
         self._staging = Staging(world.rank, world.device, file_bytes)
-        self._board = Board(world.store, world.rank)
-        # Threads that stand by: starting one can cost the caller a turn of the interpreter lock.
-        # Training may come to wait for the copy, so only the writer stands back behind training.
+        self._channel = StoreChannel(world.store, world.rank)
+        # Both threads start early, since starting one can cost the caller a turn of the GIL.
+        # Training may wait for the copy, so only the writer has a low priority.
         self._copier = ThreadPoolExecutor(1, "checkpoint-copy")
-        self._writer = ThreadPoolExecutor(1, "checkpoint-write", _stand_back)
-        self._copying: Future[None] | None = None
-        self._under_way: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint-write", _lower_priority)
+        self._pending_copy: Future[None] | None = None
+        self._pending_save: Future[None] | None = None
         self._waited_s = 0.0
         self._failure: BaseException | None = None
         self._num_saves = 0
         self._newest: Path | None = None
-        if world.leads:
-            self._clean()
+        if world.is_rank_zero:
+            self._remove_uncommitted()
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint that this saver committed last, on every rank."""
+        """Checkpoint that this saver committed last, on every rank."""
         return self._newest
 
     def prepare(self, state: State) -> None:
-        """Reserve the memory that saves of `state` copy into, so that the first one need not."""
+        """Allocate the host buffer for `state`, to speed up the first save."""
         self.wait()
         if self._asynchronous:
-            self._staging.prepare(self._staging.lay_out(state.pieces))
+            self._staging.prepare(self._staging.plan_files(state.shards))
 
     def save(
         self, state: State, step: int, facts: Mapping[str, Any], overlap: bool = False
     ) -> float:
-        """Begin a checkpoint of `state`; returns the seconds that the caller was kept waiting.
+        """Start a checkpoint of `state`; return the seconds that the caller was blocked.
 
-        Waits for the save before this one and raises what failed in it.
+        Wait for the previous save first, and raise its error.
 
         Args:
-            state: what to save, as it is now.
+            state: state to save, as it is now.
             step: finished optimizer steps.
-            facts: what the run says of itself; must be JSON.
-            overlap: leave the copy to the thread; the caller calls `settle` before it changes
-                anything in `state`.
+            facts: job and plan; must be JSON.
+            overlap: copy in a thread; the caller must call `wait_for_copy` before it changes
+                `state`.
         """
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         self.wait()
         self._num_saves += 1
         overlap = overlap and self._asynchronous
-        save = self._begin(state, step, facts, overlap, began)
+        save = self._begin(state, step, facts, overlap, start_s)
         if not self._asynchronous:
-            self._run(save)
+            self._run_save(save)
             self.wait()
-            return time.perf_counter() - began
-        self._waited_s = time.perf_counter() - began
-        self._tell_begun(save)
+            return time.perf_counter() - start_s
+        self._waited_s = time.perf_counter() - start_s
+        self._emit_begun(save)
         if overlap:
-            self._copying = self._copier.submit(self._copy_late, save)
-        self._under_way = self._writer.submit(self._run, save, self._copying)
-        return time.perf_counter() - began
+            self._pending_copy = self._copier.submit(self._copy_overlapped, save)
+        self._pending_save = self._writer.submit(self._run_save, save, self._pending_copy)
+        return time.perf_counter() - start_s
 
-    def settle(self) -> float:
-        """Wait until the state may change; returns the seconds that took, 0 if it may already."""
-        copying, self._copying = self._copying, None
-        if copying is None:
+    def wait_for_copy(self) -> float:
+        """Wait until the state may change; return the seconds blocked."""
+        pending, self._pending_copy = self._pending_copy, None
+        if pending is None:
             return 0.0
-        began = time.perf_counter()
-        futures.wait([copying])
-        waited_s = time.perf_counter() - began
+        start_s = time.perf_counter()
+        futures.wait([pending])
+        waited_s = time.perf_counter() - start_s
         self._waited_s += waited_s
         return waited_s
 
     def wait(self) -> None:
-        """Wait until no save is under way; raise what failed since the last call."""
-        under_way, self._under_way = self._under_way, None
-        self._copying = None
-        if under_way is not None:
-            under_way.result()
+        """Wait for the save in progress; raise any error since the last call."""
+        pending, self._pending_save = self._pending_save, None
+        self._pending_copy = None
+        if pending is not None:
+            pending.result()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def abandon(self) -> None:
-        """Give up a save that waits for other ranks, and take no further one: the world is lost."""
-        self._board.abandon()
-        if self._under_way is not None:
-            futures.wait([self._under_way])
+        """Give up a save that waits for other ranks of a lost world. Later saves fail."""
+        self._channel.abandon()
+        if self._pending_save is not None:
+            futures.wait([self._pending_save])
 
     def __enter__(self) -> Saver:
         return self
@@ -197,64 +197,65 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish the save under way; where the block failed, do not wait for other ranks."""
+        """Wait for the save in progress; after an error do not wait for other ranks."""
         if error is None:
             self.wait()
         else:
             self.abandon()
 
     def _begin(
-        self, state: State, step: int, facts: Mapping[str, Any], overlap: bool, began: float
+        self, state: State, step: int, facts: Mapping[str, Any], overlap: bool, start_s: float
     ) -> _Save:
-        with self._told_on_failure(self._num_saves):
-            share = self._staging.lay_out(state.pieces)
+        with self._post_failure(self._num_saves):
+            rank_files = self._staging.plan_files(state.shards)
             if self._asynchronous:
-                self._staging.reserve(share)
-            versions = [piece.tensor._version for piece in state.pieces] if overlap else []
+                self._staging.reserve(rank_files)
+            versions = [shard.tensor._version for shard in state.shards] if overlap else []
             save = _Save(
-                self._num_saves, step, checkpoints.vacant(self._directory, step),
+                self._num_saves, step, checkpoints.new_checkpoint_path(self._directory, step),
                 dict(state.counters), json.loads(json.dumps(dict(facts), allow_nan=False)),
-                share, state, versions, began,
+                rank_files, state, versions, start_s,
             )  # fmt: skip
             if not overlap:
                 if self._asynchronous:
-                    self._staging.copy(state.pieces)
+                    self._staging.copy(state.shards)
                 self._phase("staged")
         return save
 
     @contextlib.contextmanager
-    def _told_on_failure(self, number: int) -> Iterator[None]:
-        """The others are on their way into this save: let them fail now, not at the deadline."""
+    def _post_failure(self, number: int) -> Iterator[None]:
+        """Report an error in the block to the other ranks, so that they fail now and not at the
+        timeout."""
         try:
             yield
         except BaseException as error:
-            key = "verdict" if self._world.leads else str(self._world.rank)
-            message = {"error": f"rank {self._world.rank}: {error}", "given_up": True}
-            self._board.post(f"{number}/{key}", message)
+            key = "verdict" if self._world.is_rank_zero else str(self._world.rank)
+            message = {"error": f"rank {self._world.rank}: {error}", "discarded": True}
+            self._channel.post(f"{number}/{key}", message)
             raise
 
-    def _copy_late(self, save: _Save) -> None:
-        """Copy the state while training goes on, as far as it leaves the state alone."""
-        with self._told_on_failure(save.number):
-            self._staging.copy(save.state.pieces)
-            for piece, version in zip(save.state.pieces, save.versions, strict=True):
-                if piece.tensor._version != version:
+    def _copy_overlapped(self, save: _Save) -> None:
+        """Copy the state while training runs, and check that it did not change."""
+        with self._post_failure(save.number):
+            self._staging.copy(save.state.shards)
+            for shard, version in zip(save.state.shards, save.versions, strict=True):
+                if shard.tensor._version != version:
                     raise AssertionError(
-                        f"{piece.key} was changed while it was copied: call settle() first"
+                        f"{shard.key} was changed while it was copied; call wait_for_copy() first"
                     )
             self._phase("staged")
 
-    def _tell_begun(self, save: _Save) -> None:
+    def _emit_begun(self, save: _Save) -> None:
         self._emit("checkpoint", step=save.step, path=str(save.path), blocking_s=self._waited_s)
 
-    def _run(self, save: _Save, copying: Future[None] | None = None) -> None:
+    def _run_save(self, save: _Save, pending_copy: Future[None] | None = None) -> None:
         try:
-            if copying is not None:
-                copying.result()
-            if self._world.leads:
-                self._lead(save)
+            if pending_copy is not None:
+                pending_copy.result()
+            if self._world.is_rank_zero:
+                self._save_as_leader(save)
             else:
-                self._follow(save)
+                self._save_as_follower(save)
         except BaseException as error:  # noqa: BLE001 - the thread's edge: the caller raises it
             self._failure = error
             self._failure = self._explain(error, save)
@@ -262,58 +263,58 @@ class Saver:
 
     # Rank 0.
 
-    def _clean(self) -> None:
-        """Remove what saves that failed or were killed have left; nobody writes there now."""
-        for path in checkpoints.leftovers(self._directory):
-            checkpoints.remove(path)
+    def _remove_uncommitted(self) -> None:
+        """Remove the files of failed or interrupted saves; no rank writes at this time."""
+        for path in checkpoints.list_uncommitted(self._directory):
+            checkpoints.remove_files(path)
 
-    def _lead(self, save: _Save) -> None:
+    def _save_as_leader(self, save: _Save) -> None:
         path = save.path
         try:
-            self._clean()
+            self._remove_uncommitted()
             path.mkdir(parents=True, exist_ok=True)
-            self._board.post(f"{save.number}/place", path.name)
+            self._channel.post(f"{save.number}/place", path.name)
             self._phase("placed")
-            mine = self._write_share(path, save)
+            own_files = self._write_rank_files(path, save)
             self._phase("announced")
-            manifest = self._gather(path, save, mine)
+            manifest = self._gather(path, save, own_files)
             self._phase("gathered")
             commit(path, manifest, self._phase)
         except BaseException as error:
             discard(path, self._world.rank, COMMIT, checkpoints.PARTIAL_COMMIT, MANIFEST)
-            given_up = not (path / COMMIT).exists()
+            discarded = not (path / COMMIT).exists()
             text = str(self._explain(error, save))
-            self._board.post(f"{save.number}/verdict", {"error": text, "given_up": given_up})
+            self._channel.post(f"{save.number}/verdict", {"error": text, "discarded": discarded})
             raise
         self._newest = path
-        self._board.post(f"{save.number}/verdict", {"path": path.name})
-        self._phase("told")
+        self._channel.post(f"{save.number}/verdict", {"path": path.name})
+        self._phase("finished")
         if not self._asynchronous:
-            self._waited_s = time.perf_counter() - save.began
-            self._tell_begun(save)
+            self._waited_s = time.perf_counter() - save.start_s
+            self._emit_begun(save)
         num_bytes = sum(file.num_bytes for file in manifest.files.values())
-        seconds = time.perf_counter() - save.began
+        seconds = time.perf_counter() - save.start_s
         self._emit(
             "checkpoint_done", step=save.step, path=str(path), bytes=num_bytes, seconds=seconds,
             blocking_s=self._waited_s,
         )  # fmt: skip
-        self._retire()
+        self._remove_old()
 
-    def _gather(self, path: Path, save: _Save, mine: dict[str, Any]) -> Manifest:
+    def _gather(self, path: Path, save: _Save, own_files: dict[str, Any]) -> Manifest:
         tensors: dict[str, TensorRecord] = {}
         files: dict[str, FileRecord] = {}
-        until = time.monotonic() + self._world.deadline.total_seconds()
+        deadline = time.monotonic() + self._world.timeout.total_seconds()
         for rank in range(self._world.size):
-            message = mine
+            message = own_files
             if rank != self._world.rank:
-                left_s = max(0.0, until - time.monotonic())
-                message = self._hear(f"{save.number}/{rank}", rank, left_s)
+                remaining_s = max(0.0, deadline - time.monotonic())
+                message = self._receive(f"{save.number}/{rank}", rank, remaining_s)
             files |= {name: FileRecord.model_validate(f) for name, f in message["files"].items()}
             for key, record in message["tensors"].items():
                 merge(tensors, key, TensorRecord.model_validate_json(record), rank)
-        # Everybody has announced, so everybody is through with the save before this one.
-        self._board.erase(f"{save.number - 1}/verdict")
-        self._board.erase(f"{save.number}/place")
+        # Every rank has announced, so every rank has finished the previous save.
+        self._channel.erase(f"{save.number - 1}/verdict")
+        self._channel.erase(f"{save.number}/place")
         if self._world.size > 1:
             await_files(path, files)
         manifest = Manifest(
@@ -321,95 +322,104 @@ class Saver:
             counters=save.counters, facts=save.facts, tensors=tensors, files=files,
         )  # fmt: skip
         if flaw := manifest.find_flaw():
-            raise AssertionError(f"the ranks' pieces make no whole state: {flaw}")
+            raise AssertionError(f"the ranks' shards do not form a whole state: {flaw}")
         return manifest
 
-    def _hear(self, key: str, rank: int, patience_s: float) -> dict[str, Any]:
+    def _receive(self, key: str, rank: int, timeout_s: float) -> dict[str, Any]:
         try:
-            message: dict[str, Any] = self._board.read([key], patience_s)[1]
+            message: dict[str, Any] = self._channel.read([key], timeout_s)[1]
         except TimeoutError:
             raise StoreError(
                 f"rank {rank} did not finish its share within "
-                f"{self._world.deadline.total_seconds():.0f} s of rank 0"
+                f"{self._world.timeout.total_seconds():.0f} s of rank 0"
             ) from None
-        self._board.erase(key)
+        self._channel.erase(key)
         if "error" in message:
             raise StoreError(f"rank {rank}: {message['error']}")
         return message
 
-    def _retire(self) -> None:
-        """Remove the checkpoints beyond `keep`; what resists is told and left to the next save."""
-        for path in checkpoints.committed(self._directory)[self._keep :]:
+    def _remove_old(self) -> None:
+        """Remove the checkpoints beyond `keep`; report failures and leave them to the next save."""
+        for path in checkpoints.list_committed(self._directory)[self._keep :]:
             try:
-                checkpoints.withdraw(path)
-                self._phase("old_withdrawn")
-                checkpoints.remove(path)
+                checkpoints.remove_commit(path)
+                self._phase("old_uncommitted")
+                checkpoints.remove_files(path)
                 self._phase("old_removed")
             except OSError as error:
                 self._emit("checkpoint_leftover", path=str(path), error=str(error))
 
-    # The other ranks.
+    # Other ranks.
 
-    def _follow(self, save: _Save) -> None:
+    def _save_as_follower(self, save: _Save) -> None:
         verdict = f"{save.number}/verdict"
-        patience_s = 2 * self._world.deadline.total_seconds()
-        key, message = self._board.read([verdict, f"{save.number}/place"], patience_s)
+        timeout_s = 2 * self._world.timeout.total_seconds()
+        key, message = self._channel.read([verdict, f"{save.number}/place"], timeout_s)
         if key == verdict:
-            raise _Told(message["error"])
+            raise _SaveFailed(message["error"])
         path = self._directory / message
         try:
-            mine = self._write_share(path, save)
+            own_files = self._write_rank_files(path, save)
         except BaseException as error:
             discard(path, self._world.rank)
-            if told := self._board.peek(verdict):  # It failed elsewhere, and was cleaned away.
-                raise _Told(told["error"]) from None
-            self._board.post(f"{save.number}/{self._world.rank}", {"error": str(error)})
+            # Another rank failed, and rank 0 removed the directory's files.
+            if failure := self._channel.peek(verdict):
+                raise _SaveFailed(failure["error"]) from None
+            self._channel.post(f"{save.number}/{self._world.rank}", {"error": str(error)})
             raise
-        self._board.post(f"{save.number}/{self._world.rank}", mine)
+        self._channel.post(f"{save.number}/{self._world.rank}", own_files)
         self._phase("announced")
-        message = self._board.read([verdict], patience_s)[1]
+        message = self._channel.read([verdict], timeout_s)[1]
         if "error" in message:
-            if message["given_up"]:
+            if message["discarded"]:
                 discard(path, self._world.rank)
-            raise _Told(message["error"])
+            raise _SaveFailed(message["error"])
         self._newest = path
-        self._phase("told")
+        self._phase("finished")
 
-    # Every rank.
+    # All ranks.
 
-    def _write_share(self, path: Path, save: _Save) -> dict[str, Any]:
-        """Write this rank's files; returns its announcement."""
+    def _write_rank_files(self, path: Path, save: _Save) -> dict[str, Any]:
+        """Write this rank's files; return its announcement."""
         files: dict[str, Any] = {}
-        for part in save.share.parts:
-            files[part.file] = self._write_part(path, part, save.state.pieces)
+        for data_file in save.rank_files.files:
+            files[data_file.file] = self._write_data_file(path, data_file, save.state.shards)
             self._phase("file_written")
-        tensorfile.sync_directory(path)
-        self._phase("share_written")
-        tensors = {key: record.model_dump_json() for key, record in save.share.tensors.items()}
+        safetensors_file.sync_directory(path)
+        self._phase("files_written")
+        tensors = {key: record.model_dump_json() for key, record in save.rank_files.tensors.items()}
         return {"files": files, "tensors": tensors}
 
-    def _write_part(self, path: Path, part: Part, pieces: Sequence[Piece]) -> dict[str, Any]:
-        buffers = self._staging.staged(part) if self._asynchronous else live(part, pieces)
-        file, digest = path / part.file, hashlib.sha256()
-        direct.write(file, tensorfile.content(part.entries, buffers, digest=digest))
+    def _write_data_file(
+        self, path: Path, data_file: DataFile, shards: Sequence[TensorShard]
+    ) -> dict[str, Any]:
+        buffers = (
+            self._staging.staged_values(data_file)
+            if self._asynchronous
+            else live_values(data_file, shards)
+        )
+        file, digest = path / data_file.file, hashlib.sha256()
+        direct_io.write(
+            file, safetensors_file.file_chunks(data_file.entries, buffers, digest=digest)
+        )
         return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
     def _explain(self, error: BaseException, save: _Save) -> BaseException:
-        if isinstance(error, _Told) or not isinstance(error, (OSError, StoreError)):
+        if isinstance(error, _SaveFailed) or not isinstance(error, (OSError, StoreError)):
             return error
-        kept = next(iter(checkpoints.committed(self._directory)), None)
-        last = f"the last checkpoint is '{kept}'" if kept else "there is no earlier checkpoint"
+        newest = next(iter(checkpoints.list_committed(self._directory)), None)
+        last = f"the last checkpoint is '{newest}'" if newest else "there is no earlier checkpoint"
         return StoreError(
-            f"the checkpoint of step {save.step} in '{self._directory}' was not made ({error}): "
-            f"make room and see that every rank can write there; {last}"
+            f"the checkpoint of step {save.step} in '{self._directory}' was not made ({error}); "
+            f"free disk space and check that every rank can write there; {last}"
         )
 
 
 def _ignore(*_: object, **__: object) -> None:
-    """What is called where nobody listens."""
+    """Ignore an event."""
 
 
-def _stand_back() -> None:
-    """Leave the processor to training while it wants it; on Linux that is a thread's own matter."""
+def _lower_priority() -> None:
+    """Give training priority over this thread; on Linux niceness applies per thread."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)

@@ -1,4 +1,5 @@
-"""How fast a device multiplies, reads and writes, and how long the least operation takes."""
+"""Speed of a device: matmuls, grouped matmuls, attention, copies, elementwise kernels, kernel
+launch."""
 
 from __future__ import annotations
 
@@ -14,193 +15,214 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from moesaic.dist import device as devices
-from moesaic.dist import threads
-from moesaic.dist.probe.timing import Figures, powers, seconds
-from moesaic.dist.products import choose, grouped_mm, grouped_outer, product
-from moesaic.dist.squares import sum_of_squares
+from moesaic.dist.probe.timing import Figures, geometric_sizes, time_call
+from moesaic.kernels import device as devices
+from moesaic.kernels import threads
+from moesaic.kernels.grouped_mm import choose, grouped_mm, grouped_wgrad, matmul
+from moesaic.kernels.norms import sum_of_squares
 
 _TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }  # fmt: skip
 _SMALLEST_COPY_BYTES = 4096
-_LARGEST_PASS = 4
-"""By what the largest tensor of an update is smaller than the largest copy: there are four."""
-_MOST_TENSORS = 64
-_MOST_WEIGHTS = 1024
-CHAIN = 16
+_ADAMW_TENSORS = 4
+"""Ratio of the largest copy to the largest AdamW tensor, because an update touches four tensors."""
+_MAX_TENSORS = 64
+_MAX_WEIGHTS = 1024
+CHAIN_LENGTH = 16
 FUNCTION_ELEMENTS = 1 << 18
-WAYS = 3
-"""Products that are timed together."""
-ATTENTIONS = ("forward", "backward", "masked_forward", "masked_backward")
+MATMULS_PER_LAYER = 3
+"""Matmuls that are timed together: forward, input gradient, weight gradient."""
+ATTENTION_KINDS = ("forward", "backward", "masked_forward", "masked_backward")
 HEADS, HEAD_DIM = 8, 64
-"""Of the attention that is measured."""
+"""Shape of the measured attention."""
 _LENGTHS = (64, 1024)
-"""Least and most tokens of it."""
+"""Shortest and longest measured sequence, in tokens."""
 
-_LEAST_SLOTS = 8
-_MORE_SLOTS = 8
-"""As many times more of the smallest products are done together."""
+_MIN_GROUPS = 8
+_MAX_GROUP_FACTOR = 8
+"""Maximum factor by which groups of small matmuls are larger."""
 _SMALLEST_SIDE = 64
-_CUBES = 7
-"""All products take about 2.3 times the largest one, and each is done three times."""
-_CUBES_OF_SLOTS = 24
-"""Likewise those of the least slots: more come with more threads, which are as much faster."""
+_MATMUL_COST = 7
+"""Cost of all matmuls in units of the largest: their sum is about 2.3, and each is run three times.
+"""
+_GROUPED_MATMUL_COST = 24
+"""Cost of grouped matmuls with `_MIN_GROUPS`. More groups come with more threads, which are
+faster by as much."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is multiplied and copied; the same on every rank."""
+    """Sizes of the measurements, the same on every rank."""
 
-    sides: dict[str, int]
-    """Side of the largest matrices, by type of number."""
-    copies: list[int]
-    """Bytes that are copied."""
-    slots: int
-    """Of the largest products that are done together: enough that no part of the device is idle."""
+    matrix_sides: dict[str, int]
+    """Side of the largest matrices, by dtype."""
+    copy_bytes: list[int]
+    """Bytes of the measured copies, ascending."""
+    min_groups: int
+    """Groups of the largest grouped matmul, enough to keep the whole device busy."""
 
     @property
-    def passed(self) -> list[int]:
-        """Bytes of the tensors that other kernels pass over."""
-        return [size for size in self.copies if size * _LARGEST_PASS <= self.copies[-1]]
+    def elementwise_bytes(self) -> list[int]:
+        """Bytes of the tensors for elementwise kernels, ascending."""
+        return [size for size in self.copy_bytes if size * _ADAMW_TENSORS <= self.copy_bytes[-1]]
 
     def rows(self, dtype: str) -> list[int]:
-        """Rows of the products, rising."""
-        side = self.sides[dtype]
-        return sorted({1, *powers(side // 64, side, 4)})
+        """Return the row counts of the matmuls, ascending."""
+        side = self.matrix_sides[dtype]
+        return sorted({1, *geometric_sizes(side // 64, side, 4)})
 
     def columns(self, dtype: str) -> list[int]:
-        """Columns of the products, and sizes of their inner dimension, rising."""
-        side = self.sides[dtype]
-        return powers(side // 16, side, 4)
+        """Return the column counts and inner sizes of the matmuls, ascending."""
+        side = self.matrix_sides[dtype]
+        return geometric_sizes(side // 16, side, 4)
 
     def lengths(self, dtype: str) -> list[int]:
-        """Tokens of the sequences that are attended to, rising."""
-        least, most = _LENGTHS
-        return powers(least, max(least, min(most, self.sides[dtype])), 4)
+        """Return the sequence lengths for attention, ascending."""
+        shortest, longest = _LENGTHS
+        return geometric_sizes(shortest, max(shortest, min(longest, self.matrix_sides[dtype])), 4)
 
-    def products(self, dtype: str) -> list[tuple[int, int, int]]:
-        """Rows, columns and inner size of every product, the inner size counting fastest."""
+    def matmul_shapes(self, dtype: str) -> list[tuple[int, int, int]]:
+        """Return rows, columns and inner size of every matmul; the inner size varies fastest."""
         columns = self.columns(dtype)
         return list(itertools.product(self.rows(dtype), columns, columns))
 
-    def rows_of_slots(self, dtype: str) -> list[int]:
-        """Rows of each of the products that are done together: experts do not have the most."""
+    def grouped_rows(self, dtype: str) -> list[int]:
+        """Return the rows per group of grouped matmuls: all but the largest, since experts get
+        fewer."""
         return self.rows(dtype)[:-1]
 
-    def slots_of(self, dtype: str, columns: int, inner: int) -> int:
-        """Products of such weights that are done together: small ones are of models that have many
-        experts, among which what it takes to begin is shared out."""
-        return self.slots * min(_MORE_SLOTS, self.columns(dtype)[-1] // isqrt(columns * inner))
+    def num_groups(self, dtype: str, columns: int, inner: int) -> int:
+        """Return the number of groups for weights of this size. Small experts come in larger
+        numbers, which amortizes the launch."""
+        return self.min_groups * min(
+            _MAX_GROUP_FACTOR, self.columns(dtype)[-1] // isqrt(columns * inner)
+        )
 
-    def products_of_slots(self, dtype: str) -> list[tuple[int, int, int]]:
-        """The same of each of those."""
+    def grouped_matmul_shapes(self, dtype: str) -> list[tuple[int, int, int]]:
+        """Return rows per group, columns and inner size of every grouped matmul; the inner size
+        varies fastest."""
         columns = self.columns(dtype)
-        return list(itertools.product(self.rows_of_slots(dtype), columns, columns))
+        return list(itertools.product(self.grouped_rows(dtype), columns, columns))
 
 
-def suitable(
+def choose_sizes(
     device: torch.device, dtypes: Sequence[str] | None, largest: int | None,
-    copy_bytes: int | None, budget_s: float, threads_each: int,
+    copy_bytes: int | None, budget_s: float, threads_per_rank: int,
 ) -> Sizes:  # fmt: skip
-    """Sizes whose products, as many as there are, take about `budget_s` at most, of ranks that have
-    so many threads each."""
-    types = dtypes or devices.number_types(device)
-    most = largest or devices.largest_product(device)
-    sides = {dtype: _largest_side(device, dtype, most, budget_s / len(types)) for dtype in types}
-    copies = powers(_SMALLEST_COPY_BYTES, copy_bytes or devices.largest_copy(device), 4)
-    return Sizes(sides, copies, slots_for(threads_each))
+    """Return sizes for which all matmuls together take at most about `budget_s`, on ranks with
+    `threads_per_rank` threads."""
+    types = dtypes or devices.matmul_dtypes(device)
+    max_side = largest or devices.max_matmul_size(device)
+    sides = {
+        dtype: _largest_side(device, dtype, max_side, budget_s / len(types)) for dtype in types
+    }
+    copies = geometric_sizes(
+        _SMALLEST_COPY_BYTES, copy_bytes or devices.uncached_copy_bytes(device), 4
+    )
+    return Sizes(sides, copies, num_groups_for(threads_per_rank))
 
 
-def slots_for(threads_each: int) -> int:
-    """Products that are done together: enough for a rank that has so many threads."""
-    return max(_LEAST_SLOTS, 4 * threads_each)
+def num_groups_for(threads_per_rank: int) -> int:
+    """Return a number of groups that keeps `threads_per_rank` threads busy."""
+    return max(_MIN_GROUPS, 4 * threads_per_rank)
 
 
-def _largest_side(device: torch.device, dtype: str, most: int, budget_s: float) -> int:
-    """The largest side that there is time for: some types crawl on devices not made for them."""
-    side, cubes = _SMALLEST_SIDE, _CUBES + _CUBES_OF_SLOTS
+def _largest_side(device: torch.device, dtype: str, max_side: int, budget_s: float) -> int:
+    """Return the largest side within the time budget; some dtypes are very slow on some devices."""
+    side, cost = _SMALLEST_SIDE, _MATMUL_COST + _GROUPED_MATMUL_COST
     with _precision(dtype):
-        while 2 * side <= most:
+        while 2 * side <= max_side:
             weight = torch.full((side * side,), 0.5, dtype=_TYPES[dtype], device=device)
-            product = _product(weight, side, side, side)
-            if 8 * cubes * seconds(product, lambda: devices.now(device), 0.0) > budget_s:
+            call = _matmul(weight, side, side, side)
+            if (
+                8 * cost * time_call(call, lambda: devices.synchronized_time_s(device), 0.0)
+                > budget_s
+            ):
                 break
             side *= 2
     return side
 
 
 def measure(
-    device: torch.device, sizes: Sizes, budget_s: float, meet: Callable[[], None]
+    device: torch.device, sizes: Sizes, budget_s: float, barrier: Callable[[], None]
 ) -> Figures:
-    """Seconds of every product, copy and of the least operation; `meet` comes before each."""
-    works = list(_works(device, sizes))
-    share_s = budget_s / sum(count for _, count, _ in works)
-    found: Figures = {}
-    for name, _, prepared in works:
-        found[name] = []
-        for work in prepared:
-            meet()
-            found[name].append(seconds(work, lambda: devices.now(device), share_s))
-    return found
+    """Return the seconds of every benchmark; `barrier` runs before each measurement."""
+    benchmarks = list(_benchmarks(device, sizes))
+    share_s = budget_s / sum(count for _, count, _ in benchmarks)
+    figures: Figures = {}
+    for name, _, calls in benchmarks:
+        figures[name] = []
+        for call in calls:
+            barrier()
+            figures[name].append(
+                time_call(call, lambda: devices.synchronized_time_s(device), share_s)
+            )
+    return figures
 
 
-_Work = Callable[[], object]
+_Call = Callable[[], object]
 
 
-def _works(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Iterator[_Work]]]:
-    """Name, number of points, and the points, each prepared as it is asked for."""
-    yield "calls", 1, iter([_calls(device)])
-    yield "functions", 2, iter(_functions(device))
-    yield "copies", len(sizes.copies), map(partial(_copy, device, sizes), sizes.copies)
-    for kind, make in KINDS.items():
-        made = partial(make, device, sizes)
-        yield f"passes {kind}", len(sizes.passed), map(made, sizes.passed)
-    for dtype in sizes.sides:
+def _benchmarks(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Iterator[_Call]]]:
+    """Yield name, number of calls, and lazily prepared calls of each benchmark."""
+    yield "calls", 1, iter([_small_op_chain(device)])
+    yield "functions", 2, iter(_special_functions(device))
+    yield "copies", len(sizes.copy_bytes), map(partial(_copy, device, sizes), sizes.copy_bytes)
+    for kind, make in ELEMENTWISE_KINDS.items():
+        make_call = partial(make, device, sizes)
+        yield (
+            f"elementwise {kind}",
+            len(sizes.elementwise_bytes),
+            map(make_call, sizes.elementwise_bytes),
+        )
+    for dtype in sizes.matrix_sides:
         lengths = sizes.lengths(dtype)
-        for way in ATTENTIONS:
-            attending = _attention(device, dtype, way, lengths)
-            yield f"attention {way} {dtype}", len(lengths), attending
-        products = sizes.products(dtype)
-        yield f"products {dtype}", len(products), _products(device, dtype, sizes, products)
-        products = sizes.products_of_slots(dtype)
-        yield f"slots {dtype}", len(products), _slots(device, dtype, sizes, products)
+        for kind in ATTENTION_KINDS:
+            calls = _attention(device, dtype, kind, lengths)
+            yield f"attention {kind} {dtype}", len(lengths), calls
+        shapes = sizes.matmul_shapes(dtype)
+        yield f"matmul {dtype}", len(shapes), _matmuls(device, dtype, sizes, shapes)
+        shapes = sizes.grouped_matmul_shapes(dtype)
+        yield f"grouped matmul {dtype}", len(shapes), _grouped_matmuls(device, dtype, sizes, shapes)
 
 
-def _calls(device: torch.device) -> _Work:
-    """`CHAIN` multiplications of one number, and as many in their backward pass."""
+def _small_op_chain(device: torch.device) -> _Call:
+    """Return a chain of `CHAIN_LENGTH` one-element multiplications and their backward, for the
+    launch time."""
     start = torch.ones(1, device=device, requires_grad=True)
     factor = torch.ones(1, device=device)
 
     def chain() -> None:
         result = start
-        for _ in range(CHAIN):
+        for _ in range(CHAIN_LENGTH):
             result = result * factor
         torch.autograd.grad(result, start)
 
     return chain
 
 
-def _functions(device: torch.device) -> list[_Work]:
-    """A function of `FUNCTION_ELEMENTS` numbers, and a pass over as many."""
-    numbers = torch.zeros(FUNCTION_ELEMENTS, device=device)
-    result = torch.empty_like(numbers)
+def _special_functions(device: torch.device) -> list[_Call]:
+    """Return exponentials of `FUNCTION_ELEMENTS` elements, and a multiplication of as many."""
+    values = torch.zeros(FUNCTION_ELEMENTS, device=device)
+    result = torch.empty_like(values)
     return [
-        lambda: torch.exp(numbers, out=result),
-        lambda: torch.mul(numbers, 1.0, out=result),
+        lambda: torch.exp(values, out=result),
+        lambda: torch.mul(values, 1.0, out=result),
     ]
 
 
-def _pool(device: torch.device, sizes: Sizes, num_bytes: int) -> list[Tensor]:
-    """Tensors of `num_bytes`, more than a cache holds, or as many as make no difference."""
-    number = max(2, min(_MOST_TENSORS, sizes.copies[-1] // num_bytes))
-    return [torch.ones(num_bytes // 4, device=device) for _ in range(number)]
+def _tensor_pool(device: torch.device, sizes: Sizes, num_bytes: int) -> list[Tensor]:
+    """Return tensors of `num_bytes` that together exceed the caches, up to `_MAX_TENSORS`."""
+    count = max(2, min(_MAX_TENSORS, sizes.copy_bytes[-1] // num_bytes))
+    return [torch.ones(num_bytes // 4, device=device) for _ in range(count)]
 
 
-def _copy(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
-    """From one tensor to the next, and on from there: what is read was just written."""
-    pool = _pool(device, sizes, num_bytes)
+def _copy(device: torch.device, sizes: Sizes, num_bytes: int) -> _Call:
+    """Return a copy from one tensor of the pool to the next; each reads what the previous one
+    wrote."""
+    pool = _tensor_pool(device, sizes, num_bytes)
     pairs = itertools.cycle([*itertools.pairwise(pool), (pool[-1], pool[0])])
 
     def copy() -> None:
@@ -210,44 +232,44 @@ def _copy(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
     return copy
 
 
-def _norm(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
-    pool = itertools.cycle([[one] for one in _pool(device, sizes, num_bytes)])
+def _norm(device: torch.device, sizes: Sizes, num_bytes: int) -> _Call:
+    pool = itertools.cycle([[tensor] for tensor in _tensor_pool(device, sizes, num_bytes)])
     return lambda: sum_of_squares(next(pool))
 
 
-def _scale(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
-    pool = itertools.cycle(_pool(device, sizes, num_bytes))
+def _scale(device: torch.device, sizes: Sizes, num_bytes: int) -> _Call:
+    pool = itertools.cycle(_tensor_pool(device, sizes, num_bytes))
     return lambda: next(pool).mul_(1.0)
 
 
-def _adamw(device: torch.device, sizes: Sizes, num_bytes: int) -> _Work:
-    """The fused update of parameters whose gradients are all one."""
-    pool = _pool(device, sizes, num_bytes)
+def _adamw(device: torch.device, sizes: Sizes, num_bytes: int) -> _Call:
+    """Return a fused AdamW update of tensors in the pool."""
+    pool = _tensor_pool(device, sizes, num_bytes)
     states = [
-        ([one], [torch.ones_like(one)], [torch.zeros_like(one)], [torch.zeros_like(one)])
-        for one in pool[: max(2, len(pool) // 4)]
+        ([value], [torch.ones_like(value)], [torch.zeros_like(value)], [torch.zeros_like(value)])
+        for value in pool[: max(2, len(pool) // 4)]
     ]
-    following, step = itertools.cycle(states), torch.ones((), device=device)
+    next_states, step = itertools.cycle(states), torch.ones((), device=device)
 
     def update() -> None:
         adamw(
-            *next(following), [], [step], fused=True, amsgrad=False, maximize=False, beta1=0.9,
+            *next(next_states), [], [step], fused=True, amsgrad=False, maximize=False, beta1=0.9,
             beta2=0.99, eps=1e-8, lr=1e-6, weight_decay=0.0,
         )  # fmt: skip
 
     return update
 
 
-KINDS: dict[str, Callable[[torch.device, Sizes, int], _Work]] = {
+ELEMENTWISE_KINDS: dict[str, Callable[[torch.device, Sizes, int], _Call]] = {
     "norm": _norm, "scale": _scale, "adamw": _adamw,
 }  # fmt: skip
-"""Kernels that are unlike most, by their kind in a cluster's file."""
+"""Elementwise kernels with their own times, by kind in cluster.toml."""
 
 
 def _attention(
-    device: torch.device, dtype: str, way: str, lengths: Sequence[int]
-) -> Iterator[_Work]:
-    """Attention of `HEADS` heads of `HEAD_DIM`, causal or masked, or its backward pass alone."""
+    device: torch.device, dtype: str, kind: str, lengths: Sequence[int]
+) -> Iterator[_Call]:
+    """Yield attention of `HEADS` heads, causal or masked; forward, or backward alone."""
     with _precision(dtype):
         for length in lengths:
             shape = (1, HEADS, length, HEAD_DIM)
@@ -256,98 +278,106 @@ def _attention(
                 for _ in range(3)
             )
             mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-            how = {"attn_mask": mask} if "masked" in way else {"is_causal": True}
-            forward = partial(F.scaled_dot_product_attention, q, k, v, **how)
-            mixed = forward()
-            given = (mixed, (q, k, v), torch.ones_like(mixed))
-            backward = partial(torch.autograd.grad, *given, retain_graph=True)
-            yield forward if way.endswith("forward") else backward
+            mask_args = {"attn_mask": mask} if "masked" in kind else {"is_causal": True}
+            forward = partial(F.scaled_dot_product_attention, q, k, v, **mask_args)
+            output = forward()
+            grad_args = (output, (q, k, v), torch.ones_like(output))
+            backward = partial(torch.autograd.grad, *grad_args, retain_graph=True)
+            yield forward if kind.endswith("forward") else backward
 
 
-def _products(
-    device: torch.device, dtype: str, sizes: Sizes, products: Sequence[tuple[int, int, int]]
-) -> Iterator[_Work]:
+def _matmuls(
+    device: torch.device, dtype: str, sizes: Sizes, shapes: Sequence[tuple[int, int, int]]
+) -> Iterator[_Call]:
     with _precision(dtype):
         largest = sizes.columns(dtype)[-1] ** 2
-        weights = max(largest, sizes.copies[-1] // 2 // _TYPES[dtype].itemsize)
+        weights = max(largest, sizes.copy_bytes[-1] // 2 // _TYPES[dtype].itemsize)
         arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
-        for rows, columns, inner in products:
-            yield _product(arena, rows, columns, inner)
+        for rows, columns, inner in shapes:
+            yield _matmul(arena, rows, columns, inner)
 
 
-def _product(arena: Tensor, rows: int, columns: int, inner: int) -> _Work:
-    """The `WAYS` in which layers ask for a product: for a result, for the gradients of its input
-    and of its weight.
+def _matmul(arena: Tensor, rows: int, columns: int, inner: int) -> _Call:
+    """Return the three matmuls of a layer: forward, input gradient and weight gradient.
 
-    Weights and their gradients come one after another of `arena`: a model's are in no cache when it
-    needs them.
+    Weights and their gradients cycle through `arena`, because those of a model are in no cache when
+    it needs them.
     """
-    weights = itertools.cycle(_cut(arena, inner, columns))
-    gradients = itertools.cycle(_cut(arena, rows, columns))
+    weights = itertools.cycle(_split_arena(arena, inner, columns))
+    gradients = itertools.cycle(_split_arena(arena, rows, columns))
     left, right = arena.new_full((rows, inner), 0.5), arena.new_full((inner, columns), 0.5)
-    turned = arena.new_full((inner, rows), 1 / inner)
+    left_t = arena.new_full((inner, rows), 1 / inner)
 
     def multiply() -> None:
-        product(left, next(weights).view(columns, inner), transposed=True)
-        product(left, next(weights), transposed=False)
-        torch.mm(turned.T, right, out=next(gradients))
+        matmul(left, next(weights).view(columns, inner), transposed=True)
+        matmul(left, next(weights), transposed=False)
+        torch.mm(left_t.T, right, out=next(gradients))
 
     return multiply
 
 
-def _slots(
-    device: torch.device, dtype: str, sizes: Sizes, products: Sequence[tuple[int, int, int]]
-) -> Iterator[_Work]:
+def _grouped_matmuls(
+    device: torch.device, dtype: str, sizes: Sizes, shapes: Sequence[tuple[int, int, int]]
+) -> Iterator[_Call]:
     with _precision(dtype):
-        largest = sizes.slots * sizes.columns(dtype)[-1] ** 2
-        weights = max(largest, sizes.copies[-1] // 2 // _TYPES[dtype].itemsize)
+        largest = sizes.min_groups * sizes.columns(dtype)[-1] ** 2
+        weights = max(largest, sizes.copy_bytes[-1] // 2 // _TYPES[dtype].itemsize)
         arena = torch.full((weights,), 0.5, dtype=_TYPES[dtype], device=device)
-        for rows, columns, inner in products:
-            slots = sizes.slots_of(dtype, columns, inner)
-            yield _of_slots(arena, slots, rows, columns, inner)
+        for rows, columns, inner in shapes:
+            slots = sizes.num_groups(dtype, columns, inner)
+            yield _grouped_matmul(arena, slots, rows, columns, inner)
 
 
-def _of_slots(arena: Tensor, slots: int, rows: int, columns: int, inner: int) -> _Work:
-    """The `WAYS` of `_product`, of as many experts' weights; of a CPU each thread has some."""
-    weights = itertools.cycle(_cut(arena, slots, inner * columns))
-    counts = torch.full((slots,), rows)
-    left = arena.new_full((slots * rows, inner), 1 / inner)
-    right = arena.new_full((slots * rows, columns), 0.5)
-    by, crew = choose("auto", arena.device, arena.dtype), None
+def _grouped_matmul(arena: Tensor, num_groups: int, rows: int, columns: int, inner: int) -> _Call:
+    """Return the three grouped matmuls of `num_groups` experts; on a CPU each thread takes some of
+    the experts."""
+    weights = itertools.cycle(_split_arena(arena, num_groups, inner * columns))
+    counts = torch.full((num_groups,), rows)
+    left = arena.new_full((num_groups * rows, inner), 1 / inner)
+    right = arena.new_full((num_groups * rows, columns), 0.5)
+    backend, pool = choose("auto", arena.device, arena.dtype), None
     if arena.device.type == "cpu":
-        crew = threads.crew()
-    step = slots if crew is None else max(1, slots // (2 * crew.size))
+        pool = threads.thread_pool()
+    step = num_groups if pool is None else max(1, num_groups // (2 * pool.size))
 
     def multiply() -> None:
-        one, other, gradient = (next(weights) for _ in range(WAYS))
+        up, down, gradient = (next(weights) for _ in range(MATMULS_PER_LAYER))
 
-        def some(first: int) -> None:
-            some_slots = slice(first, first + step)
-            places = slice(first * rows, (first + step) * rows)
-            own, each = left[places], counts[some_slots]
-            into = gradient.view(slots, inner, columns)[some_slots]
-            grouped_mm(own, one.view(slots, columns, inner)[some_slots], each, True, by=by)
-            grouped_mm(own, other.view(slots, inner, columns)[some_slots], each, False, by=by)
-            grouped_outer(own, right[places], each, into, by=by)
+        def multiply_slots(first: int) -> None:
+            slots = slice(first, first + step)
+            row_range = slice(first * rows, (first + step) * rows)
+            own, own_counts = left[row_range], counts[slots]
+            out = gradient.view(num_groups, inner, columns)[slots]
+            grouped_mm(
+                own, up.view(num_groups, columns, inner)[slots], own_counts, True, backend=backend
+            )
+            grouped_mm(
+                own,
+                down.view(num_groups, inner, columns)[slots],
+                own_counts,
+                False,
+                backend=backend,
+            )
+            grouped_wgrad(own, right[row_range], own_counts, out, backend=backend)
 
-        if crew is None:
-            some(0)
+        if pool is None:
+            multiply_slots(0)
         else:
-            crew.each(some, range(0, slots, step))
+            pool.run_each(multiply_slots, range(0, num_groups, step))
 
     return multiply
 
 
-def _cut(arena: Tensor, rows: int, columns: int) -> list[Tensor]:
-    """Matrices that lie in `arena` one after another."""
+def _split_arena(arena: Tensor, rows: int, columns: int) -> list[Tensor]:
+    """Return consecutive matrices in `arena`."""
     size = rows * columns
-    number = max(1, min(_MOST_WEIGHTS, arena.numel() // size))
-    return [arena[i * size : (i + 1) * size].view(rows, columns) for i in range(number)]
+    count = max(1, min(_MAX_WEIGHTS, arena.numel() // size))
+    return [arena[i * size : (i + 1) * size].view(rows, columns) for i in range(count)]
 
 
 @contextmanager
 def _precision(dtype: str) -> Iterator[None]:
-    """Have fp32 products rounded to tf32, or not."""
+    """Allow TF32 for fp32 matmuls if `dtype` is "tf32", else forbid it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:

@@ -1,4 +1,4 @@
-"""The probe itself: every part, on all ranks, several times over."""
+"""Entry point of the probe: runs all measurements on all ranks, several times."""
 
 from __future__ import annotations
 
@@ -14,94 +14,98 @@ import torch
 from torch.distributed import PrefixStore
 
 from moesaic.base.errors import StoreError
-from moesaic.dist import device as devices
 from moesaic.dist.probe import compute, disks, links
-from moesaic.dist.probe.cluster import Assembly, Place, hosts_of
+from moesaic.dist.probe.cluster import ClusterBuilder, RankHardware, ranks_by_host
 from moesaic.dist.probe.compute import Sizes
 from moesaic.dist.probe.settings import ProbeConfig
-from moesaic.dist.probe.timing import Figures, medians, spread
+from moesaic.dist.probe.timing import Figures, medians, relative_range
 from moesaic.dist.world import World
 from moesaic.facts.cluster import Cluster
+from moesaic.kernels import device as devices
 
-Watch = Callable[[str], None]
-"""Is told of every part that begins."""
-_PARTS = ("one rank with all cores", "all ranks at once", "links", "disks")
+PhaseCallback = Callable[[str], None]
+"""Callback at the start of each phase, with its name."""
+_PHASES = ("one rank with all cores", "all ranks at once", "links", "disks")
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a probe found."""
+class ProbeResult:
+    """Result of a probe."""
 
     cluster: Cluster
-    """By medians of all repeats."""
+    """Cluster from the medians of all repeats."""
     repeats: list[Cluster]
-    """By each of them alone."""
-    spreads: list[float]
-    """How far the repeats of every measured point lie apart, rising."""
+    """Cluster of each repeat."""
+    relative_ranges: list[float]
+    """Relative range over the repeats of every measured number, ascending."""
     notes: list[str]
-    """What could not be measured, and whether to trust what was, in sentences."""
+    """Sentences on what could not be measured."""
 
 
-def deadline(config: ProbeConfig) -> timedelta:
-    """How long a rank waits for others that measure."""
+def collective_timeout(config: ProbeConfig) -> timedelta:
+    """Return how long a rank waits for others that measure."""
     return timedelta(seconds=120 + 10 * config.seconds)
 
 
-def num_parts(config: ProbeConfig) -> int:
-    """How many parts `watch` will be told of."""
-    return len(_PARTS) * config.repeats
+def num_phases(config: ProbeConfig) -> int:
+    """Return the number of calls of the phase callback."""
+    return len(_PHASES) * config.repeats
 
 
-def probe(world: World, config: ProbeConfig, watch: Watch) -> Found | None:
-    """Measure; every rank of the world must call this, and rank 0 is told what came of it."""
-    words = _Words(world)
-    places = [Place(**said) for said in words.gather(asdict(_place(world)))]
-    hosts = hosts_of(places)
-    sizes = words.gather([asdict(one) for one in _sizes(world, config, len(hosts[0]))])[0]
-    alone, shared = (Sizes(**one) for one in sizes)
-    whole = Assembly(config, places, alone, shared)
-    part = _Part(world, config, hosts, words, whole, watch)
+def probe(world: World, config: ProbeConfig, on_phase: PhaseCallback) -> ProbeResult | None:
+    """Measure the hardware and return the result on rank 0, None elsewhere. Collective over the
+    world."""
+    store_gather = _StoreGather(world)
+    hardware = [
+        RankHardware(**fields) for fields in store_gather.gather(asdict(_rank_hardware(world)))
+    ]
+    hosts = ranks_by_host(hardware)
+    own_sizes = _choose_sizes(world, config, len(hosts[0]))
+    sizes = store_gather.gather([asdict(item) for item in own_sizes])[0]
+    one_rank, all_ranks = (Sizes(**fields) for fields in sizes)
+    builder = ClusterBuilder(config, hardware, one_rank, all_ranks)
+    rank_probe = _RankProbe(world, config, hosts, store_gather, builder, on_phase)
     threads = torch.get_num_threads()
     try:
-        repeats = [part.measure() for _ in range(config.repeats)]
+        repeats = [rank_probe.measure() for _ in range(config.repeats)]
     finally:
         torch.set_num_threads(threads)
-    notes = words.gather(part.notes)
-    if not world.leads:
+    notes = store_gather.gather(rank_probe.notes)
+    if not world.is_rank_zero:
         return None
     by_rank = [medians([repeat[rank] for repeat in repeats]) for rank in range(world.size)]
-    return Found(
-        whole.cluster(by_rank),
-        [whole.cluster(repeat) for repeat in repeats],
-        sorted(_spreads(repeats)),
+    return ProbeResult(
+        builder.build(by_rank),
+        [builder.build(repeat) for repeat in repeats],
+        sorted(_relative_ranges(repeats)),
         [note for several in notes for note in dict.fromkeys(several)],
     )
 
 
-def _sizes(world: World, config: ProbeConfig, ranks_each: int) -> list[Sizes]:
-    """What one rank with all cores, and what all at once have to do, so many of each host: rank 0
-    tries it out."""
-    if not world.leads:
+def _choose_sizes(world: World, config: ProbeConfig, ranks_per_host: int) -> list[Sizes]:
+    """Return the sizes for one rank with all cores and for all ranks at once, on rank 0; []
+    elsewhere."""
+    if not world.is_rank_zero:
         return []
     cpu, share_s, cores = torch.device("cpu"), _share_s(config), devices.num_cores()
-    asked = (config.dtypes, config.largest, config.copy_bytes)
-    is_cpu = world.device == cpu  # Whose cores a rank computes with; to a GPU they are nothing.
-    threads_each = max(1, cores // ranks_each) if is_cpu else 1
-    shared = compute.suitable(world.device, *asked, share_s, threads_each)
+    options = (config.dtypes, config.largest_side, config.copy_bytes)
+    is_cpu = world.device == cpu  # Threads only matter to ranks on a CPU.
+    threads_per_rank = max(1, cores // ranks_per_host) if is_cpu else 1
+    shared = compute.choose_sizes(world.device, *options, share_s, threads_per_rank)
     if is_cpu:
-        return [replace(shared, slots=compute.slots_for(cores)), shared]
-    return [compute.suitable(cpu, None, None, None, share_s, cores), shared]
+        return [replace(shared, min_groups=compute.num_groups_for(cores)), shared]
+    return [compute.choose_sizes(cpu, None, None, None, share_s, cores), shared]
 
 
 def _share_s(config: ProbeConfig) -> float:
-    """Seconds for one part in one repeat."""
-    return config.seconds / config.repeats / len(_PARTS)
+    """Return the seconds for one phase of one repeat."""
+    return config.seconds / config.repeats / len(_PHASES)
 
 
-def _spreads(repeats: list[list[Figures]]) -> list[float]:
-    """How far the repeats lie apart, for every number that any rank measured."""
+def _relative_ranges(repeats: list[list[Figures]]) -> list[float]:
+    """Return the relative range over the repeats of every measured number."""
     return [
-        spread(values)
+        relative_range(values)
         for ranks in zip(*repeats, strict=True)
         for name in ranks[0]
         for values in zip(*(figures[name] for figures in ranks), strict=True)
@@ -109,94 +113,103 @@ def _spreads(repeats: list[list[Figures]]) -> list[float]:
 
 
 @dataclass
-class _Part:
-    """One rank's part."""
-
+class _RankProbe:
     world: World
     config: ProbeConfig
     hosts: list[list[int]]
-    words: _Words
-    whole: Assembly
-    watch: Watch
+    store_gather: _StoreGather
+    builder: ClusterBuilder
+    on_phase: PhaseCallback
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
-        (self.mine,) = [ranks for ranks in self.hosts if self.world.rank in ranks]
+        (self.host_ranks,) = [ranks for ranks in self.hosts if self.world.rank in ranks]
         self.share_s = _share_s(self.config)
 
     def measure(self) -> list[Figures]:
-        """Everything once; the figures of all ranks."""
-        found: Figures = {}
-        work = (self._alone, self._shared, self._links, self._disks)
-        for name, measured in zip(_PARTS, work, strict=True):
-            self.words.gather(None)  # Whoever waits here leaves the cores to those who measure.
-            self.watch(name)
-            found |= measured()
-        return list(self.words.gather(found))
+        """Run all phases once and return the figures of all ranks."""
+        figures: Figures = {}
+        measurements = (
+            self._measure_one_rank,
+            self._measure_all_ranks,
+            self._measure_links,
+            self._measure_disks,
+        )
+        for name, measure in zip(_PHASES, measurements, strict=True):
+            # A rank that waits here leaves its cores to the ranks that measure.
+            self.store_gather.gather(None)
+            self.on_phase(name)
+            figures |= measure()
+        return list(self.store_gather.gather(figures))
 
-    def _alone(self) -> Figures:
-        if self.world.rank != self.mine[0]:
+    def _measure_one_rank(self) -> Figures:
+        if self.world.rank != self.host_ranks[0]:
             return {}
         torch.set_num_threads(devices.num_cores())
         cpu = torch.device("cpu")
-        return _under("alone ", compute.measure(cpu, self.whole.alone, self.share_s, lambda: None))
+        return _add_prefix(
+            "alone ", compute.measure(cpu, self.builder.one_rank_sizes, self.share_s, lambda: None)
+        )
 
-    def _shared(self) -> Figures:
-        torch.set_num_threads(max(1, devices.num_cores() // len(self.mine)))
+    def _measure_all_ranks(self) -> Figures:
+        torch.set_num_threads(max(1, devices.num_cores() // len(self.host_ranks)))
         if self.world.device.type == "cpu" and max(map(len, self.hosts)) == 1:
-            return {}  # That was measured already.
-        sizes, meet = self.whole.shared, self.world.barrier
-        return _under("shared ", compute.measure(self.world.device, sizes, self.share_s, meet))
+            return {}  # `_measure_one_rank` has measured this.
+        sizes, barrier = self.builder.all_ranks_sizes, self.world.barrier
+        return _add_prefix(
+            "shared ", compute.measure(self.world.device, sizes, self.share_s, barrier)
+        )
 
-    def _links(self) -> Figures:
+    def _measure_links(self) -> Figures:
         if self.world.size == 1 or not self.config.links:
             return {}
         return links.measure(self.world, self.hosts, self.config.message_bytes, self.share_s)
 
-    def _disks(self) -> Figures:
-        found: Figures = {}
-        if self.world.rank != self.mine[0]:
-            return found
+    def _measure_disks(self) -> Figures:
+        figures: Figures = {}
+        if self.world.rank != self.host_ranks[0]:
+            return figures
         for path in self.config.disks:
             share_s = self.share_s / len(self.config.disks)
             try:
-                figures = disks.measure(Path(path), self.config.disk_bytes, share_s)
-            except disks.NoDirectAccess as refusal:
-                self.notes.append(str(refusal))
+                measured = disks.measure(Path(path), self.config.disk_bytes, share_s)
+            except disks.NoDirectIO as error:
+                self.notes.append(str(error))
             else:
-                found |= _under(f"disk {path} ", figures)
-        return found
+                figures |= _add_prefix(f"disk {path} ", measured)
+        return figures
 
 
-class _Words:
-    """What ranks tell one another through the store: waiting for it costs no core."""
+class _StoreGather:
+    """All-gather through the store; waiting in it uses no CPU time."""
 
     def __init__(self, world: World) -> None:
         self._world, self._rank, self._size = world, world.rank, world.size
         self._store = PrefixStore("probe", world.store)
-        self._said = 0
+        self._num_gathers = 0
 
-    def gather(self, word: Any) -> list[Any]:
-        """Every rank's `word`, which is JSON, by rank."""
-        self._said += 1
-        self._store.set(f"{self._said}/{self._rank}", json.dumps(word))
-        names = [f"{self._said}/{rank}" for rank in range(self._size)]
-        if not self._world.await_words(self._store, names):
+    def gather(self, message: Any) -> list[Any]:
+        """Return the JSON `message` of every rank, ordered by rank."""
+        self._num_gathers += 1
+        self._store.set(f"{self._num_gathers}/{self._rank}", json.dumps(message))
+        names = [f"{self._num_gathers}/{rank}" for rank in range(self._size)]
+        if not self._world.wait_for_keys(self._store, names):
             raise StoreError(
-                f"no word from some rank for {self._world.deadline}: see that all live"
+                f"some ranks did not answer within {self._world.timeout}; "
+                "check that all of them run"
             )
         return [json.loads(self._store.get(name)) for name in names]
 
 
-def _under(prefix: str, figures: Figures) -> Figures:
+def _add_prefix(prefix: str, figures: Figures) -> Figures:
     return {f"{prefix}{name}": values for name, values in figures.items()}
 
 
-def _place(world: World) -> Place:
+def _rank_hardware(world: World) -> RankHardware:
     cpu = torch.device("cpu")
-    return Place(
+    return RankHardware(
         host=platform.node() or "localhost", cpu=devices.model(cpu), cores=devices.num_cores(),
-        host_bytes=devices.host_bytes(), kind=devices.kind(world.device),
+        host_bytes=devices.host_memory_bytes(), kind=devices.kind(world.device),
         model=devices.model(world.device), device_bytes=devices.memory_bytes(world.device),
         fabric="infiniband" if Path("/sys/class/infiniband").exists() else "ethernet",
     )  # fmt: skip

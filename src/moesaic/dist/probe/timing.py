@@ -1,4 +1,4 @@
-"""Medians, lines and spreads of measured times. No torch."""
+"""Timing of calls, and medians, line fits and ranges of measured times. No torch."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from dataclasses import dataclass
 from statistics import median
 
 Clock = Callable[[], float]
-"""Seconds, all work that was asked for before being done."""
+"""Clock in seconds that first waits for all launched work."""
 Figures = dict[str, list[float]]
-"""What a rank measured: numbers by name, of the same names and lengths in every repeat."""
+"""Measurements of a rank: numbers by name, with the same names and lengths in every repeat."""
 
 _SHORTEST_SAMPLE_S = 1e-4
-"""Calls that take less are timed several at once: reading a clock takes time too."""
-_MOST_CALLS = 1000
-_LEAST_SAMPLES = 2
+"""Shorter calls are timed several at once, because reading the clock takes time."""
+_MAX_CALLS = 1000
+_MIN_SAMPLES = 2
 
 
-def seconds(work: Callable[[], object], clock: Clock, budget_s: float) -> float:
-    """What one call of `work` takes: the median of as many samples as `budget_s` has room for."""
-    work()  # The first call makes what later ones find: threads, caches, kernels.
+def time_call(work: Callable[[], object], clock: Clock, budget_s: float) -> float:
+    """Return the seconds of one call of `work`: the median of all samples within `budget_s`."""
+    work()  # Warm up threads, caches and compiled kernels.
     once = _sample(work, clock, 1)
-    calls = max(1, min(_MOST_CALLS, math.ceil(_SHORTEST_SAMPLE_S / max(once, 1e-9))))
+    calls = max(1, min(_MAX_CALLS, math.ceil(_SHORTEST_SAMPLE_S / max(once, 1e-9))))
     samples = [once] if calls == 1 else []
-    until = clock() + budget_s
-    while len(samples) < _LEAST_SAMPLES or clock() < until:
+    deadline = clock() + budget_s
+    while len(samples) < _MIN_SAMPLES or clock() < deadline:
         samples.append(_sample(work, clock, calls))
     return median(samples)
 
 
 @dataclass(frozen=True)
-class Meetings:
-    """Calls of several ranks that meet in them, each after work of a rank's own."""
+class CollectiveTimes:
+    """Times of collective calls, each after computation on the rank."""
 
-    own_s: list[float]
-    """What its own work before each call took."""
+    compute_s: list[float]
+    """Seconds of the computation before each call."""
     calls_s: list[float]
-    """What each call took, waiting for who comes later included."""
+    """Seconds of each call, including the wait for later ranks."""
 
 
-def together(
+def time_collective(
     work: Callable[[], object], clock: Clock, agree: Callable[[int], int], budget_s: float,
-    own: Callable[[], object] = lambda: None,
-) -> Meetings:  # fmt: skip
-    """What a call takes of several ranks that meet in it, after work of their `own`.
+    compute: Callable[[], object] = lambda: None,
+) -> CollectiveTimes:  # fmt: skip
+    """Time a collective call after each rank's `compute`.
 
-    Of such calls some are fast and others wait for a thread to be woken, or for a rank that comes
-    late, so that their median is one or the other by chance, and a step pays for all: mean them.
+    Some calls are fast, others wait for a thread to wake or for a late rank. A median would pick
+    one of the two by chance, but a training step pays for both, so callers take the mean.
 
     Args:
-        work: what ranks do together.
-        clock: reads the time.
-        agree: turns one rank's number of calls into all's.
-        budget_s: about how long to go on.
-        own: what each does by itself.
+        work: collective call.
+        clock: clock in seconds.
+        agree: returns one rank's number of calls on all ranks.
+        budget_s: approximate duration in seconds.
+        compute: computation of each rank before the call.
     """
 
-    def meet(times: int) -> Meetings:
-        own_s, calls_s = [], []
+    def call(times: int) -> CollectiveTimes:
+        compute_s, calls_s = [], []
         for _ in range(times):
             start = clock()
-            own()
-            came = clock()
+            compute()
+            ready = clock()
             work()
-            own_s.append(came - start)
-            calls_s.append(clock() - came)
-        return Meetings(own_s, calls_s)
+            compute_s.append(ready - start)
+            calls_s.append(clock() - ready)
+        return CollectiveTimes(compute_s, calls_s)
 
     work()
     start = clock()
-    meet(1)
+    call(1)
     wanted = int(budget_s / max(clock() - start, 1e-9))
-    return meet(agree(max(_LEAST_SAMPLES + 1, min(_MOST_CALLS, wanted))))
+    return call(agree(max(_MIN_SAMPLES + 1, min(_MAX_CALLS, wanted))))
 
 
 def _sample(work: Callable[[], object], clock: Clock, calls: int) -> float:
@@ -83,42 +83,44 @@ def _sample(work: Callable[[], object], clock: Clock, calls: int) -> float:
     return (clock() - start) / calls
 
 
-def line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Latency and seconds a byte of the line that differs least from the points.
+def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
+    """Return latency and seconds per byte of the line with the smallest sum of relative errors.
 
-    Differences count relative to the times and none is squared, so that the best line goes through
-    two of the points, and one bad point does not move it.
+    Errors are not squared, so the best line passes through two of the points, and one outlier does
+    not move it.
     """
-    best = (times[0], times[-1] / sizes[-1])  # Of no line, as where times do not rise.
+    best = (times[0], times[-1] / sizes[-1])  # Fallback, for times that do not rise.
     least = math.inf
-    for one, two in itertools.combinations(range(len(sizes)), 2):
-        slope = (times[two] - times[one]) / (sizes[two] - sizes[one])
-        start = times[one] - slope * sizes[one]
+    for first, second in itertools.combinations(range(len(sizes)), 2):
+        slope = (times[second] - times[first]) / (sizes[second] - sizes[first])
+        start = times[first] - slope * sizes[first]
         if slope <= 0 or start <= 0:
             continue
-        off = sum(
+        error = sum(
             abs(start + slope * size - time) / time for size, time in zip(sizes, times, strict=True)
         )
-        if off < least:
-            best, least = (start, slope), off
+        if error < least:
+            best, least = (start, slope), error
     return best
 
 
-def medians(found: Sequence[Figures]) -> Figures:
-    """Point by point the median of what several ranks, or repeats, found."""
+def medians(measured: Sequence[Figures]) -> Figures:
+    """Return the medians over several ranks or repeats, number by number."""
     return {
-        name: [median(values) for values in zip(*(one[name] for one in found), strict=True)]
-        for name in found[0]
+        name: [
+            median(values) for values in zip(*(figures[name] for figures in measured), strict=True)
+        ]
+        for name in measured[0]
     }
 
 
-def spread(values: Sequence[float]) -> float:
-    """How far repeats of one figure lie apart, as a share of their median."""
+def relative_range(values: Sequence[float]) -> float:
+    """Return the range of repeated measurements relative to their median."""
     return (max(values) - min(values)) / median(values)
 
 
-def powers(first: int, last: int, factor: int) -> list[int]:
-    """From `first` by `factor` up to `last`, which is among them in any case."""
+def geometric_sizes(first: int, last: int, factor: int) -> list[int]:
+    """Return `first`, `first * factor`, ... below `last`, and `last`."""
     return [*itertools.takewhile(lambda size: size < last, _geometric(first, factor)), last]
 
 

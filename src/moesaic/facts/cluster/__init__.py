@@ -1,4 +1,4 @@
-"""The cluster: everything there is to run on, in one TOML file."""
+"""The cluster: hosts, devices, disks and links to run on, in one TOML file."""
 
 from moesaic.facts.cluster.calibration import Calibration
 from moesaic.facts.cluster.cluster import (
@@ -6,52 +6,52 @@ from moesaic.facts.cluster.cluster import (
     Collective,
     Device,
     Disk,
+    ElementwiseKernel,
     Host,
     Link,
+    LinkProperties,
     Matmul,
-    Passes,
-    Wire,
 )
-from moesaic.facts.cluster.curves import Curve, Grid, Heads
-from moesaic.facts.cluster.file import cluster_of, load_cluster, with_calibration
+from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
+from moesaic.facts.cluster.file import load_cluster, parse_cluster, replace_calibration
 from moesaic.facts.cluster.places import (
     Hop,
     Place,
     device_at,
     device_models,
-    doubtful,
-    inside,
-    path,
-    place,
+    intra_host_link,
+    links_between,
+    place_ranks,
     price_per_hour,
     route,
+    unit_warnings,
 )
 
 __all__ = [
+    "AttentionTimes",
     "Calibration",
     "Cluster",
     "Collective",
     "Curve",
     "Device",
     "Disk",
+    "ElementwiseKernel",
     "Grid",
-    "Heads",
     "Hop",
     "Host",
     "Link",
+    "LinkProperties",
     "Matmul",
-    "Passes",
     "Place",
-    "Wire",
-    "cluster_of",
     "device_at",
     "device_models",
-    "doubtful",
-    "inside",
+    "intra_host_link",
+    "links_between",
     "load_cluster",
-    "path",
-    "place",
+    "parse_cluster",
+    "place_ranks",
     "price_per_hour",
+    "replace_calibration",
     "route",
-    "with_calibration",
+    "unit_warnings",
 ]

@@ -1,4 +1,4 @@
-"""What runs have shown of a cluster's figures: factors that predictions multiply its times by."""
+"""Calibration of a cluster: factors from measured runs that correct predicted times."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pydantic import Field
 
 from moesaic.base.config import Section
 
-LEAST, MOST = 0.25, 4.0
-"""A factor beyond these would say that something other than a figure is wrong."""
+MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
+"""Range of a factor; beyond it, something other than a measured figure is wrong."""
 
 
 class Calibration(Section):
-    """How much longer things took in runs than the cluster's figures say."""
+    """Ratios of times measured in runs to times predicted from the cluster's figures."""
 
     runs: int = Field(ge=1)
-    """Runs that this was learnt from."""
+    """Number of runs that the factors come from."""
     devices: list[str] = Field(min_length=1)
-    """Models of the devices that they ran on; any other computes as its figures say."""
-    products: float = Field(ge=LEAST, le=MOST)
-    """Times of matrix products and attention are multiplied by this."""
-    passes: float = Field(ge=LEAST, le=MOST)
-    """Times of passes over memory, and of exponentials and the like."""
-    messages: float = Field(ge=LEAST, le=MOST)
-    """Times of messages between ranks."""
+    """Models of the devices of these runs; other devices are not corrected."""
+    matmul: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
+    """Factor on times of matmuls and attention."""
+    elementwise: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
+    """Factor on times of elementwise kernels."""
+    collectives: float = Field(ge=MIN_FACTOR, le=MAX_FACTOR)
+    """Factor on times of collectives."""

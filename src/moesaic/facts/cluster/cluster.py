@@ -1,8 +1,8 @@
-"""The cluster: what there is to run on, measured or written by hand.
+"""The cluster model: hosts, devices, disks and links, measured or written by hand.
 
-A host has devices (those of one kind in one entry) and disks; a link joins two hosts, or the
-devices of one. Speeds stand in it as they were measured; what was not measured is worked out from
-peaks by whoever asks for a time. Units are bytes, seconds, flops.
+A host has devices (one entry for each kind) and disks. A link joins two hosts, or the devices of
+one. Measured times are stored as measured; without them, the cost model derives times from peaks.
+Units are bytes, seconds and flops.
 """
 
 from __future__ import annotations
@@ -19,232 +19,236 @@ from moesaic.base import keys
 from moesaic.base.config import Section
 from moesaic.base.errors import ClusterError
 from moesaic.facts.cluster.calibration import Calibration
-from moesaic.facts.cluster.curves import Curve, Grid, Heads
+from moesaic.facts.cluster.curves import AttentionTimes, Curve, Grid
 
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class Matmul(Section):
-    """How fast a device multiplies matrices of one type."""
+    """Matmul speed of a device for one dtype."""
 
     dtype: DType
-    """Type of the factors."""
+    """Dtype of the factors."""
     flops: float = Field(gt=0)
-    """Flops a second of large products, two for each multiplication."""
-    products: Grid | None = None
-    """Measured times; unset: large products run at `flops`, small ones are bound by memory."""
-    slots: Grid | None = None
-    """Measured times of each of many products that are done together, as those of experts are;
-    unset: as any product's."""
-    attention: Heads | None = None
-    """Measured times of attention; unset: by its products."""
+    """Flops a second of large matmuls, two for each multiply-add."""
+    times: Grid | None = None
+    """Measured times; unset: `flops` for large matmuls, memory bandwidth for small ones."""
+    grouped_times: Grid | None = None
+    """Measured times of one matmul in a grouped matmul, as of experts; unset: those of a single
+    matmul."""
+    attention: AttentionTimes | None = None
+    """Measured times of attention; unset: those of its matmuls."""
 
 
-class Passes(Section):
-    """How fast kernels of one kind pass over memory."""
+class ElementwiseKernel(Section):
+    """Measured speed of one kind of elementwise kernel."""
 
     kind: Literal["norm", "scale", "adamw"]
-    """norm: sums of squares; scale: numbers multiplied in place; adamw: its update, fused."""
+    """Kind of kernel. norm: sum of squares; scale: multiplication in place; adamw: fused update."""
     times: Curve
     """Measured seconds by the bytes that are read and written."""
 
 
 class Collective(Section):
-    """Measured times of one operation of several ranks."""
+    """Measured times of one collective."""
 
     name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-    """Which operation; send: a message from one rank to another."""
+    """Collective; send: a message from one rank to another."""
     ranks: int = Field(ge=2)
     """Ranks that took part."""
     times: Curve
-    """Seconds by the bytes that a rank holds before it (all_gather: after it; send: who sends)."""
+    """Seconds by the bytes on a rank before it (all_gather: after it; send: on the sender)."""
 
 
 class Device(Section):
     """Devices of one kind on one host."""
 
     kind: Literal["cpu", "gpu", "npu", "xpu"]
-    """cpu: a share of the host's cores; npu: Ascend and its like; xpu: Kunlun and its like."""
+    """Kind of device. cpu: a share of the host's cores; npu: Ascend and similar; xpu: Kunlun and
+    similar."""
     model: str
-    """What it is called."""
+    """Name of the model."""
     count: int = Field(default=1, ge=1, le=1 << 16)
-    """How many there are; of a CPU, how many ranks share its cores."""
+    """Number of devices; for a CPU, ranks that share its cores."""
     threads: int = Field(default=1, ge=1)
-    """Threads of a rank, of a CPU."""
+    """Threads per rank (CPU only)."""
     memory_bytes: float = Field(gt=0)
-    """Memory of one, in bytes; of a CPU, the share of one rank."""
+    """Memory of one device, in bytes; for a CPU, the share of one rank."""
     memory_bandwidth: float = Field(gt=0)
-    """Bytes a second between one and its memory, read and written, while all are busy."""
-    streams: Curve | None = None
-    """Measured seconds to read and write bytes, what is read having just been written; unset: by
+    """Bytes a second that one device reads and writes in its memory while all are busy."""
+    memory_times: Curve | None = None
+    """Measured seconds to read and write bytes that were just written; unset: by
     `memory_bandwidth`."""
-    passes: list[Passes] = Field(default_factory=list)
-    """Measured times of kernels that are unlike most; unset: by `streams`."""
-    call_s: float = Field(default=5e-6, ge=0)
-    """Seconds that any operation takes, however small."""
-    special_s: float = Field(default=0.0, ge=0)
-    """Seconds that an exponential, or the like, of one number takes beyond a pass over it."""
+    elementwise: list[ElementwiseKernel] = Field(default_factory=list)
+    """Measured times of special elementwise kernels; unset: by `memory_times`."""
+    launch_s: float = Field(default=5e-6, ge=0)
+    """Seconds of the smallest operation."""
+    transcendental_s: float = Field(default=0.0, ge=0)
+    """Seconds per element that an exponential or similar function adds to an elementwise kernel."""
     matmul: list[Matmul] = Field(min_length=1)
-    """Speeds of one while all are busy, an entry for each type of number."""
+    """Matmul speeds of one device while all are busy, one entry per dtype."""
     price_per_hour: float = Field(default=0.0, ge=0)
-    """Of one, for an hour, in any one currency."""
+    """Price of one device for an hour, in any one currency."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Device:
-        twice = _twice([one.dtype for one in self.matmul])
-        if twice is not None:
-            raise ValueError(f"matmul has two speeds for {twice}: keep one")
-        twice = _twice([one.kind for one in self.passes])
-        if twice is not None:
-            raise ValueError(f"passes has two curves for {twice}: keep one")
+        duplicate = _first_duplicate([one.dtype for one in self.matmul])
+        if duplicate is not None:
+            raise ValueError(f"matmul has two speeds for {duplicate}: keep one")
+        duplicate = _first_duplicate([one.kind for one in self.elementwise])
+        if duplicate is not None:
+            raise ValueError(f"elementwise has two curves for {duplicate}: keep one")
         return self
 
-    def times_of(self, kind: str) -> Curve | None:
-        """Measured times of passes of `kind`."""
-        for one in self.passes:
+    def elementwise_times(self, kind: str) -> Curve | None:
+        """Return the measured times of elementwise kernels of `kind`, if any."""
+        for one in self.elementwise:
             if one.kind == kind:
                 return one.times
-        return self.streams
+        return self.memory_times
 
-    def speed(self, dtype: str) -> Matmul:
-        """How fast this device multiplies `dtype`."""
+    def matmul_speed(self, dtype: str) -> Matmul:
+        """Return the matmul speed for `dtype`; raise ClusterError if there is none."""
         for one in self.matmul:
             if one.dtype == dtype:
                 return one
         known = ", ".join(one.dtype for one in self.matmul)
         raise ClusterError(
-            f"{dtype} products are asked of device '{self.model}', which has speeds for {known} "
-            f'alone: add a [[hosts.devices.matmul]] with dtype = "{dtype}" to those, for a list '
-            "of your own goes in the place of a preset's, or plan for another device"
+            f"device '{self.model}' has matmul speeds for {known}, not for {dtype}: add "
+            f'[[hosts.devices.matmul]] with dtype = "{dtype}" to these (a list in the file '
+            "replaces a preset's), or plan for another device"
         )
 
 
 class Disk(Section):
-    """A disk, by what was measured on it without the page cache."""
+    """A disk, with speeds measured without the page cache."""
 
     path: str
-    """A directory on it."""
+    """Directory on the disk."""
     read: float = Field(gt=0)
-    """Bytes a second, one after another."""
+    """Bytes a second of sequential reads."""
     write: float = Field(gt=0)
-    """Bytes a second, one after another, on disk when done."""
+    """Bytes a second of sequential writes, flushed to disk."""
     random_read: float = Field(gt=0)
-    """Bytes a second of blocks of `block_bytes` in no order."""
+    """Bytes a second of random reads of `block_bytes`."""
     random_write: float = Field(gt=0)
-    """Bytes a second of such blocks written, on disk when done."""
+    """Bytes a second of random writes of `block_bytes`, flushed to disk."""
     mixed: float = Field(gt=0)
-    """Bytes a second of half reads, half writes, in no order."""
+    """Bytes a second of random reads and writes in equal numbers."""
     block_bytes: int = Field(default=4096, ge=1)
-    """Size of a block, in bytes."""
+    """Bytes of a random read or write."""
 
 
 class Host(Section):
     """One machine."""
 
     name: str
-    """Its name, unique."""
+    """Name, unique in the cluster."""
     memory_bytes: float = Field(gt=0)
-    """Its main memory, in bytes."""
+    """Main memory, in bytes."""
     devices: list[Device] = Field(min_length=1)
-    """What it computes with. Several entries of kind cpu are ways to share the same cores."""
+    """Devices. Several entries of kind cpu are alternative ways to share the same cores."""
     disks: list[Disk] = Field(default_factory=list)
-    """Its disks."""
+    """Disks of the host."""
     price_per_hour: float = Field(default=0.0, ge=0)
-    """Of the machine, for an hour, whatever part of it is used; its devices' prices come on top."""
+    """Price of the whole host for an hour, even if partly used; prices of devices are added."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Host:
         if "*" in self.name:
             raise ValueError(
-                f'name = "{self.name}" holds a *, by which links name many: leave it out'
+                f'name = "{self.name}" has a *, which links use as a wildcard: remove it'
             )
-        shares = _twice([device.count for device in self.devices if device.kind == "cpu"])
-        if shares is not None:
-            raise ValueError(f"two devices of kind cpu have count = {shares}: keep one")
+        count = _first_duplicate([device.count for device in self.devices if device.kind == "cpu"])
+        if count is not None:
+            raise ValueError(f"two devices of kind cpu have count = {count}: keep one")
         return self
 
 
-class Wire(Section):
-    """What joins the devices of one host, or two hosts."""
+class LinkProperties(Section):
+    """Speed of a link inside one host or between two."""
 
     kind: str
-    """A word for what it is, such as nvlink, pcie, ethernet, infiniband or loopback."""
+    """Kind of link, such as nvlink, pcie, ethernet, infiniband or loopback."""
     latency_s: float = Field(ge=0)
-    """Seconds that the smallest message takes."""
+    """Seconds of the smallest message."""
     bandwidth: float = Field(gt=0)
-    """Bytes a second, one way: of one device inside a host, of a whole host between hosts."""
+    """Bytes a second in one direction: per device inside a host, per host between hosts."""
     duplex: bool = True
-    """Whether both ways run at once at that speed."""
+    """True if both directions have this speed at the same time."""
     shared: bool = False
-    """Whether all that it joins share that speed, as on a bus or behind a narrow switch."""
+    """True if all ends of the link share this speed, as on a bus or behind a narrow switch."""
     collectives: list[Collective] = Field(default_factory=list)
-    """Measured times of whole operations over it, from when the last rank comes; unset: by latency
-    and bandwidth."""
+    """Measured times of collectives, from the arrival of the last rank; unset: by latency and
+    bandwidth."""
     skew_s: float = Field(default=0.0, ge=0)
-    """Seconds by which the last of equal ranks is later than computing alone takes, where they
-    compute for one second between operations; of other times it is as their square root."""
+    """Seconds that the slowest of equal ranks lags behind after one second of compute between
+    collectives. The lag grows with the square root of that time."""
 
     @model_validator(mode="after")
-    def _measured_once(self) -> Self:
-        twice = _twice([f"{one.name} of {one.ranks} ranks" for one in self.collectives])
-        if twice is not None:
-            raise ValueError(f"collectives has two curves for {twice}: keep one")
+    def _check_collectives(self) -> Self:
+        duplicate = _first_duplicate(
+            [f"{one.name} of {one.ranks} ranks" for one in self.collectives]
+        )
+        if duplicate is not None:
+            raise ValueError(f"collectives has two curves for {duplicate}: keep one")
         return self
 
 
-class Link(Wire):
-    """A wire and what it joins, the same both ways."""
+class Link(LinkProperties):
+    """A link and its two ends, the same in both directions."""
 
     ends: list[str] = Field(min_length=2, max_length=2)
     """Names of two hosts; the same name twice: between the devices of that host. A name with `*`
-    stands for all hosts that match: each of the first end is joined to each other of the second."""
+    matches many hosts: each match of the first end is linked to each other match of the second."""
 
 
 class Cluster(Section):
-    """Everything there is to run on."""
+    """All hosts and links to run on."""
 
     name: str
-    """What it is called."""
+    """Name of the cluster."""
     hosts: list[Host] = Field(min_length=1)
-    """Its machines."""
+    """Hosts of the cluster."""
     links: list[Link] = Field(default_factory=list)
-    """What joins them."""
+    """Links inside and between hosts."""
     calibration: Calibration | None = None
-    """What runs have shown of these figures."""
+    """Corrections of predicted times from measured runs."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Cluster:
-        twice = _twice([host.name for host in self.hosts])
-        if twice is not None:
-            raise ValueError(f'two hosts are called "{twice}": give each a name of its own')
+        duplicate = _first_duplicate([host.name for host in self.hosts])
+        if duplicate is not None:
+            raise ValueError(f'two hosts are named "{duplicate}": give each its own name')
         for index, link in enumerate(self.links):
             for end in link.ends:
-                if not self.matches[end]:
+                if not self.hosts_of_end[end]:
                     names = list(self.by_name)
-                    remedy = keys.choose(end, names, f"one of {keys.show(names)}")
+                    remedy = keys.suggest_choice(end, names, f"one of {keys.show(names)}")
                     raise ValueError(
                         f"links[{index}].ends = {keys.show(link.ends)}: "
-                        f"no host is called {keys.show(end)}: {remedy}"
+                        f"no host has the name {keys.show(end)}: {remedy}"
                     )
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other hosts or links, say: it works out anew what follows from them."""
+        """Return a copy with `update` applied and without the cached properties."""
         copied = super().model_copy(update=update, deep=deep)
-        for worked_out in ("by_name", "matches", "touching"):
-            copied.__dict__.pop(worked_out, None)
+        for cached in ("by_name", "hosts_of_end", "links_of_host"):
+            copied.__dict__.pop(cached, None)
         return copied
 
     @cached_property
     def by_name(self) -> dict[str, Host]:
-        """The hosts by their names."""
+        """Hosts by name."""
         return {host.name: host for host in self.hosts}
 
     @cached_property
-    def matches(self) -> dict[str, dict[str, None]]:
-        """Names of hosts, in their order, by the ends of links that stand for them."""
+    def hosts_of_end(self) -> dict[str, dict[str, None]]:
+        """Host names that match each end of a link, in their order."""
         ends = dict.fromkeys(end for link in self.links for end in link.ends)
-        exact = {end: {end: None} for end in ends if end in self.by_name}  # Mostly, and fast.
+        # Most ends are exact names, which need no pattern.
+        exact = {end: {end: None} for end in ends if end in self.by_name}
         patterns = {
             end: dict.fromkeys(filter(_pattern(end).fullmatch, self.by_name))
             for end in ends
@@ -253,26 +257,27 @@ class Cluster(Section):
         return {**exact, **patterns}
 
     @cached_property
-    def touching(self) -> dict[str, list[Link]]:
-        """The links that end at each host, in their order."""
+    def links_of_host(self) -> dict[str, list[Link]]:
+        """Links of each host, in their order."""
         found: dict[str, list[Link]] = {name: [] for name in self.by_name}
         for link in self.links:
-            first, second = (self.matches[end] for end in link.ends)
+            first, second = (self.hosts_of_end[end] for end in link.ends)
             for name in {**first, **second}:
                 found[name].append(link)
         return found
 
 
 def _pattern(end: str) -> re.Pattern[str]:
-    """What `end` of a link stands for, in which only `*` is more than itself."""
+    """Return the pattern for an `end` of a link, where `*` is the only wildcard."""
     first, *rest = map(re.escape, end.split("*"))
     if not rest:
         return re.compile(first)
-    # What lies between is found where it comes first, and not sought again: it would take forever.
+    # Atomic groups match each middle part at its first position: backtracking would take
+    # exponential time.
     between = "".join(f"(?>.*?{part})" for part in rest[:-1])
     return re.compile(f"{first}{between}.*{rest[-1]}", re.DOTALL)
 
 
-def _twice(values: Sequence[str | int]) -> str | int | None:
-    """A value that stands among `values` more than once, if there is one."""
+def _first_duplicate(values: Sequence[str | int]) -> str | int | None:
+    """Return a value that occurs more than once, or None."""
     return next((value for value, times in Counter(values).items() if times > 1), None)

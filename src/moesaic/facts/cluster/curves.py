@@ -1,8 +1,8 @@
-"""Measured curves: seconds over sizes, read between their points.
+"""Measured curves: seconds by size, interpolated between the measured points.
 
-Between two points time is a straight line over the size, which is exact of a machine that takes so
-long to begin and so long for every byte, or number, or multiplication. Beyond the last point time
-grows with the size; before the first it stays. Of attention all that is said of what a token takes.
+Between two points time is linear in the size, which is exact for a fixed start-up time plus a time
+per byte or operation. Beyond the last point time is proportional to the size; before the first it
+is constant. Attention is interpolated in its time per token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Curve(Section):
     """Seconds by number of bytes."""
 
     num_bytes: list[float] = Field(alias="bytes", min_length=1)
-    """Sizes in bytes, rising; of a copy or a pass, what is read and what is written together."""
+    """Sizes in bytes, ascending; bytes read and written are added up."""
     seconds: list[float] = Field(min_length=1)
-    """Seconds that each of them takes."""
+    """Seconds at each size."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Curve:
@@ -33,22 +33,22 @@ class Curve(Section):
         return self
 
     def at(self, num_bytes: float) -> float:
-        """Seconds for `num_bytes`."""
-        return _read([self.num_bytes], self.seconds, [num_bytes])
+        """Return the seconds for `num_bytes`."""
+        return _interpolate([self.num_bytes], self.seconds, [num_bytes])
 
 
 class Grid(Section):
-    """Seconds of products (rows x inner) @ (inner x columns), over a grid of sizes."""
+    """Seconds of matmuls (rows x inner) @ (inner x columns), over a grid of sizes."""
 
     rows: list[float] = Field(min_length=1)
-    """Sizes of the first factor's first dimension, rising."""
+    """Sizes of the first factor's first dimension, ascending."""
     columns: list[float] = Field(min_length=1)
-    """Sizes of the second factor's last dimension, rising."""
+    """Sizes of the second factor's last dimension, ascending."""
     inner: list[float] = Field(min_length=1)
-    """Sizes of the dimension that is summed over, rising."""
+    """Sizes of the contracted dimension, ascending."""
     seconds: list[float] = Field(min_length=1)
-    """Seconds of one product, the inner dimension counting fastest and the rows slowest; measured
-    ones are the mean of the three ways in which a layer multiplies by such a weight."""
+    """Seconds of one matmul, in the order [rows, columns, inner]. Measured values are means over
+    the three matmuls of such a weight in forward and backward."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Grid:
@@ -60,29 +60,31 @@ class Grid(Section):
         return self
 
     def at(self, rows: float, columns: float, inner: float) -> float:
-        """Seconds of one product."""
-        return _read([self.rows, self.columns, self.inner], self.seconds, [rows, columns, inner])
+        """Return the seconds of one matmul."""
+        return _interpolate(
+            [self.rows, self.columns, self.inner], self.seconds, [rows, columns, inner]
+        )
 
 
-class Heads(Section):
-    """Seconds of attention, one head of one sequence, by the sequence's length."""
+class AttentionTimes(Section):
+    """Seconds of attention for one head of one sequence, by sequence length."""
 
     head_dim: float = Field(gt=0)
     """Width of a head."""
     lengths: list[float] = Field(min_length=1)
-    """Tokens of a sequence, rising."""
+    """Tokens of a sequence, ascending."""
     forward: list[float] = Field(min_length=1)
-    """Seconds of one head's forward pass over one such sequence, where attention is causal."""
+    """Seconds of one head's forward over one sequence, with causal attention."""
     backward: list[float] = Field(min_length=1)
-    """Seconds of its backward pass."""
+    """Seconds of its backward."""
     masked_forward: list[float] | None = None
-    """Seconds of its forward pass with a mask, as documents in one sample need; unset: as much
-    longer as there is more to multiply."""
+    """Seconds of its forward with a mask, for several documents in a sample; unset: longer by the
+    additional multiplications."""
     masked_backward: list[float] | None = None
-    """Seconds of its backward pass with a mask."""
+    """Seconds of its backward with a mask."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Heads:
+    def _consistent(self) -> AttentionTimes:
         _check_axis("lengths", self.lengths)
         for name in ("forward", "backward", "masked_forward", "masked_backward"):
             seconds = getattr(self, name)
@@ -91,26 +93,26 @@ class Heads(Section):
         return self
 
     def at(self, length: float, head_dim: float, *, backward: bool, masked: bool = False) -> float:
-        """Seconds for one head of `head_dim` over `length` tokens."""
+        """Return the seconds for one head of `head_dim` over `length` tokens."""
         seconds = self.backward if backward else self.forward
         known = self.masked_backward if backward else self.masked_forward
-        if masked and known is None:  # A causal pass leaves out all but this share.
+        if masked and known is None:  # Share of the scores that causal attention computes.
             return self.at(length, head_dim, backward=backward) / (0.5 + 0.5 / length)
         if masked and known is not None:
             seconds = known
         each = [time / tokens for time, tokens in zip(seconds, self.lengths, strict=True)]
-        return _read([self.lengths], each, [length]) * length * head_dim / self.head_dim
+        return _interpolate([self.lengths], each, [length]) * length * head_dim / self.head_dim
 
 
-def _read(
+def _interpolate(
     axes: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float]
 ) -> float:
-    """`values` between the points of `axes`, linear in each size; at a point, exactly its value.
+    """Interpolate `values` on the grid of `axes`, linear in each size and exact at grid points.
 
-    Beyond an axis the value grows with the size, before it the value of its first point holds.
+    Beyond an axis the value grows with the size; before it, the first point's value holds.
     """
     beyond = math.prod(max(size / axis[-1], 1.0) for axis, size in zip(axes, sizes, strict=True))
-    places = [_place(axis, size) for axis, size in zip(axes, sizes, strict=True)]
+    places = [_bracket(axis, size) for axis, size in zip(axes, sizes, strict=True)]
     result = 0.0
     for corner in itertools.product((0, 1), repeat=len(axes)):
         weight, flat = 1.0, 0
@@ -121,8 +123,8 @@ def _read(
     return beyond * result
 
 
-def _place(axis: Sequence[float], size: float) -> tuple[int, float]:
-    """The point at or before `size`, and how far it is from there to the next, from 0 to 1."""
+def _bracket(axis: Sequence[float], size: float) -> tuple[int, float]:
+    """Return the index of the point at or before `size`, and the fraction towards the next."""
     size = min(max(size, axis[0]), axis[-1])
     first = bisect_right(axis, size) - 1
     if axis[first] == size:

@@ -1,4 +1,4 @@
-"""Places: which device each rank has, what joins two of them, what they cost."""
+"""Placement of ranks on devices, routes between them, and prices."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from moesaic.base import keys
 from moesaic.base.errors import ClusterError
 from moesaic.facts.cluster.cluster import Cluster, Device, Host, Link
 
-_SMALL = 1e5
-"""Of bytes, bytes a second and operations a second: no machine of today has so few."""
+_MIN_PLAUSIBLE = 1e5
+"""Smallest plausible figure in bytes, bytes a second and operations a second."""
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """Host and device of one rank."""
 
     host: str
-    """The host's name."""
+    """Name of the host."""
     device: int
-    """Which entry of the host's devices."""
+    """Index among the host's device entries."""
     number: int
-    """Which of the devices of that entry, from 0."""
+    """Index among the devices of that entry."""
 
 
 def device_at(cluster: Cluster, place: Place) -> Device:
-    """What a rank at `place` computes with."""
+    """Return the device at `place`."""
     return cluster.by_name[place.host].devices[place.device]
 
 
-def place(cluster: Cluster, num_ranks: int) -> list[Place]:
-    """A place for each rank, filling the hosts in their order.
+def place_ranks(cluster: Cluster, num_ranks: int) -> list[Place]:
+    """Return a place for each rank, filling hosts in their order.
 
-    A host with accelerators gives those; a CPU is shared by as many ranks as come to it.
+    Hosts with accelerators use only those. A CPU is shared by the ranks on its host.
     """
     places: list[Place] = []
     for host in cluster.hosts:
-        places += _fill(host, num_ranks - len(places))
+        places += _place_on_host(host, num_ranks - len(places))
     if len(places) < num_ranks:
         raise ClusterError(
             f"cluster '{cluster.name}' has places for {len(places)} ranks, not for {num_ranks}: "
-            "ask for fewer, or add hosts"
+            "use fewer ranks, or add hosts"
         )
     return places
 
 
 def device_models(cluster: Cluster, num_ranks: int) -> list[str]:
-    """By rank, the model of its device."""
-    return [device_at(cluster, one).model for one in place(cluster, num_ranks)]
+    """Return the device model of each rank."""
+    return [device_at(cluster, one).model for one in place_ranks(cluster, num_ranks)]
 
 
-def _fill(host: Host, num_wanted: int) -> list[Place]:
+def _place_on_host(host: Host, num_wanted: int) -> list[Place]:
     accelerators = (
         Place(host.name, index, number)
         for index, device in enumerate(host.devices)
@@ -61,118 +61,126 @@ def _fill(host: Host, num_wanted: int) -> list[Place]:
     )
     if any(device.kind != "cpu" for device in host.devices):
         return list(itertools.islice(accelerators, num_wanted))
-    ways = {device.count: index for index, device in enumerate(host.devices)}
-    num_ranks = min(num_wanted, max(ways))
-    if num_ranks and num_ranks not in ways:
-        known = keys.listed([str(count) for count in sorted(ways)])
+    entries = {device.count: index for index, device in enumerate(host.devices)}
+    num_ranks = min(num_wanted, max(entries))
+    if num_ranks and num_ranks not in entries:
+        known = keys.join_words([str(count) for count in sorted(entries)])
         raise ClusterError(
-            f"the cores of host '{host.name}' are shared by {known} ranks, not by {num_ranks}: add "
-            f"[[hosts.devices]] of kind cpu with count = {num_ranks}, or change the number of ranks"
+            f"the cores of host '{host.name}' can be shared by {known} ranks, not by {num_ranks}: "
+            f"add [[hosts.devices]] of kind cpu with count = {num_ranks}, or use another "
+            "number of ranks"
         )
-    return [Place(host.name, ways[num_ranks], number) for number in range(num_ranks)]
+    return [Place(host.name, entries[num_ranks], number) for number in range(num_ranks)]
 
 
 class Hop(NamedTuple):
-    """One link on the way from host to host."""
+    """One link of a route between hosts."""
 
     link: Link
-    here: str
-    """The host that it leaves."""
-    there: str
-    """The host that it comes to."""
+    source: str
+    """Host that traffic leaves."""
+    target: str
+    """Host that traffic reaches."""
 
 
-def inside(cluster: Cluster, host: str) -> Link:
-    """What joins the devices of `host`: the widest, if there are several."""
-    own = [link for link in cluster.touching[host] if link.ends == [host, host]]
-    found = max(own, key=lambda link: link.bandwidth, default=None)
-    if found is None:
+def intra_host_link(cluster: Cluster, host: str) -> Link:
+    """Return the link between the devices of `host`, the widest if there are several."""
+    own = [link for link in cluster.links_of_host[host] if link.ends == [host, host]]
+    widest = max(own, key=lambda link: link.bandwidth, default=None)
+    if widest is None:
         raise ClusterError(
-            f"nothing joins the devices of host '{host}': give it link = {{ ... }}, or add "
+            f"host '{host}' has no link between its devices: give it link = {{ ... }}, or add "
             f'[[links]] with ends = ["{host}", "{host}"]'
         )
-    return found
+    return widest
 
 
-def route(cluster: Cluster, here: str, there: str) -> list[Hop]:
-    """The links from one host to another: as few as can be, and of those ways the widest."""
-    direct = [link for link in cluster.touching[here] if _joins(cluster, link, here, there)]
+def route(cluster: Cluster, source: str, target: str) -> list[Hop]:
+    """Return the route between two hosts: the fewest links, and of those routes the widest."""
+    direct = [
+        link for link in cluster.links_of_host[source] if _connects(cluster, link, source, target)
+    ]
     if direct:
-        return [Hop(max(direct, key=lambda link: link.bandwidth), here, there)]
-    reached: dict[str, list[Hop]] = {here: []}
+        return [Hop(max(direct, key=lambda link: link.bandwidth), source, target)]
+    reached: dict[str, list[Hop]] = {source: []}
     edge = reached
-    while edge and there not in reached:
-        edge = _beyond(cluster, edge, reached)
+    while edge and target not in reached:
+        edge = _extend_routes(cluster, edge, reached)
         reached = {**reached, **edge}
-    if there not in reached:
+    if target not in reached:
         raise ClusterError(
-            f"no links lead from host '{here}' to host '{there}': add [[links]] with "
-            f'ends = ["{here}", "{there}"], or ["*", "*"] for a network of all'
+            f"no links lead from host '{source}' to host '{target}': add [[links]] with "
+            f'ends = ["{source}", "{target}"], or ["*", "*"] for a network of all hosts'
         )
-    return reached[there]
+    return reached[target]
 
 
-def path(cluster: Cluster, a: Place, b: Place) -> list[Link]:
-    """The links from `a` to `b`: none for a place and itself, one for two of a host."""
+def links_between(cluster: Cluster, a: Place, b: Place) -> list[Link]:
+    """Return the links from `a` to `b`: none for the same place, one inside a host."""
     if a == b:
         return []
     if a.host == b.host:
-        return [inside(cluster, a.host)]
+        return [intra_host_link(cluster, a.host)]
     return [hop.link for hop in route(cluster, a.host, b.host)]
 
 
-def _joins(cluster: Cluster, link: Link, here: str, there: str) -> bool:
-    first, second = (cluster.matches[end] for end in link.ends)
-    return here != there and (
-        (here in first and there in second) or (here in second and there in first)
+def _connects(cluster: Cluster, link: Link, source: str, target: str) -> bool:
+    first, second = (cluster.hosts_of_end[end] for end in link.ends)
+    return source != target and (
+        (source in first and target in second) or (source in second and target in first)
     )
 
 
-def _beyond(
+def _extend_routes(
     cluster: Cluster, edge: dict[str, list[Hop]], reached: dict[str, list[Hop]]
 ) -> dict[str, list[Hop]]:
-    """The widest ways to all hosts that are one link further than those of `edge`."""
-    found: dict[str, list[Hop]] = {}
-    for here, way in edge.items():
-        for link in cluster.touching[here]:
-            first, second = (cluster.matches[end] for end in link.ends)
-            ends = [*(second if here in first else ()), *(first if here in second else ())]
-            width = min(_width(way), link.bandwidth)
-            for there in ends:
-                if there not in reached and width > (_width(found[there]) if there in found else 0):
-                    found[there] = [*way, Hop(link, here, there)]
-    return found
+    """Return the widest routes to all hosts that are one link beyond those of `edge`."""
+    routes: dict[str, list[Hop]] = {}
+    for source, hops in edge.items():
+        for link in cluster.links_of_host[source]:
+            first, second = (cluster.hosts_of_end[end] for end in link.ends)
+            ends = [*(second if source in first else ()), *(first if source in second else ())]
+            width = min(_bandwidth(hops), link.bandwidth)
+            for target in ends:
+                if target not in reached and width > (
+                    _bandwidth(routes[target]) if target in routes else 0
+                ):
+                    routes[target] = [*hops, Hop(link, source, target)]
+    return routes
 
 
-def _width(way: Sequence[Hop]) -> float:
-    """Bytes a second of a way's narrowest link."""
-    return min((hop.link.bandwidth for hop in way), default=math.inf)
+def _bandwidth(hops: Sequence[Hop]) -> float:
+    """Return the bytes a second of a route's narrowest link."""
+    return min((hop.link.bandwidth for hop in hops), default=math.inf)
 
 
 def price_per_hour(cluster: Cluster, places: Iterable[Place]) -> float:
-    """What an hour of these places costs: their devices, and every host that has one of them."""
-    taken = list(places)
-    hosts = [cluster.by_name[name] for name in sorted({one.host for one in taken})]
-    devices = [device_at(cluster, one) for one in taken]
+    """Return the price of an hour of these places: their devices, and every host that has one."""
+    used = list(places)
+    hosts = [cluster.by_name[name] for name in sorted({one.host for one in used})]
+    devices = [device_at(cluster, one) for one in used]
     return sum(host.price_per_hour for host in hosts) + sum(one.price_per_hour for one in devices)
 
 
-def doubtful(cluster: Cluster) -> list[str]:
-    """A sentence for each kind of figure that is so small that it may be in another unit."""
-    found: dict[str, str] = {}
+def unit_warnings(cluster: Cluster) -> list[str]:
+    """Return a sentence for each kind of figure that is too small for its unit."""
+    warnings: dict[str, str] = {}
 
-    def look(key: str, of: str, value: float, unit: str) -> None:
-        if value < _SMALL:
-            found.setdefault(
-                key, f"{key} = {value:g} of {of} is read as {value:g} {unit}: is it meant so?"
+    def check(key: str, name: str, value: float, unit: str) -> None:
+        if value < _MIN_PLAUSIBLE:
+            warnings.setdefault(
+                key,
+                f"{key} = {value:g} of {name} is read as {value:g} {unit}: check the unit",
             )
 
     for host in cluster.hosts:
         for device in host.devices:
-            look("memory_bytes", f"device '{device.model}'", device.memory_bytes, "bytes")
-            look("memory_bandwidth", f"device '{device.model}'", device.memory_bandwidth, "bytes/s")
+            check("memory_bytes", f"device '{device.model}'", device.memory_bytes, "bytes")
+            check(
+                "memory_bandwidth", f"device '{device.model}'", device.memory_bandwidth, "bytes/s"
+            )
             for one in device.matmul:
-                look("flops", f"{one.dtype} on '{device.model}'", one.flops, "operations a second")
+                check("flops", f"{one.dtype} on '{device.model}'", one.flops, "operations a second")
     for link in cluster.links:
-        look("bandwidth", f"the link of {link.ends}", link.bandwidth, "bytes/s")
-    return list(found.values())
+        check("bandwidth", f"the link of {link.ends}", link.bandwidth, "bytes/s")
+    return list(warnings.values())

@@ -1,8 +1,8 @@
-"""Common hosts as their makers describe them, until they are measured.
+"""Common hosts by their data sheets, until they are measured.
 
-These are peaks that no program reaches; whoever asks for a time takes a share of them. Bandwidths
-of links count one way. A GB counts 1e9 bytes, which is a little less memory than there is. What no
-data sheet says (latencies, main memory of servers that are sold with any) is a round guess.
+The figures are peaks that no program reaches; the cost model takes a share of them. Bandwidths of
+links are for one direction. A GB is 1e9 bytes, slightly less than the real memory. Figures that no
+data sheet has (latencies, main memory) are rough guesses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 Preset = Literal[
     "v100-8", "a100-8", "h100-8", "h200-8", "ascend910-8", "kunlun1-8", "cpu"
 ]  # fmt: skip
-"""Hosts by the names that a file may use."""
+"""Names of presets in a cluster's file."""
 
 _GB, _TERA = 1e9, 1e12
 
@@ -28,15 +28,15 @@ def _device(
 
 
 def _host(
-    memory_gb: float, devices: list[dict[str, Any]], wire: str, latency_s: float, gb: float
+    memory_gb: float, devices: list[dict[str, Any]], link_kind: str, latency_s: float, gb: float
 ) -> dict[str, Any]:
-    link = {"kind": wire, "latency_s": latency_s, "bandwidth": gb * _GB}
+    link = {"kind": link_kind, "latency_s": latency_s, "bandwidth": gb * _GB}
     return {"memory_bytes": memory_gb * _GB, "devices": devices, "link": link}
 
 
 def _cpu(cores: int, memory_gb: float, bandwidth_gb: float, **tera: float) -> list[dict[str, Any]]:
-    """The ways to share `cores`: by one rank, by two, by four, ... by a rank for each core."""
-    ways = [2**power for power in range(cores.bit_length()) if cores % 2**power == 0]
+    """Return the ways to share `cores`: by one rank, by two, by four, ..., by one rank per core."""
+    rank_counts = [2**power for power in range(cores.bit_length()) if cores % 2**power == 0]
     return [
         {
             **_device(
@@ -45,7 +45,7 @@ def _cpu(cores: int, memory_gb: float, bandwidth_gb: float, **tera: float) -> li
             ),
             "threads": cores // ranks,
         }
-        for ranks in ways
+        for ranks in rank_counts
     ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "cpu": _host(256, _cpu(32, 256, 204.8, fp64=2.36, fp32=4.71), "loopback", 30e-6, 3),
 }  # fmt: skip
-"""A host of each name, as a file would describe it."""
+"""Hosts by preset name, as a file would describe them."""
 
 SOURCES: dict[str, str] = {
     "v100-8": "NVIDIA data sheets: V100 SXM2 32 GB (2020; fp16 on tensor cores; NVLink 300 GB/s "
@@ -96,4 +96,4 @@ SOURCES: dict[str, str] = {
     "cpu": "Worked out: 32 cores x 2 units x 16 fp32 (8 fp64) multiply-adds of AVX-512 x 2 flops "
     "at 2.3 GHz; 8 channels of DDR4-3200; loopback and main memory are guesses",
 }
-"""Where each host's figures are from."""
+"""Source of each preset's figures."""

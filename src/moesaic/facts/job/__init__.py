@@ -1,4 +1,4 @@
-"""The job: everything a user asks for, in one TOML file."""
+"""The job: everything that a user sets for one training run, in one TOML file."""
 
 from moesaic.facts.job.balance import BalanceConfig, Prices
 from moesaic.facts.job.data import DataConfig

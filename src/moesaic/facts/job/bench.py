@@ -1,4 +1,4 @@
-"""What `moesaic bench` can be told. No torch."""
+"""Settings of `moesaic bench`. No torch."""
 
 from __future__ import annotations
 
@@ -11,46 +11,47 @@ from moesaic.base.config import Section
 from moesaic.facts.job.model import ModelConfig
 from moesaic.facts.job.train import GroupedMM
 
-Number = Literal["fp32", "bf16", "fp16"]
+ComputeDType = Literal["fp32", "bf16", "fp16"]
 
 
-def _numbers() -> list[Number]:
+def _default_dtypes() -> list[ComputeDType]:
     return ["fp32", "bf16"]
 
 
 class BenchConfig(Section):
-    """What is measured, and for how long."""
+    """Sizes and duration of a benchmark of one expert layer."""
 
     model: ModelConfig
-    """The model whose expert layer it is, as in a job; `--model` names a preset."""
+    """Model whose expert layer is measured, as in a job; `--model` names a preset."""
     device: str = "auto"
-    """What computes: auto (a GPU where there is one), or as in `train.device`."""
-    dtypes: list[Number] = Field(default_factory=_numbers, min_length=1)
-    """Types of numbers that products take; weights are fp32, as in training."""
+    """Device: auto (a GPU if there is one, else cpu), or as in `train.device`."""
+    dtypes: list[ComputeDType] = Field(default_factory=_default_dtypes, min_length=1)
+    """Dtypes of the matmuls; weights are fp32, as in training."""
     grouped_mm: Literal["auto"] | GroupedMM = "auto"
     """Kernels of the expert matmuls on a GPU, as in a job's `kernels.grouped_mm`."""
     tokens: list[Annotated[int, Field(ge=1, le=1 << 20)]] = Field(
         default_factory=lambda: [1, 16, 128, 512, 2048], min_length=1
     )
-    """Tokens of each batch."""
+    """Tokens of each measured batch."""
     seconds: float = Field(default=20.0, gt=0, le=3600)
-    """About how long it takes; batches that take too long for that are left out, and it says how
-    many seconds would be enough. What the device does at best takes a few in any case."""
+    """Approximate duration, in seconds. Batches that need longer are skipped, and the output says
+    how many seconds suffice. Measuring the peak of the device takes a few seconds in any case."""
 
     @model_validator(mode="after")
-    def _each_once(self) -> BenchConfig:
+    def _check_unique(self) -> BenchConfig:
         for key, values in (("dtypes", self.dtypes), ("tokens", self.tokens)):
-            twice = [value for place, value in enumerate(values) if value in values[:place]]
-            if twice:
+            duplicates = [value for index, value in enumerate(values) if value in values[:index]]
+            if duplicates:
                 raise ValueError(
-                    f"{key} has {keys.show(twice[0])} more than once: leave all but one of them out"
+                    f"{key} has {keys.show(duplicates[0])} more than once: leave all but one "
+                    "of them out"
                 )
         return self
 
     @model_validator(mode="after")
-    def _has_experts(self) -> BenchConfig:
+    def _check_experts(self) -> BenchConfig:
         if not self.model.experts:
             raise ValueError(
-                "model.experts = 0: a dense model has no expert layer, choose one that has experts"
+                "model.experts = 0: a dense model has no expert layer, choose a model with experts"
             )
         return self

@@ -1,4 +1,4 @@
-"""Where text comes from and how it becomes samples."""
+"""Settings of the training text: files, tokenizer and packing."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ class DataConfig(Section):
     """Training and validation text, tokenizer and packing."""
 
     path: str
-    """A file, a directory or a glob: text (.txt, one document a file), .jsonl, .parquet, or a
-    directory that Hugging Face `datasets` reads."""
+    """Training text: a file, a directory or a glob of .txt (one document per file), .jsonl or
+    .parquet files, or a directory that Hugging Face `datasets` reads."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat"] = "auto"
-    """What `path` holds; auto goes by the file names. chat: JSON lines or Parquet, a conversation a
-    line or row, of which a model learns what the assistant says."""
+    """Format of `path`; auto: by file name. chat: JSON lines or Parquet with one conversation per
+    line or row, where the model learns only the assistant's messages."""
     split: str = "train"
-    """Split of `path` to train on, where a dataset directory has several."""
+    """Split of `path` to train on, if it is a dataset directory with several."""
     text_key: str = "text"
-    """Column that holds the text (jsonl, parquet, dataset)."""
+    """Column of the text (jsonl, parquet, dataset)."""
     tokenizer: str = "bytes"
-    """`bytes` (256 values and an end-of-document mark), or the path of a tokenizer.json or of the
-    directory that holds it; unset, with `model.from`: the one that lies there."""
+    """Tokenizer: `bytes` (256 values and an end-of-document token), or the path of a tokenizer.json
+    or of its directory. Unset, with `model.from`: the tokenizer of that directory."""
     system: str | None = None
-    """Of chat: what conversations begin with that have no system message of their own; unset:
-    nothing."""
+    """System message of conversations that have none (chat only); unset: none."""
     end_token: str | None = None
-    """Token that ends a document; unset: the tokenizer's own end-of-text mark."""
+    """Token that ends a document; unset: the tokenizer's end-of-text token."""
     sequence: int = Field(ge=2)
-    """Tokens of one sample."""
+    """Tokens per sample."""
     packing: Literal["documents", "stream"] = "documents"
-    """documents: attention and targets stay inside a document. stream: samples are cut from one
-    long text, attention sees the whole sample. Of chat, a sample holds whole conversations."""
+    """How documents fill samples. documents: attention and targets stay inside a document. stream:
+    samples are cut from one long text, and attention sees the whole sample. With chat, a sample
+    holds whole conversations."""
     validation_path: str | None = None
-    """Text held out for validation, in the same format."""
+    """Text for validation, in the same format as `path`."""
     validation_split: str = "validation"
-    """Split of `validation_path`, where that is a dataset directory with several."""
+    """Split of `validation_path`, if it is a dataset directory with several."""
     validation_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the documents of `path` held out for validation, picked by a hash of their index."""
+    """Fraction of the documents of `path` held out for validation, chosen by a hash of their index.
+    """
     cache: str | None = None
     """Directory for tokenised text, safe to delete; unset: ~/.cache/moesaic/tokens."""
 
@@ -61,7 +62,7 @@ class DataConfig(Section):
             self._check_chat()
         elif self.system is not None:
             raise ValueError(
-                f"data.system = {keys.show(self.system)} belongs to conversations, and data.format "
+                f"data.system = {keys.show(self.system)} is for conversations, and data.format "
                 f'= "{self.format}" has none: remove it, or set data.format = "chat"'
             )
         return self

@@ -1,4 +1,4 @@
-"""What a run changes of the weights that it starts from."""
+"""Settings of fine-tuning: which weights a run trains."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from pydantic import Field
 
 from moesaic.base.config import Section
 
-Target = Literal["attention", "experts", "ffn", "shared"]
+AdapterTarget = Literal["attention", "experts", "ffn", "shared"]
 
 
 class FinetuneConfig(Section):
-    """What a run changes of the weights that it starts from; without this table all of them."""
+    """Weights that a run trains; without this table all of them."""
 
     method: Literal["full", "lora"] = "full"
-    """full: the weights themselves. lora: nothing but two thin matrices A and B beside each matrix
-    W of the targets, which then counts as W + alpha / rank * B A."""
+    """Fine-tuning method. full: train the weights. lora: train only two low-rank matrices A and B
+    for each target matrix W. The layer then uses W + alpha / rank * B A."""
     router: Literal["train", "frozen"] = "frozen"
-    """train: routers learn, and so do their biases, whatever the method; frozen: neither does."""
-    targets: list[Target] = Field(default=["attention", "experts"], min_length=1)
-    """lora: attention's projections, experts, dense feed-forward networks, shared experts."""
+    """Train or freeze the routers and their biases, whatever the method."""
+    targets: list[AdapterTarget] = Field(default=["attention", "experts"], min_length=1)
+    """Matrices with adapters (lora only): attention projections, experts, dense feed-forward
+    networks, shared experts."""
     rank: int = Field(default=8, ge=1)
-    """lora: rows of A and columns of B."""
+    """Rank of the adapters (lora only): rows of A and columns of B."""
     alpha: float = Field(default=16.0, gt=0)
-    """lora: strength of B A, before it is divided by the rank."""
+    """Scale of the adapters (lora only): B A is multiplied by alpha / rank."""
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor that B A is multiplied by."""
         return self.alpha / self.rank

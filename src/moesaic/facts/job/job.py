@@ -1,4 +1,4 @@
-"""The whole job and what must hold between its parts."""
+"""The whole job, and the checks between its tables."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ from moesaic.facts.job.train import (
 
 
 class Job(Section):
-    """One training job, every default filled in."""
+    """One training job, with every default filled in."""
 
     resolved_keys: ClassVar[frozenset[str]] = frozenset({"source"})
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of everything random: initial weights, order of samples, noise."""
+    """Seed of all randomness: initial weights, order of samples, noise."""
     source: str | None = None
-    """Hugging Face model directory that the weights come from (`[model] from` in the file)."""
+    """Hugging Face model directory with the initial weights (`[model] from` in the file)."""
     model: ModelConfig
-    """The model: `preset = NAME` and changes to it, `from = DIR`, or every size."""
+    """Model: `preset = NAME` and changes to it, `from = DIR`, or every size."""
     routing: RoutingConfig = RoutingConfig()
-    """How tokens find experts."""
+    """Router of the expert layers, its losses and its capacity."""
     layout: LayoutConfig = LayoutConfig()
-    """How the ranks share the model."""
+    """Parallel layout of the ranks."""
     kernels: KernelsConfig = KernelsConfig()
     """GPU kernels of the run."""
     balance: BalanceConfig = BalanceConfig()
-    """What is done about experts that get more tokens than others, where ranks share them out."""
+    """Balancing of expert loads over the `ep` ranks."""
     finetune: FinetuneConfig | None = None
-    """What a run changes of the weights that it starts from; without this table all of them."""
+    """Weights that a run trains; without this table all of them."""
     data: DataConfig
     """Text, tokenizer and packing."""
     train: TrainConfig
     """Length, batch and precision."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
+    """AdamW and its settings."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate over steps."""
+    """Learning rate over steps."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the run saves, and what it keeps."""
+    """Checkpoints that a run writes and keeps."""
     log: LogConfig = LogConfig()
-    """Where figures go."""
+    """Loggers besides the run's own events."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
         self._check_experts()
         self._check_balance()
-        uncut = self.uncut(self.layout.tp, self.layout.etp)
-        if uncut is not None:
-            raise ValueError(f"layout.{uncut}")
+        error = self.tensor_parallel_error(self.layout.tp, self.layout.etp)
+        if error is not None:
+            raise ValueError(f"layout.{error}")
         self._check_finetune()
-        fault = grouped_mm_fault(self.kernels.grouped_mm, self.train)
-        if fault and self.model.experts:
-            raise ValueError(f"kernels.{fault}")
+        error = grouped_mm_fault(self.kernels.grouped_mm, self.train)
+        if error and self.model.experts:
+            raise ValueError(f"kernels.{error}")
         if self.schedule.warmup > self.train.steps:
             raise ValueError(
                 f"schedule.warmup = {self.schedule.warmup} is longer than "
@@ -107,7 +107,7 @@ class Job(Section):
         self._check_router()
 
     def _check_router(self) -> None:
-        """Whether the model's routers can be of the kind that is asked for."""
+        """Raise ValueError if the model does not support the job's router."""
         model, router = self.model, self.routing.router
         needs = {"switch": 1, "gshard": 2}.get(router)
         if needs is None:
@@ -118,111 +118,120 @@ class Job(Section):
                 f'routing.router = "{router}" with a dense model (model.experts = 0): '
                 "remove it, or choose a model with experts"
             )
-        if model.score == "sigmoid":
+        if model.score_function == "sigmoid":
             raise ValueError(
                 f'routing.router = "{router}" with model.family = "{model.family}", whose routers '
-                f"choose by sigmoids, in groups, with a bias: {own}"
+                f"use sigmoid scores, expert groups and a bias: {own}"
             )
         if model.top_k != needs:
             also = " and model.renormalise = false" * (needs == 1 and model.renormalise)
             remedy = f"set model.top_k = {needs}{also}"
-            if self.source is not None:  # Which says what the model is.
+            if self.source is not None:  # The source fixes the model.
                 remedy = f"{own}, or start from a model that chooses {needs}"
             raise ValueError(
                 f'routing.router = "{router}" chooses {needs} of the experts, '
                 f"but model.top_k = {model.top_k}: {remedy}"
             )
-        if router == "gshard" and self.routing.capacity is None:
+        if router == "gshard" and self.routing.capacity_factor is None:
             raise ValueError(
-                'routing.router = "gshard" drops tokens beyond a capacity: set routing.capacity '
-                "(1.2 is usual)"
+                'routing.router = "gshard" drops tokens beyond a capacity: set '
+                "routing.capacity_factor (1.2 is usual)"
             )
 
     def _check_balance(self) -> None:
         finetune, policy = self.finetune, self.balance.policy
-        asked = policy not in ("none", "quota")  # The default leaves adapters alone.
-        if not asked or finetune is None or finetune.method != "lora":
+        # The default policy makes no replicas of experts with adapters.
+        needs_replicas = policy not in ("none", "quota")
+        if not needs_replicas or finetune is None or finetune.method != "lora":
             return
         if "experts" in finetune.targets:
             raise ValueError(
-                f'balance.policy = "{policy}" with "experts" among finetune.targets: adapters of '
-                'experts have no copies, set balance.policy = "none", or adapt what is not an '
-                "expert's"
+                f'balance.policy = "{policy}" with "experts" in finetune.targets: adapters of '
+                'experts have no replicas, set balance.policy = "none", or remove "experts"'
             )
 
-    def uncut(self, tp: int, etp: int) -> str | None:
-        """Why `tp` slices, `etp` of an expert, cannot share this job's matrices and tokens equally;
-        None: they can."""
+    def tensor_parallel_error(self, tp: int, etp: int) -> str | None:
+        """Return why tensor parallelism of this size cannot split the job's matrices and tokens.
+
+        None means that it can. `etp` counts for the matrices of experts."""
         model = self.model
         widths = {"model.heads": model.heads, "model.kv_heads": model.kv_heads}
         widths["model.vocab"] = model.vocab
         for layer in range(model.layers - len(model.expert_layers)):
             own = layer < model.dense_layers and model.dense_ffn is not None
-            widths["model.dense_ffn" if own else "model.ffn"] = model.inner(layer)
-        if model.shared:
-            widths["model.shared * model.ffn"] = model.shared * model.ffn
+            widths["model.dense_ffn" if own else "model.ffn"] = model.ffn_width(layer)
+        if model.shared_experts:
+            widths["model.shared_experts * model.ffn"] = model.shared_experts * model.ffn
         widths["data.sequence"] = self.data.sequence
         for key, width in widths.items():
             if width % tp:
                 return (
-                    f"tp = {tp} does not divide {key} = {width}, which the slices share out: "
+                    f"tp = {tp} does not divide {key} = {width}, which the TP ranks split: "
                     "choose a divisor"
                 )
         if etp > 1:
-            uncut = self._uncut_expert(tp, etp)
-            if uncut is not None:
-                return uncut
-        return None if tp == 1 else self._cut_block(tp, etp)
+            error = self._expert_tensor_parallel_error(tp, etp)
+            if error is not None:
+                return error
+        return None if tp == 1 else self._moment_block_error(tp, etp)
 
-    def _uncut_expert(self, tp: int, etp: int) -> str | None:
+    def _expert_tensor_parallel_error(self, tp: int, etp: int) -> str | None:
         model = self.model
         if not model.experts:
             return f"etp = {etp} with a dense model (model.experts = 0): set etp = 1"
         if tp % etp:
             return (
-                f"etp = {etp} does not divide tp = {tp}, and slices of experts are slices of all "
-                "else too: choose a divisor, or raise tp"
+                f"etp = {etp} does not divide tp = {tp}, whose ranks split the experts: "
+                "choose a divisor, or raise tp"
             )
         if model.ffn % etp:
             return (
-                f"etp = {etp} does not divide model.ffn = {model.ffn}, which the slices of an "
-                "expert share out: choose a divisor"
+                f"etp = {etp} does not divide model.ffn = {model.ffn}, which the ranks of an "
+                "expert split: choose a divisor"
             )
         finetune = self.finetune
         if finetune is not None and finetune.method == "lora" and "experts" in finetune.targets:
             return (
-                f'etp = {etp} with "experts" among finetune.targets: adapters of experts are not '
-                "cut into slices, set etp = 1, or adapt what is not an expert's"
+                f'etp = {etp} with "experts" in finetune.targets: adapters of experts cannot be '
+                'sharded, set etp = 1, or remove "experts"'
             )
         return None
 
-    def _cut_block(self, tp: int, etp: int) -> str | None:
-        """Which matrix slices would cut inside a block of its moments; None: none."""
+    def _moment_block_error(self, tp: int, etp: int) -> str | None:
+        """Return which matrix would be sharded inside a block of its 8-bit moments, or None."""
         finetune = self.finetune
         if self.optimizer.moments != "8bit":
             return None
-        # Beside a matrix that does not learn its adapter does, whose A has as many columns.
-        learnt = None if finetune is None or finetune.method == "full" else finetune.targets
-        for target, key, slices, matrix, width in self._sliced_columns(tp, etp):
-            if (learnt is None or target in learnt) and width // slices % MOMENT_BLOCK:
+        # A frozen matrix has an adapter instead, whose A has as many columns.
+        trained = None if finetune is None or finetune.method == "full" else finetune.targets
+        for target, key, shards, matrix, width in self._column_shards(tp, etp):
+            if (trained is None or target in trained) and width // shards % MOMENT_BLOCK:
                 return (
-                    f'{key} = {slices} with optimizer.moments = "8bit", which has blocks of '
-                    f"{MOMENT_BLOCK} columns: slices of {matrix} have {width // slices} columns, "
+                    f'{key} = {shards} with optimizer.moments = "8bit", which has blocks of '
+                    f"{MOMENT_BLOCK} columns: shards of {matrix} have {width // shards} columns, "
                     f'set optimizer.moments to "bf16" or "full", or {key} = 1'
                 )
         return None
 
-    def _sliced_columns(self, tp: int, etp: int) -> Iterator[tuple[str, str, int, str, int]]:
-        """What slices share out the columns of: what fine-tuning calls it, the axis and its size,
-        the matrix in words, how many there are."""
+    def _column_shards(self, tp: int, etp: int) -> Iterator[tuple[str, str, int, str, int]]:
+        """Yield the matrices that are sharded by column.
+
+        Each item is the adapter target, the key and size of the parallel axis, the matrix in words,
+        and its number of columns."""
         model = self.model
-        values = model.head_dim if model.latent is None else model.latent.value
+        values = model.head_dim if model.latent is None else model.latent.v_head_dim
         yield "attention", "tp", tp, "the output of attention", model.heads * values
         for layer in range(model.layers - len(model.expert_layers)):
             name = f"the output of feed-forward network {layer}"
-            yield "ffn", "tp", tp, name, model.inner(layer)
-        if model.shared:
-            yield "shared", "tp", tp, "the output of shared experts", model.shared * model.ffn
+            yield "ffn", "tp", tp, name, model.ffn_width(layer)
+        if model.shared_experts:
+            yield (
+                "shared",
+                "tp",
+                tp,
+                "the output of shared experts",
+                model.shared_experts * model.ffn,
+            )
         if etp > 1:
             yield "experts", "etp", etp, "the output of experts", model.ffn
 
@@ -230,92 +239,100 @@ class Job(Section):
         finetune, model = self.finetune, self.model
         if finetune is None or finetune.method != "lora":
             return
-        here = _targets(model)
-        if not here & set(finetune.targets):
+        available = _available_targets(model)
+        if not available & set(finetune.targets):
             raise ValueError(
                 f"finetune.targets = {keys.show(finetune.targets)} names nothing that this model "
-                f"has: choose of {keys.show(sorted(here))}"
+                f"has: choose from {keys.show(sorted(available))}"
             )
         if finetune.rank > model.hidden:
             raise ValueError(
                 f"finetune.rank = {finetune.rank} is more than model.hidden = {model.hidden}, the "
-                "rank that the matrices themselves can have: lower it"
+                "largest rank of these matrices: lower it"
             )
 
-    def _idle_finetune(self) -> list[str]:
+    def _ineffective_finetune(self) -> list[str]:
         finetune = self.finetune
         if finetune is None:
             return []
         given = finetune.model_fields_set
-        found: list[str] = []
+        sentences: list[str] = []
         if finetune.method == "full":
-            found += [
+            sentences += [
                 f'finetune.{key} has no effect: finetune.method = "full"'
                 for key in sorted(given & {"targets", "rank", "alpha"})
             ]
         else:
-            found += self._absent_targets(finetune)
+            sentences += self._missing_targets(finetune)
         if "router" in given and not self.model.experts:
-            found.append("finetune.router has no effect: the model is dense")
-        return found
+            sentences.append("finetune.router has no effect: the model is dense")
+        return sentences
 
-    def _absent_targets(self, finetune: FinetuneConfig) -> list[str]:
-        here, targets = _targets(self.model), set(finetune.targets)
-        absent = sorted(targets - here)
+    def _missing_targets(self, finetune: FinetuneConfig) -> list[str]:
+        available, targets = _available_targets(self.model), set(finetune.targets)
+        absent = sorted(targets - available)
         if "targets" in finetune.model_fields_set or not absent:
             return [f'finetune.targets: the model has no "{one}", leave it out' for one in absent]
         return [
             f"finetune.targets is by default {keys.show(finetune.targets)}, and the model has no "
-            f"{keys.listed([keys.show(one) for one in absent])}: set it to "
-            f"{keys.show(sorted(here))} to adapt all that it has, or to "
-            f"{keys.show(sorted(here & targets))} to leave it at that"
+            f"{keys.join_words([keys.show(one) for one in absent])}: set it to "
+            f"{keys.show(sorted(available))} to adapt everything, or to "
+            f"{keys.show(sorted(available & targets))} to keep the default"
         ]
 
-    def _biases_stay(self) -> bool:
+    def _has_frozen_biases(self) -> bool:
         return self.finetune is not None and self.finetune.router == "frozen"
 
-    def _idle_layout(self, given: AbstractSet[str]) -> list[str]:
+    def _ineffective_layout(self, given_keys: AbstractSet[str]) -> list[str]:
         layout = self.layout
         found: list[str] = []
         if layout.ep == 1:
             found += [
-                f"layout.{key} has no effect: layout.ep = 1 sends no token"
-                for key in ("dispatch", "hosts", "local", "chunks")
-                if key in given
+                f"layout.{key} has no effect: layout.ep = 1 dispatches no tokens"
+                for key in ("dispatch", "dispatch_hosts", "overlap_local", "chunks")
+                if key in given_keys
             ]
             dense = not self.model.experts
-            found += self.balance.idle_alone(
+            found += self.balance.ineffective_settings_without_ep(
                 "the model is dense" if dense else "every rank has all experts"
             )
-        elif layout.dispatch == "auto" and "hosts" in given:
-            found.append('layout.hosts has no effect: layout.dispatch = "auto" finds the hosts')
-        if layout.pp == 1 and "schedule" in given:
+        elif layout.dispatch == "auto" and "dispatch_hosts" in given_keys:
+            found.append(
+                'layout.dispatch_hosts has no effect: layout.dispatch = "auto" finds the hosts'
+            )
+        if layout.pp == 1 and "schedule" in given_keys:
             found.append("layout.schedule has no effect: layout.pp = 1 makes no pipeline")
         return found
 
-    def idle(self, layout: AbstractSet[str] | None = None) -> list[str]:
-        """A sentence for each setting that was given, with a value of its own, and has no effect in
-        this job; of those of the layout these were given, where a plan rules the job, which has
-        more to say of them."""
-        found = self._idle_finetune()
-        found += self._idle_layout(self.layout.asked if layout is None else layout)
+    def ineffective_settings(self, layout_keys: AbstractSet[str] | None = None) -> list[str]:
+        """Return one sentence for each setting that was given, is not a default, and has no effect.
+
+        With a plan, `layout_keys` are the layout settings to check: the plan may override the
+        others."""
+        found = self._ineffective_finetune()
+        found += self._ineffective_layout(
+            self.layout.non_default_fields if layout_keys is None else layout_keys
+        )
         if self.layout.ep > 1:
-            found += self.balance.idle()
+            found += self.balance.ineffective_settings()
         if not self.model.experts:
             for table in ("kernels", "routing"):
-                given = sorted(getattr(self, table).asked)
+                given = sorted(getattr(self, table).non_default_fields)
                 found += [f"{table}.{key} has no effect: the model is dense" for key in given]
-        elif self.model.score != "sigmoid" and "bias_step" in self.routing.asked:
+        elif (
+            self.model.score_function != "sigmoid"
+            and "bias_update_rate" in self.routing.non_default_fields
+        ):
             found.append(
-                f'routing.bias_step has no effect: the routers of family "{self.model.family}" '
-                "have no bias"
+                "routing.bias_update_rate has no effect: the routers of family "
+                f'"{self.model.family}" have no bias'
             )
-        elif self._biases_stay() and "bias_step" in self.routing.asked:
-            found.append('routing.bias_step has no effect: finetune.router = "frozen"')
-        if self.schedule.kind == "constant" and "final" in self.schedule.asked:
+        elif self._has_frozen_biases() and "bias_update_rate" in self.routing.non_default_fields:
+            found.append('routing.bias_update_rate has no effect: finetune.router = "frozen"')
+        if self.schedule.kind == "constant" and "final" in self.schedule.non_default_fields:
             found.append('schedule.final has no effect: schedule.kind = "constant" does not decay')
         if not (self.data.validation_path or self.data.validation_share):
-            given = sorted(self.train.asked & {"validate_every", "validation_samples"})
+            given = sorted(self.train.non_default_fields & {"validate_every", "validation_samples"})
             found += [
                 f"train.{key} has no effect: there is no validation text "
                 "(data.validation_path, data.validation_share)"
@@ -329,25 +346,25 @@ class Job(Section):
         return found
 
 
-def _targets(model: ModelConfig) -> set[str]:
-    """Which of the targets of adapters `model` has."""
+def _available_targets(model: ModelConfig) -> set[str]:
+    """Return the adapter targets that `model` has."""
     experts = len(model.expert_layers)
-    here = {
+    available = {
         "attention": True, "experts": experts > 0, "ffn": experts < model.layers,
-        "shared": model.shared > 0,
+        "shared": model.shared_experts > 0,
     }  # fmt: skip
-    return {target for target, is_there in here.items() if is_there}
+    return {target for target, has_target in available.items() if has_target}
 
 
 def fill_preset(raw: dict[str, Any], origin: str) -> dict[str, Any]:
-    """`raw` with `[model] preset = NAME` replaced by its sizes, under the user's own keys."""
+    """Return `raw` with `[model] preset = NAME` replaced by its sizes; the user's own keys win."""
     model = raw.get("model")
     if not isinstance(model, dict) or "preset" not in model:
         return raw
     chosen = dict(model)
     name = chosen.pop("preset")
     if not isinstance(name, str) or name not in PRESETS:
-        known = keys.listed([keys.show(preset) for preset in PRESETS])
-        remedy = keys.choose(str(name), list(PRESETS), known)
+        known = keys.join_words([keys.show(preset) for preset in PRESETS])
+        remedy = keys.suggest_choice(str(name), list(PRESETS), known)
         raise ConfigError(f"{origin}: model.preset = {keys.show(name)} is not known: {remedy}")
     return {**raw, "model": {**PRESETS[name], **chosen}}

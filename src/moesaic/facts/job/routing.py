@@ -1,4 +1,4 @@
-"""How tokens find experts: the router, its losses, capacity, and recorded routing."""
+"""Settings of routing: the router, its losses, capacity, and recorded choices."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ class RoutingConfig(Section):
     """The router of every expert layer."""
 
     router: Literal["top-k", "switch", "gshard", "balanced"] = "top-k"
-    """top-k: the model's own, by softmax or sigmoid as its family has it. switch: top-1, optional
-    noise on the scores while training. gshard: top-2, the second expert kept at random in
-    proportion to its weight, with capacity. balanced: debugging; experts in turn whatever the
-    scores say."""
+    """Router. top-k: the model's own, with softmax or sigmoid scores as its family has them.
+    switch: top-1, with optional noise on the scores in training. gshard: top-2 with capacity, where
+    the second expert is kept at random in proportion to its weight. balanced: for debugging;
+    experts in turn, whatever the scores."""
     balance_loss: float = Field(default=0.01, ge=0)
     """Weight of the load-balance loss: experts * sum(share * probability), averaged over expert
     layers."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the mean squared log-sum-exp of router scores, averaged over expert layers."""
-    capacity: float | None = Field(default=None, gt=0)
-    """Tokens that one expert takes from a global micro-batch, as a multiple of the even share;
-    assignments beyond it are dropped and counted. Unset: nothing is dropped."""
-    bias_step: float = Field(default=0.001, ge=0)
-    """deepseek_v3 only: by how much a step moves the bias of an expert that took more, or fewer,
-    tokens than the mean."""
+    """Weight of the mean squared log-sum-exp of router logits, averaged over expert layers."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """Most tokens of a global micro-batch per expert, as a multiple of the even share. Assignments
+    beyond it are dropped and counted. Unset: nothing is dropped."""
+    bias_update_rate: float = Field(default=0.001, ge=0)
+    """Change of an expert's bias per step, up or down, if its load was below or above the mean
+    (deepseek_v3 only)."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """switch only: uniform noise in [1 - noise, 1 + noise] multiplies scores while training."""
+    """Noise in training (switch only): scores are multiplied by uniform values from [1 - noise, 1 +
+    noise]."""
     record: str | None = None
-    """Directory that receives the experts chosen for every token of this run (Parquet)."""
+    """Directory for the chosen experts of every token of this run (Parquet)."""
     replay: str | None = None
     """File written by `record`: its choices replace the router's, and differences are counted."""
 

@@ -1,4 +1,4 @@
-"""How a job trains: steps, precision, optimizer, schedule, layout, checkpoints, logs."""
+"""Settings of training: layout, kernels, precision, optimizer, schedule, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -8,66 +8,71 @@ from pydantic import Field, model_validator
 
 from moesaic.base.config import Section
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""Orders in which the parts of a pipeline go through micro-batches."""
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""Orders in which pipeline ranks process micro-batches."""
 
-Dispatch = Literal["rows", "visits"]
-"""Ways in which tokens reach experts of other ranks."""
+DispatchMethod = Literal["all_to_all", "dedup"]
+"""Methods of dispatching tokens to experts on other ranks."""
 
-Local = Literal["along", "first"]
-"""When experts take what tokens of their own rank have for them."""
-
-Embedding = Literal["whole", "columns"]
-"""What of the embedding's table a rank of a part of the pipeline has."""
+EmbeddingSharding = Literal["whole", "columns"]
+"""Ways to place the embedding table on the ranks of a pipeline stage."""
 
 GroupedMM = Literal["torch", "triton", "fp8"]
-"""Kernels that multiply tokens by expert matrices on a GPU."""
+"""Kernels of the expert matmuls on a GPU."""
 
-MOST_CHUNKS = 64
-"""Chunks that a rank's tokens can be cut into."""
+MAX_CHUNKS = 64
+"""Most chunks that a rank's tokens can be dispatched in."""
 
 MOMENT_BLOCK = 128
-"""Numbers of a row that share a scale where moments have eight bits."""
+"""Elements of a row that share a scale in 8-bit moments."""
 
 
 class LayoutConfig(Section):
-    """How the ranks share the model; data parallelism takes whatever is left."""
+    """Parallel layout of the ranks; data parallelism takes the remaining ranks."""
 
     ep: int = Field(default=1, ge=1)
-    """Expert parallelism: consecutive ranks that share out a layer's experts."""
-    shard: Annotated[int, Field(ge=1)] | Literal["all"] = 1
-    """Replicas that share out the dense parameters (FSDP2): 1: none do; "all": every one."""
+    """Expert parallelism: consecutive ranks that split each layer's experts. Raise it for experts
+    that do not fit on one rank; keep the group inside one host if it fits."""
+    dp_shard: Annotated[int, Field(ge=1)] | Literal["all"] = 1
+    """Data-parallel replicas that shard the dense parameters (FSDP2); 1: none, "all": every
+    replica. Raise it for less memory per rank, at the cost of all-gathers."""
     tp: int = Field(default=1, ge=1)
-    """Tensor parallelism: consecutive ranks that share out every dense matrix."""
+    """Tensor parallelism: consecutive ranks that split every dense matrix. Raise it for layers that
+    do not fit on one rank; keep the group on fast links."""
     etp: int = Field(default=1, ge=1)
-    """Tensor parallelism of experts: of those ranks, consecutive ones that share out every expert's
-    matrices too. 1: an expert is whole, and only `ep` shares experts out."""
+    """Tensor parallelism of experts: consecutive ranks, of the `tp` ones, that also split every
+    expert's matrices. 1: experts are whole, and only `ep` splits them among ranks."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallelism: parts that the layers are cut into, each on ranks of its own."""
-    schedule: Schedule = "1f1b"
-    """The order in which parts of a pipeline compute forward and backward of micro-batches."""
-    dispatch: Literal["auto"] | Dispatch = "auto"
-    """How tokens reach experts of other ranks. rows: once for each expert. visits: once for each
-    rank that has some of a token's experts, and back as one sum of their results. auto: `moesaic
-    plan` takes what costs least; without a plan, visits where those ranks are on several hosts."""
-    hosts: int | None = Field(default=None, ge=1)
-    """Beside a `dispatch` that is not auto: hosts that the `ep` ranks are on, as many on each.
-    Tokens go to the rank of the same place on another host, and from that one to the host's ranks;
-    visits once to each host. 1, as if unset: straight, whatever hosts there are. They divide
+    """Pipeline parallelism: number of pipeline ranks that the layers are split over, each a group
+    of ranks. Raise it where links between hosts are slow."""
+    schedule: PipelineSchedule = "1f1b"
+    """Order of the passes on the pipeline ranks. gpipe: all forwards, then all backwards. 1f1b: one
+    forward and one backward in turn, with at most `pp` micro-batches in flight. interleaved: 1f1b
+    with two stages per pipeline rank, for less idle time. zero-bubble: 1f1b with a split backward
+    that fills idle time; not with `train.recompute`."""
+    dispatch: Literal["auto"] | DispatchMethod = "auto"
+    """How tokens reach experts of other ranks. all_to_all: once per expert. dedup: once per rank
+    that has any of a token's experts; one sum of their results comes back. auto: `moesaic plan`
+    takes the cheapest; without a plan, dedup if those ranks are on several hosts, else all_to_all.
+    """
+    dispatch_hosts: int | None = Field(default=None, ge=1)
+    """Hosts that the `ep` ranks are on, with equally many on each; needs a `dispatch` other than
+    auto. Tokens go to the rank with the same index on another host, and from there to ranks of that
+    host; dedup sends them once per host. Unset or 1: directly, whatever the hosts. Must divide
     `ep`."""
-    local: Literal["auto"] | Local = "auto"
-    """What becomes of tokens that have experts on their own rank, beside what comes from other
-    ranks. along: experts take both together. first: they take what is local by itself, while tokens
-    and results travel. auto: `moesaic plan` takes what costs least; without a plan, along."""
-    chunks: Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Literal["auto"] = "auto"
-    """Parts of a rank's tokens that go to experts of other ranks one after another: experts compute
-    with one while the next one and the results of the last one travel. auto: `moesaic plan` takes
-    what costs least; without a plan, 1."""
-    embedding: Literal["auto"] | Embedding = "auto"
-    """What of the embedding's table each rank has, where `tp` does not share out its words. whole:
-    all of it, and gradients are summed, or what `shard` leaves. columns: an equal share of every
-    word's numbers; ranks look words up for each other, and no gradient of the table is summed.
-    auto: `moesaic plan` takes what costs least; without a plan, whole."""
+    overlap_local: Literal["auto"] | bool = "auto"
+    """Compute tokens for the rank's own experts while tokens for other ranks travel. true: overlap,
+    with more and smaller matmuls. false: local and received tokens in the same matmuls. auto:
+    `moesaic plan` takes the cheapest; without a plan, false."""
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] | Literal["auto"] = "auto"
+    """Chunks that a rank's tokens are dispatched in. Experts compute one chunk while the next one,
+    and the results of the last one, travel. auto: `moesaic plan` takes the cheapest; without a
+    plan, 1."""
+    embedding: Literal["auto"] | EmbeddingSharding = "auto"
+    """Embedding table on each rank, where `tp` does not shard its vocabulary. whole: all of it (or
+    what `dp_shard` leaves), with gradient reduction. columns: an equal column shard; ranks look
+    tokens up for each other, and the table's gradients need no reduction. auto: `moesaic plan`
+    takes the cheapest; without a plan, whole."""
 
 
 class KernelsConfig(Section):
@@ -77,34 +82,36 @@ class KernelsConfig(Section):
     """Kernels of the expert matmuls on a GPU; a CPU has its own. torch: `F.grouped_mm` in bf16, one
     `torch.mm` per expert in other dtypes. triton: moesaic's Triton kernels, in fp32, bf16 and fp16.
     fp8: the Triton kernels with both factors in fp8, scaled by row and by column; gradients of
-    matrices keep the dtype of the tokens. auto: triton for bf16 and fp16 on GPUs of compute
+    matrices keep the dtype of the tokens. auto: triton for fp32, bf16 and fp16 on GPUs of compute
     capability 9.0, if Triton works there, else torch; never fp8."""
 
 
 class TrainConfig(Section):
-    """One run's length, batch and precision."""
+    """Length, batch and precision of one run."""
 
     steps: int = Field(ge=1, lt=1 << 31)
     """Optimizer steps of the whole run."""
     batch: int = Field(ge=1, le=1 << 24)
     """Samples of one global batch, over all ranks and micro-batches."""
     micro_batches: int = Field(default=1, ge=1)
-    """Equal parts of a global batch whose gradients are added up; each is spread over all ranks."""
+    """Micro-batches of a global batch (gradient accumulation); each is split over all ranks. Raise
+    it for less activation memory."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """fp32; bf16 and fp16 compute in 16 bits with fp32 weights, fp16 scales its loss; fp64 for
-    proofs."""
+    """Precision of compute. bf16 and fp16 keep fp32 weights; fp16 also scales its loss. fp64 is for
+    exact comparisons."""
     recompute: bool = False
-    """Activation checkpointing: layers are computed again in backward instead of kept."""
+    """Activation checkpointing: backward computes each layer again instead of keeping its
+    activations. Set it where activations do not fit in memory."""
     clip: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; larger gradients are scaled down. 0: never."""
+    """Largest global gradient norm; larger gradients are scaled down. 0: no clipping."""
     device: str = "auto"
-    """auto: a GPU where there is one, else cpu."""
+    """Device of the ranks; auto: a GPU if there is one, else cpu."""
     validate_every: int = Field(default=0, ge=0)
     """Steps between validation passes; 0: only at the end, if there is validation text."""
     validation_samples: int = Field(default=64, ge=1)
     """Samples of one validation pass."""
-    deadline_s: float = Field(default=600.0, ge=1, le=1e7)
-    """Seconds that a rank waits for its peers before it gives up."""
+    collective_timeout_s: float = Field(default=600.0, ge=1, le=1e7)
+    """Seconds that a collective waits for other ranks before the run fails."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -120,7 +127,7 @@ class OptimizerConfig(Section):
     """AdamW with decoupled weight decay on matrices."""
 
     kind: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    """Kind of optimizer."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
@@ -128,10 +135,11 @@ class OptimizerConfig(Section):
     epsilon: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of weights with two or more dimensions; norms have none."""
+    """Weight decay of parameters with two or more dimensions; norms have none."""
     moments: Literal["full", "bf16", "8bit"] = "full"
-    """What both moments of matrices are kept in: full: as weights are; bf16: half of fp32; 8bit: a
-    quarter, in blocks with a scale each."""
+    """Storage of both moments of matrices. full: the dtype of the weights. bf16: half the memory of
+    fp32. 8bit: a quarter, in blocks with one scale each. Choose bf16 or 8bit where the optimizer
+    state does not fit in memory."""
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
@@ -143,29 +151,29 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate over steps."""
+    """Learning rate over steps."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up."""
     warmup: int = Field(default=0, ge=0)
     """Steps of linear warm-up from zero."""
     final: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a fraction of the peak."""
 
 
 class CheckpointConfig(Section):
-    """When the run saves, and what it keeps."""
+    """Checkpoints that a run writes and keeps."""
 
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(default=3, ge=1)
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that stay on disk."""
     asynchronous: bool = True
-    """Write in the background while training goes on."""
+    """Write checkpoints in the background while training continues."""
 
 
 class LogConfig(Section):
-    """Where figures go besides the run's own events."""
+    """Loggers besides the run's own events."""
 
     tensorboard: bool = True
     """Write TensorBoard scalars."""
@@ -174,7 +182,7 @@ class LogConfig(Section):
     mlflow: str | None = None
     """MLflow experiment (needs the mlflow extra)."""
     loads_every: int = Field(default=1, ge=1)
-    """Steps between records of expert load, and of what a policy of balance made of it."""
+    """Steps between records of expert loads and of the balance policy's decisions."""
 
 
 def grouped_mm_fault(grouped_mm: Literal["auto"] | GroupedMM, train: TrainConfig) -> str | None:

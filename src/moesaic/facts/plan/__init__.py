@@ -1,64 +1,72 @@
-"""The plan: which rank holds which part of the model, and what is to be expected of it.
+"""The plan: which rank holds which part of the model, and the predicted time and memory.
 
-One JSON file that `moesaic plan` writes, people edit, training obeys and every run keeps.
+It is one JSON file: `moesaic plan` writes it, users may edit it, training obeys it, every run keeps
+it.
 """
 
-from moesaic.facts.plan.checks import basis, check, check_places, load_plan, misplaced, ruled
+from moesaic.facts.plan.checks import (
+    check_places,
+    check_plan,
+    job_under_plan,
+    load_plan,
+    placement_mismatch,
+    prediction_digest,
+)
 from moesaic.facts.plan.layout import (
     block_names,
-    columns_fault,
-    completed,
+    complete_plan,
+    describe_plan,
+    dispatch_summary,
+    embedding_shard_error,
     idle_ranks,
-    idle_words,
-    in_words,
-    lay_out,
-    planned,
-    stages,
-    travel_words,
+    idle_ranks_warning,
+    plan_from_job,
+    plan_from_layout,
+    stage_blocks,
 )
-from moesaic.facts.plan.order import Action, order
+from moesaic.facts.plan.pipeline_order import Action, pipeline_actions
 from moesaic.facts.plan.plan import Plan, RankPlace, Tiers
 from moesaic.facts.plan.predictions import (
-    ALL,
-    FIRST,
-    WINDOW,
-    Measured,
+    ALL_BLOCKS,
+    MEDIAN_WINDOW,
+    WARMUP_STEPS,
+    Measurements,
     Predictions,
     RankSpan,
     RankTimeline,
     measure,
-    short,
+    round_digits,
 )
 
 __all__ = [
-    "ALL",
-    "FIRST",
-    "WINDOW",
+    "ALL_BLOCKS",
+    "MEDIAN_WINDOW",
+    "WARMUP_STEPS",
     "Action",
-    "Measured",
+    "Measurements",
     "Plan",
     "Predictions",
     "RankPlace",
     "RankSpan",
     "RankTimeline",
     "Tiers",
-    "basis",
     "block_names",
-    "check",
     "check_places",
-    "columns_fault",
-    "completed",
+    "check_plan",
+    "complete_plan",
+    "describe_plan",
+    "dispatch_summary",
+    "embedding_shard_error",
     "idle_ranks",
-    "idle_words",
-    "in_words",
-    "lay_out",
+    "idle_ranks_warning",
+    "job_under_plan",
     "load_plan",
     "measure",
-    "misplaced",
-    "order",
-    "planned",
-    "ruled",
-    "short",
-    "stages",
-    "travel_words",
+    "pipeline_actions",
+    "placement_mismatch",
+    "plan_from_job",
+    "plan_from_layout",
+    "prediction_digest",
+    "round_digits",
+    "stage_blocks",
 ]

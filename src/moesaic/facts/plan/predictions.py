@@ -1,4 +1,4 @@
-"""What a plan expects of a step, and what a run measured of the same figures."""
+"""Predicted time and memory of a step, and the same figures measured in a run."""
 
 from __future__ import annotations
 
@@ -12,85 +12,85 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from moesaic.base.config import Section
 from moesaic.facts.cluster import Calibration
 
-FIRST = 3
-"""Steps that pay for warming up, and do not count."""
-WINDOW = 1000
-"""Steps that the medians are of, at most: the last ones."""
-ALL = "all"
-"""What a span of all blocks has for its block."""
+WARMUP_STEPS = 3
+"""First steps of a run, which medians leave out."""
+MEDIAN_WINDOW = 1000
+"""Most steps that medians are taken over: the last ones."""
+ALL_BLOCKS = "all"
+"""Block name of a span over all blocks."""
 
 
 class RankSpan(Section):
-    """A stretch of a rank's step: first it computes, then it waits for others and speaks."""
+    """A span of a rank's step: compute, then waiting for other ranks, then collectives."""
 
     phase: str
     """Phase of the step."""
     block: str
-    """Block of the model; `A to B`: those from A to B; `all`: every one; `step`: none of them."""
+    """Block of the model; `A to B`: a range of blocks; `all`: every block; `step`: none."""
     micro_batches: int = Field(default=1, ge=1)
-    """Micro-batches that are added up in it."""
+    """Micro-batches that the span adds up."""
     computing_s: float = Field(default=0.0, ge=0)
-    """Seconds of computing."""
-    messages_s: float = Field(default=0.0, ge=0)
-    """Seconds of messages."""
+    """Seconds of compute."""
+    collectives_s: float = Field(default=0.0, ge=0)
+    """Seconds of collectives."""
     waiting_s: float = Field(default=0.0, ge=0)
-    """Seconds of waiting until the others come, or what travels beside."""
+    """Seconds of waiting for other ranks or for overlapped traffic."""
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
-        return self.computing_s + self.messages_s + self.waiting_s
+        """Seconds of the span."""
+        return self.computing_s + self.collectives_s + self.waiting_s
 
     @model_serializer(mode="wrap")
-    def _brief(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is as by default: there are many spans, and people read them."""
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out default values: there are many spans, and people read them."""
         own = type(self).model_fields
         return {name: value for name, value in dump(self).items() if value != own[name].default}
 
 
 class RankTimeline(Section):
-    """The step of one rank, in order and without gaps: a span begins where the last one ends."""
+    """The step of one rank as consecutive spans without gaps."""
 
     rank: int = Field(ge=0)
-    """The rank."""
+    """Global rank."""
     spans: list[RankSpan] = Field(min_length=1)
-    """What it does: its first micro-batch block by block, the rest of the step phase by phase."""
+    """Spans of the step: the first micro-batch block by block, the rest phase by phase."""
 
     @property
     def seconds(self) -> float:
-        """When the rank is done."""
+        """Seconds until the rank is done."""
         return sum(span.seconds for span in self.spans)
 
 
 class Predictions(Section):
-    """What a step is expected to take."""
+    """Predicted time and memory of a step."""
 
     cluster: str
-    """Name of the cluster that it was worked out for."""
-    basis: str | None = None
-    """Digest of the job's work and the plan's decisions that it was worked out for; unset: whatever
-    it stands beside."""
+    """Name of the cluster that the prediction is for."""
+    digest: str | None = None
+    """Digest of the job's work and the plan's decisions that the prediction is for; unset: those of
+    this plan."""
     loads: str | None = None
-    """The run that recorded the loads of experts that it rests on; unset: even ones."""
+    """Run whose recorded expert loads were used; unset: even loads."""
     calibration: Calibration | None = None
-    """What runs had shown of the cluster's figures, as it was applied; unset: nothing."""
+    """Calibration of the cluster that was applied; unset: none."""
     step_s: float = Field(gt=0)
     """Seconds of a step."""
     phases_s: dict[str, float]
-    """Seconds by phase, on the rank that others wait for, of a pipeline on rank 0; waiting counts
-    where it happens."""
+    """Seconds by phase on the bottleneck rank, or on rank 0 of a pipeline; waiting counts in the
+    phase where it happens."""
     blocks_s: dict[str, float]
-    """Seconds by block of the model, likewise, of a pipeline on the rank that takes longest over
-    it; `step` is what belongs to none."""
+    """Seconds by block of the model on the bottleneck rank, or on a pipeline's slowest rank for
+    each block; `step` is outside all blocks."""
     tokens_per_s: float = Field(gt=0)
-    """Tokens of all ranks in a second."""
+    """Tokens a second over all ranks."""
     memory_bytes: dict[str, int]
-    """Bytes that the rank holds, by what they are for; `peak`: most of them at one time."""
+    """Bytes of memory on the rank by purpose; `peak` is the most at one time."""
     timeline: list[RankTimeline] = Field(default_factory=list)
-    """The step on a clock: of the rank that others wait for, and of rank 0 where that differs."""
+    """Timelines of the bottleneck rank and, if it is another one, of rank 0."""
 
     @model_validator(mode="after")
-    def _nothing_below_zero(self) -> Predictions:
+    def _check_non_negative(self) -> Predictions:
         for key in ("phases_s", "blocks_s", "memory_bytes"):
             for name, value in getattr(self, key).items():
                 if value < 0:
@@ -101,21 +101,22 @@ class Predictions(Section):
         return self
 
 
-class Measured(Section):
-    """The same figures of a run: medians over its steps."""
+class Measurements(Section):
+    """Measured figures of a run: medians over its steps."""
 
     steps: int
-    """Steps that the medians are of."""
+    """Steps that the medians are taken over."""
     step_s: float
     """Seconds of a step."""
     phases_s: dict[str, float]
-    """Seconds by phase on rank 0; waiting counts where it happens."""
+    """Seconds by phase on rank 0; waiting counts in the phase where it happens."""
     tokens_per_s: float
-    """Tokens of all ranks in a second."""
+    """Tokens a second over all ranks."""
     peak_bytes: float | None
-    """Most memory that a rank held."""
+    """Largest memory of a rank, in bytes."""
     memory: Literal["allocated", "resident"]
-    """What that is of: tensors on a device, or all of a process on a CPU, its libraries too."""
+    """Type of that memory. allocated: tensors on a device. resident: the whole process on a CPU,
+    with its libraries."""
 
 
 def measure(
@@ -124,31 +125,31 @@ def measure(
     phases_s: Mapping[str, Sequence[float]],
     peak_bytes: float | None,
     memory: Literal["allocated", "resident"],
-) -> Measured | None:
-    """What was measured, from the seconds of each step of `tokens`; None while there is none.
+) -> Measurements | None:
+    """Return medians over steps of `tokens` each, or None without steps.
 
-    The first steps do not count where there are others.
+    The first steps are left out if there are later ones.
     """
-    usual = _usual(step_s)
-    if not usual:
+    steady = _steady_steps(step_s)
+    if not steady:
         return None
-    middle = statistics.median(usual)
-    phases = {name: _usual(seconds) for name, seconds in phases_s.items()}
-    return Measured(
-        steps=len(usual),
-        step_s=middle,
+    median_s = statistics.median(steady)
+    phases = {name: _steady_steps(seconds) for name, seconds in phases_s.items()}
+    return Measurements(
+        steps=len(steady),
+        step_s=median_s,
         phases_s={name: statistics.median(found) for name, found in phases.items() if found},
-        tokens_per_s=tokens / max(middle, 1e-9),
+        tokens_per_s=tokens / max(median_s, 1e-9),
         peak_bytes=peak_bytes,
         memory=memory,
     )
 
 
-def short(value: float) -> float:
-    """As many digits as a file that people read needs."""
+def round_digits(value: float) -> float:
+    """Return `value` with five significant digits, for files that people read."""
     return float(f"{value:.5g}")
 
 
-def _usual(seconds: Sequence[float]) -> list[float]:
-    late = list(seconds)[min(FIRST, max(len(seconds) - 1, 0)) :]
-    return [value for value in late[-WINDOW:] if math.isfinite(value)]
+def _steady_steps(seconds: Sequence[float]) -> list[float]:
+    late = list(seconds)[min(WARMUP_STEPS, max(len(seconds) - 1, 0)) :]
+    return [value for value in late[-MEDIAN_WINDOW:] if math.isfinite(value)]

@@ -1,38 +1,40 @@
-"""The workload: what a model consists of, and what training it asks of one rank."""
+"""Workload of a model: its parameters, and the operations, collectives and memory of each rank."""
 
-from moesaic.facts.workload.blocks import STEP, Block, Work, workload
-from moesaic.facts.workload.file import (
-    Traced,
-    load_traced,
-    traced_blocks,
-    traced_memory,
-)
+from moesaic.facts.workload.block_work import STEP, Block, BlockWork
+from moesaic.facts.workload.blocks import workload
+from moesaic.facts.workload.collectives import RESULTS, TOKENS, CollectiveCall
+from moesaic.facts.workload.expert_ops import EXPERTS
 from moesaic.facts.workload.memory import Memory, memory
-from moesaic.facts.workload.messages import RESULTS, TOKENS, Message
-from moesaic.facts.workload.ops import SLOTS, Op, Product
-from moesaic.facts.workload.parameters import Counts, Parameter, count, expert_name, parameters
-from moesaic.facts.workload.share import expert_bytes
+from moesaic.facts.workload.ops import GROUPED_MM, MatmulShape, Op
+from moesaic.facts.workload.parameters import (
+    Parameter,
+    ParameterCounts,
+    count_parameters,
+    expert_name,
+    parameters,
+)
+from moesaic.facts.workload.rank_params import expert_bytes
 from moesaic.facts.workload.sizes import COMPUTED_BYTES, STORED_BYTES
-from moesaic.facts.workload.sparse import EXPERTS
+from moesaic.facts.workload.traced import TracedModel, load_traced, traced_blocks, traced_memory
 
 __all__ = [
     "COMPUTED_BYTES",
     "EXPERTS",
+    "GROUPED_MM",
     "RESULTS",
-    "SLOTS",
     "STEP",
     "STORED_BYTES",
     "TOKENS",
     "Block",
-    "Counts",
+    "BlockWork",
+    "CollectiveCall",
+    "MatmulShape",
     "Memory",
-    "Message",
     "Op",
     "Parameter",
-    "Product",
-    "Traced",
-    "Work",
-    "count",
+    "ParameterCounts",
+    "TracedModel",
+    "count_parameters",
     "expert_bytes",
     "expert_name",
     "load_traced",

@@ -1,4 +1,5 @@
-"""How many rows each expert gets from each rank, where routing is even or a load was recorded."""
+"""Expert loads: tokens that each expert receives from each rank, from a recorded load or even
+routing."""
 
 from __future__ import annotations
 
@@ -12,358 +13,412 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 
-Counts = NDArray[np.int64]
+CountArray = NDArray[np.int64]
 
-SLOT_BYTES = 4
-_ALIGNED = 16
-"""Bytes of a visit are a multiple of it."""
+SLOT_INDEX_BYTES = 4
+_ALIGNMENT_BYTES = 16
+"""Alignment of a deduplicated token, in bytes."""
 
 
-def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> Counts:
-    """Assignments [ranks, experts] of one layer over one global micro-batch, none dropped.
+def expert_counts(job: Job, plan: Plan, load: ArrayLike | None) -> CountArray:
+    """Return assignments of one layer over a global micro-batch, without drops, [ranks, experts].
 
-    In a pipeline the ranks are those of the part that has the layer, by their place in it; slices
-    of the same experts are one, as their tokens are joined.
+    In a pipeline, the ranks are those that have the layer. An expert TP group counts as one rank,
+    as it gathers its tokens.
 
     Args:
         job: the job.
-        plan: which rank has which samples, and which run of their tokens.
-        load: by expert, how its share of assignments compares to others': tokens of all ranks
-            spread alike, and the job says how many there are. By rank and expert: assignments as
-            they are, and behind them, if they are known, tokens that visit each rank of a group,
-            and then each host. None: even.
+        plan: placement of samples and sequence shards.
+        load: relative load [experts], spread alike over all ranks, or assignments [ranks, experts].
+            Deduplicated tokens per destination rank and host may follow the assignments. None for
+            even routing.
     """
-    given = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
-    places = plan.span // plan.etp
-    if given.shape in ((places, plan.experts), (places, plan.experts + sum(stops(plan)))):
-        return given[:, : plan.experts].astype(np.int64)
-    if given.shape != (plan.experts,):
+    array = np.ones(plan.experts, np.int64) if load is None else np.asarray(load)
+    num_ranks = plan.ranks_per_stage // plan.etp
+    if array.shape in (
+        (num_ranks, plan.experts),
+        (num_ranks, plan.experts + sum(destination_counts(plan))),
+    ):
+        return array[:, : plan.experts].astype(np.int64)
+    if array.shape != (plan.experts,):
         raise ConfigError(
-            f"a load of shape {given.shape} does not fit {plan.experts} experts on {places} "
-            f"ranks: give it by expert [{plan.experts}], or [{places}, {plan.experts}]"
+            f"a load of shape {array.shape} does not fit {plan.experts} experts on {num_ranks} "
+            f"ranks: give it by expert [{plan.experts}], or [{num_ranks}, {plan.experts}]"
         )
-    if not (given.sum() > 0 and given.min() >= 0):
-        raise ConfigError("a load of no assignments, or of less than none: give some above 0")
-    reached = _shared_out(_ends(job, plan) * job.model.top_k, given.astype(np.float64))
-    counts: Counts = np.diff(reached, axis=0, prepend=0)
+    if not (array.sum() > 0 and array.min() >= 0):
+        raise ConfigError(
+            "a load has no assignments or a negative count: give counts of at least 0, some above 0"
+        )
+    cumulative = _apportion(_token_ends(job, plan) * job.model.top_k, array.astype(np.float64))
+    counts: CountArray = np.diff(cumulative, axis=0, prepend=0)
     return counts
 
 
-def stops(plan: Plan) -> list[int]:
-    """Where tokens can stop on the way to experts: how many ranks of a group, how many hosts."""
-    return [plan.ep, plan.hosts] if plan.trips > 1 else [plan.ep]
+def destination_counts(plan: Plan) -> list[int]:
+    """Return the number of destinations: ranks of an EP group, then hosts if dispatch has two
+    levels."""
+    return [plan.ep, plan.dispatch_hosts] if plan.num_exchanges > 1 else [plan.ep]
 
 
-def _visits(
-    plan: Plan, layer: int, load: ArrayLike | None, places: Sequence[int], expected: list[Counts]
-) -> list[Counts]:
-    """Tokens [ranks, stops] of the ranks at `places` that visit each stop, as far as `load` tells;
-    `expected`, where it does not.
+def _dedup_tokens(
+    plan: Plan,
+    layer: int,
+    load: ArrayLike | None,
+    positions: Sequence[int],
+    expected: list[CountArray],
+) -> list[CountArray]:
+    """Return deduplicated tokens [ranks, destinations] recorded in `load`, else `expected`.
 
-    What is local is among visits of a rank to itself, and to its host, alone: where the run had it
-    otherwise than the plan, those are what to expect.
+    Local tokens count only for a rank itself and for its host. If the recorded run treated them
+    unlike the plan, the expected numbers replace those entries.
     """
-    given = np.zeros(0) if load is None else np.asarray(load)
-    if given.ndim != 2 or given.shape[1] != plan.experts + sum(stops(plan)):
+    array = np.zeros(0) if load is None else np.asarray(load)
+    if array.ndim != 2 or array.shape[1] != plan.experts + sum(destination_counts(plan)):
         return expected
-    told = given[places].astype(np.int64)
-    found: list[Counts] = np.split(told[:, plan.experts :], stops(plan)[:-1], axis=1)
-    ranks, own = np.arange(len(places)), np.array(places) % plan.ep
-    apart = not found[0][ranks, own].any()
-    at_home = _by_stop(plan, layer, told[:, : plan.experts], plan.ep)[ranks, own]
-    if at_home.any() and apart != (plan.local == "first"):
-        for visits, guess in zip(found, expected, strict=True):
-            at = own * visits.shape[1] // plan.ep
-            visits[ranks, at] = guess[ranks, at]
-    return found
-
-
-def _by_stop(plan: Plan, layer: int, counts: Counts, stops: int) -> Counts:
-    """Assignments [ranks, stops] where so many share out the experts."""
-    rows: Counts = counts[:, plan.slots(layer)].reshape(len(counts), stops, -1).sum(axis=2)
-    return rows
-
-
-def _expected_visits(
-    job: Job, plan: Plan, layer: int, counts: Counts, everything: Counts, stops: int
-) -> Counts:
-    """Tokens [ranks, stops] that visit each of so many stops for what is in `counts`.
-
-    It is what to expect of tokens whose choices follow `everything`, independently but for that no
-    expert is chosen twice.
-    """
-    top_k, each = job.model.top_k, plan.experts // stops
-    rows = _by_stop(plan, layer, counts, stops)
-    total = everything.sum(axis=1, keepdims=True)
-    share, none = rows / np.maximum(total, 1), np.ones(rows.shape)
-    for choice in range(top_k):  # Experts that are left, of those of other ranks.
-        none *= 1 - np.minimum(share * plan.experts / (plan.experts - choice), 1.0)
-    tokens = total // top_k
-    expected = np.rint(tokens * (1 - none)).astype(np.int64)
-    least, most = -(-rows // min(top_k, each)), np.minimum(rows, tokens)
-    found: Counts = np.clip(expected, least, np.maximum(most, least))
-    return found
-
-
-def _expected_stops(
-    job: Job, plan: Plan, layer: int, counts: Counts, everything: Counts
-) -> list[Counts]:
-    """The same of ranks, and of hosts: a host gets as many as any of its ranks, and no more than
-    all of them."""
-    first, *more = (
-        _expected_visits(job, plan, layer, counts, everything, num) for num in stops(plan)
+    recorded = array[positions].astype(np.int64)
+    by_level: list[CountArray] = np.split(
+        recorded[:, plan.experts :], destination_counts(plan)[:-1], axis=1
     )
-    ranks = first.reshape(len(counts), plan.hosts, -1)
-    return [first, *(np.clip(one, ranks.max(axis=2), ranks.sum(axis=2)) for one in more)]
+    ranks, own_destinations = np.arange(len(positions)), np.array(positions) % plan.ep
+    recorded_overlap = not by_level[0][ranks, own_destinations].any()
+    local = _tokens_by_destination(plan, layer, recorded[:, : plan.experts], plan.ep)[
+        ranks, own_destinations
+    ]
+    if local.any() and recorded_overlap != plan.overlap_local:
+        for tokens, estimate in zip(by_level, expected, strict=True):
+            destinations = own_destinations * tokens.shape[1] // plan.ep
+            tokens[ranks, destinations] = estimate[ranks, destinations]
+    return by_level
 
 
-def visit_bytes(hidden: int, choices: int, each: int) -> tuple[int, int]:
-    """Bytes of a visit, a token's numbers and weights of `each` bytes and its slots; and where in
-    it slots begin."""
-    slots_at = _up((hidden + choices) * each, SLOT_BYTES)
-    return _up(slots_at + choices * SLOT_BYTES, _ALIGNED), slots_at
+def _tokens_by_destination(
+    plan: Plan, layer: int, counts: CountArray, num_destinations: int
+) -> CountArray:
+    """Return assignments [ranks, destinations] for destinations that split the experts evenly."""
+    tokens: CountArray = (
+        counts[:, plan.slot_experts(layer)].reshape(len(counts), num_destinations, -1).sum(axis=2)
+    )
+    return tokens
 
 
-def _up(size: int, multiple: int) -> int:
+def _expected_dedup_tokens(
+    job: Job,
+    plan: Plan,
+    layer: int,
+    counts: CountArray,
+    all_counts: CountArray,
+    num_destinations: int,
+) -> CountArray:
+    """Return the expected number of deduplicated tokens for `counts`, [ranks, destinations].
+
+    Choices follow `all_counts` independently, except that no token chooses an expert twice.
+    """
+    top_k, experts_per_destination = job.model.top_k, plan.experts // num_destinations
+    assigned = _tokens_by_destination(plan, layer, counts, num_destinations)
+    total = all_counts.sum(axis=1, keepdims=True)
+    fraction, probability_none = assigned / np.maximum(total, 1), np.ones(assigned.shape)
+    for choice in range(top_k):  # Each choice is among the experts not chosen yet.
+        probability_none *= 1 - np.minimum(fraction * plan.experts / (plan.experts - choice), 1.0)
+    tokens = total // top_k
+    expected = np.rint(tokens * (1 - probability_none)).astype(np.int64)
+    lower, upper = -(-assigned // min(top_k, experts_per_destination)), np.minimum(assigned, tokens)
+    clipped: CountArray = np.clip(expected, lower, np.maximum(upper, lower))
+    return clipped
+
+
+def _expected_destinations(
+    job: Job, plan: Plan, layer: int, counts: CountArray, all_counts: CountArray
+) -> list[CountArray]:
+    """Return the expected deduplicated tokens per rank, and per host.
+
+    A host gets at least as many as each of its ranks, and at most their sum.
+    """
+    by_rank, *by_host = (
+        _expected_dedup_tokens(job, plan, layer, counts, all_counts, num)
+        for num in destination_counts(plan)
+    )
+    ranks_of_host = by_rank.reshape(len(counts), plan.dispatch_hosts, -1)
+    return [
+        by_rank,
+        *(
+            np.clip(hosts, ranks_of_host.max(axis=2), ranks_of_host.sum(axis=2))
+            for hosts in by_host
+        ),
+    ]
+
+
+def dedup_token_bytes(hidden: int, top_k: int, element_bytes: int) -> tuple[int, int]:
+    """Return bytes of a deduplicated token with weights and slots, and the offset of its slots."""
+    slots_at = _round_up((hidden + top_k) * element_bytes, SLOT_INDEX_BYTES)
+    return _round_up(slots_at + top_k * SLOT_INDEX_BYTES, _ALIGNMENT_BYTES), slots_at
+
+
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _ends(job: Job, plan: Plan) -> Counts:
-    """Where the tokens of each place end among those of a global micro-batch, one after another."""
+def _token_ends(job: Job, plan: Plan) -> CountArray:
+    """Return the end of each rank's tokens in the global micro-batch, [ranks]."""
     batch, sequence = job.train.batch // job.train.micro_batches, job.data.sequence
-    bounds = np.array(plan.bounds(batch), np.int64)
-    ranks = np.arange(plan.etp - 1, plan.span, plan.etp)
-    replica, run = np.divmod(ranks, plan.tp)
-    rows = np.diff(bounds)[replica]
-    ends: Counts = sequence * bounds[replica] + (run + 1) * rows * sequence // plan.tp
+    bounds = np.array(plan.sample_bounds(batch), np.int64)
+    ranks = np.arange(plan.etp - 1, plan.ranks_per_stage, plan.etp)
+    replica, shard = np.divmod(ranks, plan.tp)
+    samples = np.diff(bounds)[replica]
+    ends: CountArray = sequence * bounds[replica] + (shard + 1) * samples * sequence // plan.tp
     return ends
 
 
-def _shared_out(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> Counts:
-    """Each of `totals` shared out in whole numbers by `weights`; a larger total takes from nobody.
+def _apportion(totals: NDArray[np.int64], weights: NDArray[np.float64]) -> CountArray:
+    """Split each of `totals` into whole numbers by `weights`; a larger total lowers no number.
 
-    This is the method of Sainte-Lague: who gets the next one is who has the least for its weight.
-    Of equals it is the first, so that equal weights are served in turn.
+    This is the Sainte-Lague method: the next unit goes to the smallest number relative to its
+    weight. Ties go to the first, so equal weights take turns.
     """
-    taken = weights > 0
-    held: Counts = np.floor(totals[:, None] / weights.sum() * weights + 0.5).astype(np.int64)
-    over = held.sum(axis=1) - totals
+    is_positive = weights > 0
+    numbers: CountArray = np.floor(totals[:, None] / weights.sum() * weights + 0.5).astype(np.int64)
+    excess = numbers.sum(axis=1) - totals
     with np.errstate(divide="ignore"):
-        while over.any():
-            more, less = np.flatnonzero(over < 0), np.flatnonzero(over > 0)
-            next_one = np.where(taken, (2 * held[more] + 1) / weights, np.inf)
-            held[more, next_one.argmin(axis=1)] += 1
-            last_one = np.where(taken, (2 * held[less] - 1) / weights, -np.inf)
-            held[less, last_one.shape[1] - 1 - last_one[:, ::-1].argmax(axis=1)] -= 1
-            over = held.sum(axis=1) - totals
-    return held
+        while excess.any():
+            too_low, too_high = np.flatnonzero(excess < 0), np.flatnonzero(excess > 0)
+            next_cost = np.where(is_positive, (2 * numbers[too_low] + 1) / weights, np.inf)
+            numbers[too_low, next_cost.argmin(axis=1)] += 1
+            last_cost = np.where(is_positive, (2 * numbers[too_high] - 1) / weights, -np.inf)
+            numbers[too_high, last_cost.shape[1] - 1 - last_cost[:, ::-1].argmax(axis=1)] -= 1
+            excess = numbers.sum(axis=1) - totals
+    return numbers
 
 
-def slots_of(counts: Counts, plan: Plan, layer: int, rank: int, group: Sequence[int]) -> list[int]:
-    """Rows of each of the slots of `rank`, from all of `group`."""
-    return _slots(plan, layer, rank, _arriving(counts, plan, group))
+def slot_tokens(
+    counts: CountArray, plan: Plan, layer: int, rank: int, group: Sequence[int]
+) -> list[int]:
+    """Return tokens of each slot of `rank`, from all ranks of `group`."""
+    return _slot_tokens_of(plan, layer, rank, _received_tokens(counts, plan, group))
 
 
-def slots_by_rank(counts: Counts, plan: Plan, layer: int) -> dict[int, list[int]]:
-    """The same of all ranks."""
-    groups = [(group, _arriving(counts, plan, group)) for group in plan.expert_groups()]
+def slot_tokens_by_rank(counts: CountArray, plan: Plan, layer: int) -> dict[int, list[int]]:
+    """Return tokens of each slot, by rank."""
+    groups = [(group, _received_tokens(counts, plan, group)) for group in plan.ep_groups()]
     return {
-        rank: _slots(plan, layer, rank, arriving) for group, arriving in groups for rank in group
+        rank: _slot_tokens_of(plan, layer, rank, received)
+        for group, received in groups
+        for rank in group
     }
 
 
-def _arriving(counts: Counts, plan: Plan, group: Sequence[int]) -> Counts:
-    """Rows of each expert, from all of `group`."""
-    arriving: Counts = counts[_places(plan, group)].sum(axis=0)
-    return arriving
+def _received_tokens(counts: CountArray, plan: Plan, group: Sequence[int]) -> CountArray:
+    """Return tokens for each expert from all ranks of `group`, [experts]."""
+    received: CountArray = counts[_stage_positions(plan, group)].sum(axis=0)
+    return received
 
 
-def _slots(plan: Plan, layer: int, rank: int, arriving: Counts) -> list[int]:
-    rows: list[int] = arriving[list(plan.homes(rank, layer))].tolist()
-    return rows
+def _slot_tokens_of(plan: Plan, layer: int, rank: int, received: CountArray) -> list[int]:
+    tokens: list[int] = received[list(plan.experts_of(rank, layer))].tolist()
+    return tokens
 
 
-def leaving(counts: Counts, plan: Plan, rank: int) -> int:
-    """Assignments of the tokens that go to experts from `rank`."""
-    return int(counts[_places(plan, [rank])].sum())
+def sent_tokens(counts: CountArray, plan: Plan, rank: int) -> int:
+    """Return assignments of the tokens that `rank` dispatches."""
+    return int(counts[_stage_positions(plan, [rank])].sum())
 
 
-def _of_others(counts: Counts, plan: Plan, layer: int, group: Sequence[int]) -> Counts:
-    """Without what ranks of the group have for experts of their own."""
-    found = counts.copy()
-    for rank, place in zip(group, _places(plan, group), strict=True):
-        found[place, list(plan.homes(rank, layer))] = 0
-    return found
+def _remote_tokens(counts: CountArray, plan: Plan, layer: int, group: Sequence[int]) -> CountArray:
+    """Return `counts` without tokens for experts of their own rank."""
+    remote = counts.copy()
+    for rank, position in zip(group, _stage_positions(plan, group), strict=True):
+        remote[position, list(plan.experts_of(rank, layer))] = 0
+    return remote
 
 
-def _places(plan: Plan, group: Sequence[int]) -> list[int]:
-    """Of ranks in their part of the pipeline; those that have the same experts are one."""
-    return [rank % plan.span // plan.etp for rank in group]
+def _stage_positions(plan: Plan, group: Sequence[int]) -> list[int]:
+    """Return indices of ranks within their pipeline rank; an expert TP group has one index."""
+    return [rank % plan.ranks_per_stage // plan.etp for rank in group]
 
 
-def even(total: int, parts: int) -> list[int]:
-    """`total` in so many parts, the larger ones first."""
-    return [total // parts + (at < total % parts) for at in range(parts)]
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Split `total` into `parts` numbers, the larger ones first."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
 
 
-class Trip(NamedTuple):
-    """Tokens of one expert layer that one rank exchanges with others: each once for every expert
-    there, or once."""
+class Exchange(NamedTuple):
+    """Tokens of one expert layer that one rank exchanges: one per expert, or deduplicated."""
 
     group: tuple[int, ...]
-    """The ranks."""
-    to: list[int]
-    """To each of them."""
-    back: list[int]
-    """From each of them."""
-    tokens: int
-    """That set out: of this rank, or that have come to it."""
+    """Ranks of the exchange."""
+    send_tokens: list[int]
+    """Tokens sent to each rank of the group."""
+    receive_tokens: list[int]
+    """Tokens received from each rank of the group."""
+    num_tokens: int
+    """Tokens before the exchange: the rank's own, or those of the exchange before."""
 
-    def chunk(self, at: int, chunks: int) -> Trip:
-        """One of so many chunks, as if all were alike."""
-        to, back = ([even(one, chunks)[at] for one in way] for way in (self.to, self.back))
-        return Trip(self.group, to, back, even(self.tokens, chunks)[at])
-
-    @property
-    def leaving(self) -> int:
-        """To all."""
-        return sum(self.to)
+    def chunk(self, index: int, chunks: int) -> Exchange:
+        """Return chunk `at` of `chunks`, of evenly split tokens."""
+        send, receive = (
+            [split_evenly(number, chunks)[index] for number in counts]
+            for counts in (self.send_tokens, self.receive_tokens)
+        )
+        return Exchange(self.group, send, receive, split_evenly(self.num_tokens, chunks)[index])
 
     @property
-    def arriving(self) -> int:
-        """From all."""
-        return sum(self.back)
-
-
-class Routed(NamedTuple):
-    """Rows of one rank in one expert layer."""
-
-    leaving: int
-    """Assignments of the tokens that go to experts from it, but for what is `local`."""
-    slots: list[int]
-    """Rows that arrive at each of its slots, but for what is `local`."""
-    trips: tuple[Trip, ...]
-    """How tokens travel; none: they stay."""
-    visits: bool
-    """Whether they travel once to each rank."""
-    chunks: int = 1
-    """Parts in which they do, one after another."""
-    local: tuple[int, ...] = ()
-    """Rows of its own tokens at each of its slots, where those are computed by themselves."""
-    partly: bool = False
-    """Whether tokens have choices that are not among its rows."""
+    def num_sent(self) -> int:
+        """Tokens sent to all ranks."""
+        return sum(self.send_tokens)
 
     @property
-    def by_rows(self) -> bool:
-        """Whether each token travels once for every expert."""
-        return bool(self.trips) and not self.visits
+    def num_received(self) -> int:
+        """Tokens received from all ranks."""
+        return sum(self.receive_tokens)
+
+
+class RoutedTokens(NamedTuple):
+    """Routed tokens of one rank in one expert layer."""
+
+    num_sent: int
+    """Assignments that the rank dispatches, without separate local ones."""
+    slot_tokens: list[int]
+    """Tokens received at each slot, without separate local ones."""
+    exchanges: tuple[Exchange, ...]
+    """Exchanges of the dispatch; none if tokens stay on the rank."""
+    is_dedup: bool
+    """True if each token is sent once per destination rank."""
+    num_chunks: int = 1
+    """Chunks that are dispatched one after another."""
+    local_slot_tokens: tuple[int, ...] = ()
+    """Local tokens at each slot, if computed separately (`layout.overlap_local`)."""
+    is_partial: bool = False
+    """True if tokens have choices that are not counted here."""
 
     @property
-    def pieces(self) -> int:
-        """In which what is local is computed: before, between and after chunks."""
-        return (self.chunks + 1) * bool(self.local)
+    def is_all_to_all(self) -> bool:
+        """True if each token is sent once per chosen expert."""
+        return bool(self.exchanges) and not self.is_dedup
 
     @property
-    def num_rows(self) -> int:
-        """That are computed on the rank."""
-        return sum(self.slots) + sum(self.local)
+    def num_local_chunks(self) -> int:
+        """Chunks of local tokens, computed before, between and after the dispatched chunks."""
+        return (self.num_chunks + 1) * bool(self.local_slot_tokens)
 
-    def apart(self) -> list[Routed]:
-        """Each chunk, as if all were alike."""
-        if self.chunks == 1:
-            return [self._replace(local=())]
-        found = []
-        for at, chunk in enumerate(_cut(self.slots, self.chunks)):
-            trips = tuple(trip.chunk(at, self.chunks) for trip in self.trips)
-            leaving = even(self.leaving, self.chunks)[at]
-            found.append(Routed(leaving, chunk, trips, self.visits))
-        return found
+    @property
+    def num_tokens(self) -> int:
+        """Routed tokens computed on the rank."""
+        return sum(self.slot_tokens) + sum(self.local_slot_tokens)
 
-    def all_local(self) -> Routed:
-        """All that is local, as if nothing else were there."""
-        rows = list(self.local)
-        return Routed(sum(rows), rows, (), False, self.pieces, partly=True)
+    def split_chunks(self) -> list[RoutedTokens]:
+        """Return each dispatched chunk, of evenly split tokens."""
+        if self.num_chunks == 1:
+            return [self._replace(local_slot_tokens=())]
+        result = []
+        for index, slots in enumerate(_split_slots(self.slot_tokens, self.num_chunks)):
+            exchanges = tuple(exchange.chunk(index, self.num_chunks) for exchange in self.exchanges)
+            num_sent = split_evenly(self.num_sent, self.num_chunks)[index]
+            result.append(RoutedTokens(num_sent, slots, exchanges, self.is_dedup))
+        return result
 
-    def local_pieces(self) -> list[Routed]:
-        """Each piece of what is local, slot after slot."""
-        found, before = [], 0
-        ends = np.cumsum(self.local)
-        for number in even(sum(self.local), self.pieces) if self.local else []:
-            cut = np.clip(ends, before, before + number)
-            rows = np.diff(cut, prepend=before).tolist()
-            found.append(Routed(number, rows, (), visits=False, partly=True))
-            before += number
-        return found
+    def local_only(self) -> RoutedTokens:
+        """Return the local tokens alone."""
+        slots = list(self.local_slot_tokens)
+        return RoutedTokens(sum(slots), slots, (), False, self.num_local_chunks, is_partial=True)
 
-    def turns(self) -> list[Routed]:
-        """What is computed, in that order."""
-        pieces, found = self.local_pieces(), list[Routed]()
-        for at, chunk in enumerate(self.apart()):
-            found += [*pieces[at : at + 1], chunk]
-        return [*found, *pieces[self.chunks :]]
+    def local_chunks(self) -> list[RoutedTokens]:
+        """Return each chunk of local tokens, in slot order."""
+        chunks, start = [], 0
+        ends = np.cumsum(self.local_slot_tokens)
+        for size in (
+            split_evenly(sum(self.local_slot_tokens), self.num_local_chunks)
+            if self.local_slot_tokens
+            else []
+        ):
+            bounds = np.clip(ends, start, start + size)
+            slots = np.diff(bounds, prepend=start).tolist()
+            chunks.append(RoutedTokens(size, slots, (), is_dedup=False, is_partial=True))
+            start += size
+        return chunks
+
+    def compute_order(self) -> list[RoutedTokens]:
+        """Return all chunks in the order in which they are computed."""
+        local_chunks, order = self.local_chunks(), list[RoutedTokens]()
+        for index, chunk in enumerate(self.split_chunks()):
+            order += [*local_chunks[index : index + 1], chunk]
+        return [*order, *local_chunks[self.num_chunks :]]
 
 
-def _cut(slots: Sequence[int], parts: int) -> list[list[int]]:
-    return [list(one) for one in zip(*(even(rows, parts) for rows in slots), strict=True)]
+def _split_slots(slots: Sequence[int], parts: int) -> list[list[int]]:
+    return [
+        list(part) for part in zip(*(split_evenly(tokens, parts) for tokens in slots), strict=True)
+    ]
 
 
-def routed(job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None) -> list[Routed]:
-    """Rows of `rank` in each expert layer; `loads` as `expert_counts` takes each, None: even."""
-    group = next(group for group in plan.expert_groups() if rank in group)
+def routed_by_layer(
+    job: Job, plan: Plan, rank: int, loads: Sequence[ArrayLike] | None
+) -> list[RoutedTokens]:
+    """Return the routed tokens of `rank` in each expert layer.
 
-    def rows(load: ArrayLike | None, layer: int) -> Routed:
+    `loads` has one load per layer, as `expert_counts` takes it; None for even routing.
+    """
+    group = next(group for group in plan.ep_groups() if rank in group)
+
+    def route(load: ArrayLike | None, layer: int) -> RoutedTokens:
         counts, local = expert_counts(job, plan, load), tuple[int, ...]()
-        trips = _trips(job, plan, layer, rank, load, counts)
-        if plan.local == "first":
-            local = tuple(slots_of(counts, plan, layer, rank, [rank]))
-            counts = _of_others(counts, plan, layer, group)
-        slots = slots_of(counts, plan, layer, rank, group)
-        visits = plan.dispatch == "visits" and plan.ep > 1
-        away = leaving(counts, plan, rank)
-        return Routed(away, slots, trips, visits, plan.chunks, local, partly=bool(local))
+        exchanges = _exchanges(job, plan, layer, rank, load, counts)
+        if plan.overlap_local:
+            local = tuple(slot_tokens(counts, plan, layer, rank, [rank]))
+            counts = _remote_tokens(counts, plan, layer, group)
+        slots = slot_tokens(counts, plan, layer, rank, group)
+        is_dedup = plan.dispatch == "dedup" and plan.ep > 1
+        num_sent = sent_tokens(counts, plan, rank)
+        return RoutedTokens(
+            num_sent, slots, exchanges, is_dedup, plan.chunks, local, is_partial=bool(local)
+        )
 
     layers = job.model.expert_layers
     if loads is None:
-        if not plan.homes_of_layers:
-            return [rows(None, layers[0])] * len(layers)
-        return [rows(None, layer) for layer in layers]
-    return [rows(load, layer) for load, layer in zip(loads, layers, strict=True)]
+        if not plan.expert_placement_by_layer:
+            return [route(None, layers[0])] * len(layers)
+        return [route(None, layer) for layer in layers]
+    return [route(load, layer) for load, layer in zip(loads, layers, strict=True)]
 
 
-def _trips(
-    job: Job, plan: Plan, layer: int, rank: int, load: ArrayLike | None, counts: Counts
-) -> tuple[Trip, ...]:
-    """Those of `rank`; none where all tokens stay."""
+def _exchanges(
+    job: Job, plan: Plan, layer: int, rank: int, load: ArrayLike | None, counts: CountArray
+) -> tuple[Exchange, ...]:
+    """Return the exchanges of `rank`; none without expert parallelism."""
     if plan.ep == 1:
         return ()
-    group, *ways = [
+    group, *hops = [
         next(ranks for ranks in groups if rank in ranks)
-        for groups in (plan.expert_groups(), *plan.trip_groups())
+        for groups in (plan.ep_groups(), *plan.exchange_groups())
     ]
-    places, me = _places(plan, group), group.index(rank)
-    everything, where = counts[places], stops(plan)
-    if plan.local == "first":
-        counts = _of_others(counts, plan, layer, group)
-    own = counts[places]
-    if plan.dispatch == "rows":
-        stopping, tokens = (
-            [_by_stop(plan, layer, own, each) for each in where],
-            leaving(counts, plan, rank),
+    positions, index = _stage_positions(plan, group), group.index(rank)
+    all_counts, num_destinations = counts[positions], destination_counts(plan)
+    if plan.overlap_local:
+        counts = _remote_tokens(counts, plan, layer, group)
+    group_counts = counts[positions]
+    if plan.dispatch == "all_to_all":
+        by_destination, tokens = (
+            [_tokens_by_destination(plan, layer, group_counts, num) for num in num_destinations],
+            sent_tokens(counts, plan, rank),
         )
     else:
-        expected = _expected_stops(job, plan, layer, own, everything)
-        stopping = _visits(plan, layer, load, places, expected)
-        tokens = int(np.diff(_ends(job, plan), prepend=0)[places[me]])
-    if len(ways) == 1:
-        to, back = stopping[0][me], stopping[0][:, me]
-        return (Trip(tuple(group), to.tolist(), back.tolist(), tokens),)
-    across, within = ways
-    host, place = divmod(me, len(within))
-    to_ranks = stopping[0].reshape(plan.hosts, -1, plan.hosts, len(within))
-    to_hosts = stopping[1].reshape(plan.hosts, -1, plan.hosts)
-    there, back = to_hosts[host, place], to_hosts[:, place, host]
-    on, from_ = to_ranks[:, place, host].sum(axis=0), to_ranks[:, :, host, place].sum(axis=0)
+        expected = _expected_destinations(job, plan, layer, group_counts, all_counts)
+        by_destination = _dedup_tokens(plan, layer, load, positions, expected)
+        tokens = int(np.diff(_token_ends(job, plan), prepend=0)[positions[index]])
+    if len(hops) == 1:
+        send, receive = by_destination[0][index], by_destination[0][:, index]
+        return (Exchange(tuple(group), send.tolist(), receive.tolist(), tokens),)
+    inter_host, intra_host = hops
+    host, local_rank = divmod(index, len(intra_host))
+    to_ranks = by_destination[0].reshape(
+        plan.dispatch_hosts, -1, plan.dispatch_hosts, len(intra_host)
+    )
+    to_hosts = by_destination[1].reshape(plan.dispatch_hosts, -1, plan.dispatch_hosts)
+    send_hosts, receive = to_hosts[host, local_rank], to_hosts[:, local_rank, host]
+    send_ranks, receive_ranks = (
+        to_ranks[:, local_rank, host].sum(axis=0),
+        to_ranks[:, :, host, local_rank].sum(axis=0),
+    )
     return (
-        Trip(tuple(across), there.tolist(), back.tolist(), tokens),
-        Trip(tuple(within), on.tolist(), from_.tolist(), int(back.sum())),
+        Exchange(tuple(inter_host), send_hosts.tolist(), receive.tolist(), tokens),
+        Exchange(
+            tuple(intra_host), send_ranks.tolist(), receive_ranks.tolist(), int(receive.sum())
+        ),
     )

@@ -1,11 +1,10 @@
-"""What a rank holds while it trains, by kind of content, and at the moments when it holds most.
+"""Memory of one rank in training, by kind of content, and its peaks.
 
-What autograd keeps of each block is in `kept`, what is there at the fullest moments in `peaks` and,
-of a part of a pipeline, in `flight`.
+`activation_memory` counts saved activations, `peak_memory` the peaks of a step, `pipeline_memory`
+those of a pipeline rank.
 
-In fine-tuning, parameters, gradients and moments are those of what is there and of what learns;
-activations and what backward makes on its way are counted as if all of the model learnt, and
-without what adapters keep, which is little.
+In fine-tuning, parameters count as present, gradients and moments as trainable. Activations and
+temporaries count as if the whole model were trained, without the few of adapters.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ from numpy.typing import ArrayLike
 
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.flight import Flight
 from moesaic.facts.workload.parameters import local_size
-from moesaic.facts.workload.peaks import Step
-from moesaic.facts.workload.share import Share
+from moesaic.facts.workload.peak_memory import StepMemory
+from moesaic.facts.workload.pipeline_memory import PipelineStepMemory
+from moesaic.facts.workload.rank_params import RankParams
 from moesaic.facts.workload.sizes import BIAS_BYTES
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank holds while it trains, by what they are for."""
+    """Bytes on one rank in training, by purpose."""
 
     parameters_bytes: int
     gradients_bytes: int
-    """All of them, and with several micro-batches the one that is being added."""
+    """All gradients, and with gradient accumulation the one that is being added."""
     moments_bytes: int
     staging_bytes: int
-    """The copy that checkpoints are written from; 0 where it lies in a memory of the host's own."""
+    """Copy that checkpoints are written from; 0 where it is in separate host memory."""
     gathered_bytes: int
-    """Most of what FSDP has put together of other ranks' shards, or is about to share out."""
+    """Peak of FSDP's gathered parameters and gradients before reduce-scatter."""
     activations_bytes: int
-    """What autograd keeps of embedding and layers; in a pipeline most of what is under way, but for
-    what the head keeps of one micro-batch."""
+    """Activations saved for embedding and layers; in a pipeline the peak over all micro-batches in
+    flight, without those of the head."""
     head_bytes: int
-    """What the head keeps, the gradient of its weight among it, and its logits."""
+    """Activations saved for the head, with the gradient of its weight, and its logits."""
     working_bytes: int
-    """What backward of a layer's larger half makes on its way, less what it has let go."""
+    """Temporaries of backward in a layer's larger half, less activations it has freed."""
     forward_bytes: int
-    """Most of what is there in a forward pass and does not last: gradients of micro-batches
-    before, activations, what FSDP has gathered, and the head."""
+    """Peak of temporary memory in a forward pass: accumulated gradients, activations, FSDP buffers
+    and the head."""
     backward_bytes: int
-    """Most of what is there in a backward pass or right after it and does not last: gradients so
-    far, activations that are left, what FSDP has gathered, and what kernels need on the way."""
+    """Peak of temporary memory in a backward pass or right after it: gradients, remaining
+    activations, FSDP buffers and temporaries of kernels."""
 
     def by_kind(self) -> dict[str, int]:
-        """What is held for its own sake: what `total_bytes` adds up."""
+        """Return the bytes by kind that `total_bytes` sums."""
         return {
             kind: getattr(self, kind)
             for kind in self.__dataclass_fields__
@@ -60,12 +59,12 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it, as if it were there at one time."""
+        """Sum of all kinds, as if they were present at once."""
         return sum(self.by_kind().values())
 
     @property
     def peak_bytes(self) -> int:
-        """What is there at one time: at the end of a forward pass, or in a backward pass."""
+        """Bytes present at once, at the end of a forward pass or in a backward pass."""
         lasting = self.parameters_bytes + self.moments_bytes + self.staging_bytes
         return lasting + max(self.forward_bytes, self.backward_bytes)
 
@@ -78,29 +77,31 @@ def memory(
     *,
     on_cpu: bool = True,
 ) -> Memory:
-    """What `rank` of `plan` holds.
+    """Return the memory of `rank` under `plan`.
 
     Args:
         job: the job.
-        plan: which rank holds what.
-        rank: absent: the last, which has the most rows.
-        loads: by expert layer, as `workload` takes them; absent: even routing.
-        on_cpu: whether rank and host share one memory, which then holds the staging copy too.
+        plan: placement of the model on ranks.
+        rank: the rank; None for the last, which has the most samples.
+        loads: one load per expert layer, as `workload` takes them; None for even routing.
+        on_cpu: whether rank and host share one memory, which then also has the staging copy.
     """
-    share = Share.of(job, plan, plan.ranks - 1 if rank is None else rank)
-    step = (Step if plan.pp == 1 else Flight)(share, loads, on_cpu)
-    held = sum(local_size(p, plan.shard) for p in share.dense) + sum(p.size for p in share.experts)
-    biases = sum(p.size for p in share.biases) * BIAS_BYTES
-    staged = job.checkpoint.asynchronous and on_cpu
+    params = RankParams.of_rank(job, plan, plan.ranks - 1 if rank is None else rank)
+    step = (StepMemory if plan.pp == 1 else PipelineStepMemory)(params, loads, on_cpu)
+    num_elements = sum(local_size(p, plan.dp_shard) for p in params.dense) + sum(
+        p.size for p in params.experts
+    )
+    biases = sum(p.size for p in params.biases) * BIAS_BYTES
+    has_staging = job.checkpoint.asynchronous and on_cpu
     return Memory(
-        parameters_bytes=held * step.s.wide + biases,
-        gradients_bytes=step.gradients(),
-        moments_bytes=share.moments_bytes(),
-        staging_bytes=share.staged_bytes() if staged else 0,
-        gathered_bytes=step.most_gathered(),
-        activations_bytes=step.most_kept(),
-        head_bytes=step.head(),
-        working_bytes=step.most_working(),
-        forward_bytes=step.forward(),
-        backward_bytes=step.backward(),
+        parameters_bytes=num_elements * step.sizes.stored_bytes + biases,
+        gradients_bytes=step.gradient_bytes(),
+        moments_bytes=params.moments_bytes(),
+        staging_bytes=params.checkpoint_bytes() if has_staging else 0,
+        gathered_bytes=step.peak_gathered_bytes(),
+        activations_bytes=step.peak_activation_bytes(),
+        head_bytes=step.head_bytes(),
+        working_bytes=step.peak_working_bytes(),
+        forward_bytes=step.peak_forward_bytes(),
+        backward_bytes=step.peak_backward_bytes(),
     )

@@ -1,13 +1,13 @@
-"""What a part of a layer does to its numbers: matrix products, and the passes between them.
+"""Operations of a layer, forward and backward: matmuls, and the elementwise kernels between them.
 
-Every function returns the forward and the backward operation of one part. Products are those that
-the layers ask for. Passes are counted as torch makes them on a CPU, one kernel after another: what
-an elementwise kernel reads and writes, whole tensors each time. On a GPU norms are one kernel each
-way; what else is fused there is not known here. `calls` is how many kernels start, an estimate too.
+Every function returns one forward and one backward op, or a list of such pairs. Matmuls are those
+of the layers. Elementwise kernels are counted as torch runs them on a CPU, unfused: each reads and
+writes whole tensors. On a GPU a norm is one forward kernel; other fusions there are unknown here.
+`num_kernels` is an estimate.
 
-Of several slices each does its part of a layer: norms, routers and the residual stream over its own
-run of tokens, what has heads, inner channels or words over all of them, with matrices as narrow as
-the slice. What messages copy on their way is theirs.
+With TP, each rank counts its own part of a layer. Norms, routers and the residual stream cover its
+sequence shard. Heads, inner channels and vocabulary cover all tokens, with matrices as narrow as
+its shard. Copies within collectives belong to the collectives.
 """
 
 from __future__ import annotations
@@ -15,131 +15,147 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moesaic.facts.job.finetune import Target
-from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_BYTES, Sizes, Type
+from moesaic.facts.job.finetune import AdapterTarget
+from moesaic.facts.workload.sizes import INDEX_BYTES, NORM_CHUNK_BYTES, FloatType, Sizes
 
-PASSED_BYTES = {"norm": 1, "scale": 2, "adamw": 7}
-"""What kernels of a kind read and write, as a multiple of their tensor. AdamW reads values,
+TRAFFIC_FACTOR = {"norm": 1, "scale": 2, "adamw": 7}
+"""Bytes read and written by an elementwise kernel, as a multiple of its tensor. AdamW reads values,
 gradient and two moments, and writes all but the gradient."""
-NARROW_PASSED = {"bf16": (225, 34), "8bit": (612, 80)}
-"""Bytes of an element that kernels of an update with narrow moments read and write, and how many
-kernels it starts for each chunk of a matrix, by `optimizer.moments`. As on a CPU, in whose
-cache most of them stay."""
+LOW_BIT_TRAFFIC = {"bf16": (225, 34), "8bit": (612, 80)}
+"""Bytes per element and kernels per matrix chunk of an update with low-bit moments, by
+`optimizer.moments`. The numbers are those of a CPU, whose cache holds most intermediates."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """`count` matrix products of [rows, inner] and [inner, columns]."""
+class MatmulShape:
+    """`count` matmuls of [rows, inner] and [inner, columns]."""
 
     rows: int
     columns: int
     inner: int
     count: int = 1
-    of_weights: bool = False
-    """Of slots: whether they are gradients of weights, which sum over what is called rows here."""
+    is_weight_gradient: bool = False
+    """True if a grouped matmul computes weight gradients, which sum over `rows`."""
 
     @property
     def flops(self) -> int:
-        """Two for each multiplication."""
+        """FLOPs, two per multiplication."""
         return 2 * self.rows * self.columns * self.inner * self.count
 
     @property
     def elements(self) -> int:
-        """Of both factors and the result."""
+        """Elements of both operands and the result."""
         rows, columns, inner = self.rows, self.columns, self.inner
         return (rows * inner + inner * columns + rows * columns) * self.count
 
 
-SLOTS = "slots"
-"""The kind of an operation whose products, those of many experts, are done together."""
+GROUPED_MM = "slots"
+"""Kind of an op that runs the matmuls of many experts together."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One part of a block, one way."""
+    """One part of a block, forward or backward."""
 
     name: str
-    products: tuple[Product, ...] = ()
-    """In full, as torch counts them."""
+    matmuls: tuple[MatmulShape, ...] = ()
+    """Matmuls in full, as torch counts them."""
     moved_bytes: int = 0
-    """Read and written by elementwise passes: what products read and write is not in it."""
-    calls: int = 0
-    """Kernels started: an estimate."""
-    type: Type = "fp32"
-    """Of the factors of `products`."""
-    specials: int = 0
-    """Numbers of which an exponential, or the like, is taken."""
+    """Bytes read and written by elementwise kernels; matmuls do not count."""
+    num_kernels: int = 0
+    """Estimated kernel launches."""
+    dtype: FloatType = "fp32"
+    """Data type of the matmul operands."""
+    num_transcendentals: int = 0
+    """Elements of exponentials and the like."""
     kind: str = ""
-    """What kernels it is made by, where they are unlike most: attention, products of slots, and
-    those that `Device.passes` names."""
-    causal_share: float = 1.0
-    """Share of `products` that is left to a kernel that skips what causality hides."""
+    """Kind of kernels with measured times of their own: attention, grouped matmuls, or one of
+    `Device.elementwise`."""
+    causal_fraction: float = 1.0
+    """Fraction of `matmuls` that remains if a kernel skips causally masked scores."""
 
     @property
     def flops(self) -> int:
-        """Of all products, in full."""
-        return sum(product.flops for product in self.products)
+        """FLOPs of all matmuls, in full."""
+        return sum(product.flops for product in self.matmuls)
 
 
-Part = tuple[Op, Op]
-"""Forward and backward."""
+OpPair = tuple[Op, Op]
+"""Forward and backward op."""
 
 
-def embedding(s: Sizes, *, tied: bool) -> Part:
-    """Rows of a table; backward adds them up in a table of zeros, and to the gradient that a `tied`
-    head has left. Of several slices each has zeros where a word is another's; of columns all words
-    are looked up, and what comes of this rank's is put in order, and out of it again.
+def embedding(s: Sizes, *, tied: bool) -> OpPair:
+    """Return the ops of the embedding lookup.
+
+    Backward sums into a zeroed table, and adds that to the gradient of a `tied` head. With TP, each
+    rank writes zeros for words of other ranks. With column shards, each rank looks up the tokens of
+    all ranks, and reorders columns after the exchange and before its backward.
     """
-    table, ids = s.table, s.tokens * INDEX_BYTES
-    if s.columns > 1:
-        asked = s.asked * INDEX_BYTES
-        forward = 2 * (s.looked_up + s.joined) * s.wide + asked + (s.columns + 1) * ids
-        backward = (table * (1 + 3 * tied) + 3 * s.looked_up + 2 * s.joined) * s.wide + asked
-        back = Op("lookup", (), backward, 2 + tied) if s.learning.weights else Op("lookup")
-        return Op("lookup", (), forward, 3), back
-    forward = 2 * s.joined * s.wide + ids
-    backward = (table * (1 + 3 * tied) + 3 * s.joined) * s.wide + ids
-    calls = [1, 1 + tied]
-    if s.slices > 1:
-        zeros = 2 * s.joined * s.wide + s.tokens
+    table, ids = s.table_elements, s.tokens * INDEX_BYTES
+    if s.embedding_shards > 1:
+        lookup_ids = s.lookup_tokens * INDEX_BYTES
+        forward = (
+            2 * (s.lookup_elements + s.gathered_elements) * s.stored_bytes
+            + lookup_ids
+            + (s.embedding_shards + 1) * ids
+        )
+        backward = (
+            table * (1 + 3 * tied) + 3 * s.lookup_elements + 2 * s.gathered_elements
+        ) * s.stored_bytes + lookup_ids
+        backward_op = Op("lookup", (), backward, 2 + tied) if s.trainable.weights else Op("lookup")
+        return Op("lookup", (), forward, 3), backward_op
+    forward = 2 * s.gathered_elements * s.stored_bytes + ids
+    backward = (table * (1 + 3 * tied) + 3 * s.gathered_elements) * s.stored_bytes + ids
+    kernels = [1, 1 + tied]
+    if s.tp > 1:
+        zeros = 2 * s.gathered_elements * s.stored_bytes + s.tokens
         forward, backward = forward + zeros + 6 * (ids + s.tokens), backward + zeros
-        calls = [calls[0] + 6, calls[1] + 1]
-    back = Op("lookup", (), backward, calls[1]) if s.learning.weights else Op("lookup")
-    return Op("lookup", (), forward, calls[0]), back
+        kernels = [kernels[0] + 6, kernels[1] + 1]
+    backward_op = Op("lookup", (), backward, kernels[1]) if s.trainable.weights else Op("lookup")
+    return Op("lookup", (), forward, kernels[0]), backward_op
 
 
-def join_columns(s: Sizes) -> list[Part]:
-    """What is done about messages that bring a head the columns of its tied weight: they are put in
-    order, and so are those of the gradient for its way back."""
-    if not s.joins_table:
+def gather_tied_embedding(s: Sizes) -> list[OpPair]:
+    """Return the ops that reorder the gathered column shards of a tied weight, and its gradient."""
+    if not s.gathers_tied_embedding:
         return []
-    batches, moved = len(s.table_batches), 2 * s.vocab * s.model.hidden * s.wide
-    back = Op("join columns", (), moved, batches) if s.learning.weights else Op("join columns")
-    return [(Op("join columns", (), moved, batches), back)]
+    batches, moved = len(s.table_message_bytes), 2 * s.vocab * s.model.hidden * s.stored_bytes
+    backward_op = (
+        Op("gather tied embedding", (), moved, batches)
+        if s.trainable.weights
+        else Op("gather tied embedding")
+    )
+    return [(Op("gather tied embedding", (), moved, batches), backward_op)]
 
 
-def join_runs(s: Sizes, width: int, *, uses: int = 1, split: bool = False) -> list[Part]:
-    """What is done about a message that joins the slices' runs, `width` channels a token.
+def gather_sequence(
+    s: Sizes, width: int, *, num_uses: int = 1, split: bool = False
+) -> list[OpPair]:
+    """Return the ops around a gather of the sequence shards, in compute type.
 
-    It brings tokens in the type of products. Backward adds up the gradients of its result's `uses`.
+    Backward sums the gradients of the result's `num_uses`.
 
     Args:
-        s: sizes.
-        width: channels.
-        uses: how many read the result.
-        split: whether it is put together of parts, and cut up again.
+        s: the sizes.
+        width: channels per token.
+        num_uses: number of readers of the result.
+        split: whether the gathered tensor is concatenated from parts and split again.
     """
-    if s.slices == 1:
+    if s.tp == 1:
         return []
-    run, joined = s.run * width, s.tokens * width
-    forward = s.cast(run) + split * 2 * run * s.wide
-    if s.begins:
-        return [(Op("join runs", (), forward, s.casts + split), Op("join runs"))]
-    backward = s.cast(run) + 2 * run * s.wide + (3 * (uses - 1) + 2 * split) * joined * s.narrow
+    shard, gathered = s.shard_tokens * width, s.tokens * width
+    forward = s.cast_bytes(shard) + split * 2 * shard * s.stored_bytes
+    if s.input_has_no_grad:
+        return [(Op("gather sequence", (), forward, s.num_casts + split), Op("gather sequence"))]
+    backward = (
+        s.cast_bytes(shard)
+        + 2 * shard * s.stored_bytes
+        + (3 * (num_uses - 1) + 2 * split) * gathered * s.compute_bytes
+    )
     return [
         (
-            Op("join runs", (), forward, s.casts + split),
-            Op("join runs", (), backward, s.casts + uses + split),
+            Op("gather sequence", (), forward, s.num_casts + split),
+            Op("gather sequence", (), backward, s.num_casts + num_uses + split),
         )
     ]
 
@@ -150,65 +166,72 @@ def norm(
     name: str = "norm",
     *,
     rows: int | None = None,
-    uses: int = 1,
-    within: bool = True,
-) -> Part:
-    """RMS norm over `width`; backward first adds up the gradients of its result's `uses`.
+    num_uses: int = 1,
+    in_residual: bool = True,
+) -> OpPair:
+    """Return the ops of an RMS norm; backward first sums the gradients of the result's `num_uses`.
 
     Args:
-        s: sizes.
-        width: elements of a row.
-        name: of the operations.
-        rows: how many; absent: one for each token of the slice's run.
-        uses: how many read the result.
-        within: whether the input goes on beside the norm, in the residual stream: backward then
-            adds another gradient.
+        s: the sizes.
+        width: elements per row.
+        name: name of the ops.
+        rows: number of rows; None for one per token of the sequence shard.
+        num_uses: number of readers of the result.
+        in_residual: whether the input is also the residual stream, whose gradient backward adds.
     """
-    t, adds = s.run if rows is None else rows, uses - 1 + within
+    t, adds = s.shard_tokens if rows is None else rows, num_uses - 1 + in_residual
     n = t * width
-    if within and s.begins:  # Its input has no gradient.
-        forward, _ = norm(replace(s, begins=False), width, name, rows=rows, uses=uses)
+    if in_residual and s.input_has_no_grad:
+        forward, _ = norm(
+            replace(s, input_has_no_grad=False), width, name, rows=rows, num_uses=num_uses
+        )
         return forward, Op(name)
     if not s.on_cpu:
         return (
-            Op(name, (), (2 * n + t + width) * s.wide, 1),
-            Op(name, (), ((3 + 3 * adds) * n + t + 2 * width) * s.wide, 2 + adds),
+            Op(name, (), (2 * n + t + width) * s.stored_bytes, 1),
+            Op(name, (), ((3 + 3 * adds) * n + t + 2 * width) * s.stored_bytes, 2 + adds),
         )
-    times = -(-t // max(1, NORM_BYTES // (width * s.wide)))
+    num_chunks = -(-t // max(1, NORM_CHUNK_BYTES // (width * s.stored_bytes)))
     return (
-        Op(name, (), (5 * n + 10 * t + width * times) * s.wide, 7 * times),
-        Op(name, (), ((16 + 3 * adds) * n + 11 * t + (1 + 6 * times) * width) * s.wide,
-           1 + 12 * times + adds),
+        Op(name, (), (5 * n + 10 * t + width * num_chunks) * s.stored_bytes, 7 * num_chunks),
+        Op(name, (), ((16 + 3 * adds) * n + 11 * t + (1 + 6 * num_chunks) * width) * s.stored_bytes,
+           1 + 12 * num_chunks + adds),
     )  # fmt: skip
 
 
-def head_norms(s: Sizes) -> list[Part]:
-    """Norms of queries and keys, which take them out of the type of products."""
+def qk_norms(s: Sizes) -> list[OpPair]:
+    """Return the ops of the query and key norms, which cast from compute type to stored type."""
     parts = []
-    for width in (s.queries, s.keys):
-        if s.model.normed == "whole" and s.slices > 1:
-            forward, backward = _sliced_norm(s, width)
+    for width in (s.q_width, s.kv_width):
+        if s.model.qk_norm == "whole" and s.tp > 1:
+            forward, backward = _tp_norm(s, width)
         else:
-            rows = width // s.model.head_dim if s.model.normed == "heads" else 1
-            forward, backward = norm(s, width // rows, rows=s.tokens * rows, within=False)
-        casts = s.cast(s.tokens * width)
+            rows = width // s.model.head_dim if s.model.qk_norm == "heads" else 1
+            forward, backward = norm(s, width // rows, rows=s.tokens * rows, in_residual=False)
+        casts = s.cast_bytes(s.tokens * width)
         parts.append(
             (
-                Op("head norm", (), forward.moved_bytes + casts, forward.calls + s.casts),
-                Op("head norm", (), backward.moved_bytes + casts, backward.calls + s.casts),
+                Op("head norm", (), forward.moved_bytes + casts, forward.num_kernels + s.num_casts),
+                Op(
+                    "head norm",
+                    (),
+                    backward.moved_bytes + casts,
+                    backward.num_kernels + s.num_casts,
+                ),
             )
         )
     return parts
 
 
-def _sliced_norm(s: Sizes, width: int) -> Part:
-    """A norm over the channels of all slices, of which `width` are this one's; squares are summed
-    over slices in between.
+def _tp_norm(s: Sizes, width: int) -> OpPair:
+    """Return the ops of a norm over the channels of all TP ranks, `width` of them on this rank.
+
+    An all-reduce of the squares runs in between.
     """
     t, n = s.tokens, s.tokens * width
     return (
-        Op("norm", (), (7 * n + 10 * t + width) * s.wide, 8),
-        Op("norm", (), (21 * n + 14 * t + 2 * width) * s.wide, 15),
+        Op("norm", (), (7 * n + 10 * t + width) * s.stored_bytes, 8),
+        Op("norm", (), (21 * n + 14 * t + 2 * width) * s.stored_bytes, 15),
     )
 
 
@@ -220,193 +243,247 @@ def linear(
     *,
     wide_input: bool,
     rows: int | None = None,
-    target: Target = "attention",
-    first: bool = False,
-) -> Part:
-    """Tokens times a weight; weights, and wide inputs, are cast to the type of products.
+    target: AdapterTarget = "attention",
+    reads_block_input: bool = False,
+) -> OpPair:
+    """Return the ops of tokens times a weight; weights and inputs in stored type are cast first.
 
     Args:
-        name: of the operations.
-        s: sizes.
-        columns: of the result.
-        inner: channels of a token.
-        wide_input: whether those are wide.
-        rows: how many tokens; absent: all of them.
-        target: what adapters call the weight.
-        first: whether the tokens are those that come into the block.
+        name: name of the ops.
+        s: the sizes.
+        columns: output channels.
+        inner: input channels.
+        wide_input: whether the input has the stored type.
+        rows: number of tokens; None for all.
+        target: adapter target of the weight.
+        reads_block_input: whether the input is that of the block.
     """
     t = s.tokens if rows is None else rows
-    of_tokens, of_weight = not (first and s.begins), s.learning.weights
-    cast = s.cast(t * inner) if wide_input else 0
-    moved, calls = s.cast(columns * inner) + cast, s.casts * (1 + wide_input)
-    back = of_weight * s.cast(columns * inner) + of_tokens * cast
-    products = of_tokens * (Product(t, inner, columns),)
-    products += of_weight * (Product(columns, inner, t),)
-    forward = Op(name, (Product(t, columns, inner),), moved, 1 + calls, s.precision)
-    casts = s.casts * (of_weight + of_tokens * wide_input)
-    backward = Op(name, products, back, len(products) + casts, s.precision)
-    rank = s.learning.beside(target)
+    has_input_grad, has_weight_grad = (
+        not (reads_block_input and s.input_has_no_grad),
+        s.trainable.weights,
+    )
+    cast = s.cast_bytes(t * inner) if wide_input else 0
+    moved, kernels = s.cast_bytes(columns * inner) + cast, s.num_casts * (1 + wide_input)
+    backward_bytes = has_weight_grad * s.cast_bytes(columns * inner) + has_input_grad * cast
+    grad_matmuls = has_input_grad * (MatmulShape(t, inner, columns),)
+    grad_matmuls += has_weight_grad * (MatmulShape(columns, inner, t),)
+    forward = Op(name, (MatmulShape(t, columns, inner),), moved, 1 + kernels, s.precision)
+    casts = s.num_casts * (has_weight_grad + has_input_grad * wide_input)
+    backward = Op(name, grad_matmuls, backward_bytes, len(grad_matmuls) + casts, s.precision)
+    rank = s.trainable.rank_of_target(target)
     if rank:
-        ahead, behind = _adapted(s, t, columns, inner, rank, wide_input, of_tokens)
-        forward, backward = both(forward, ahead), both(backward, behind)
+        adapter_forward, adapter_backward = _adapter_ops(
+            s, t, columns, inner, rank, wide_input, has_input_grad
+        )
+        forward, backward = (
+            merge_ops(forward, adapter_forward),
+            merge_ops(backward, adapter_backward),
+        )
     return forward, backward
 
 
-def _adapted(
-    s: Sizes, t: int, columns: int, inner: int, rank: int, wide_input: bool, of_tokens: bool
-) -> Part:
-    """What an adapter beside a weight adds: A and B on the way, and their gradients."""
-    own = s.cast(rank * inner) + s.cast(columns * rank)
-    cast = s.cast(t * inner) if wide_input else 0
-    thin, width = 2 * t * rank * s.narrow, s.wide if wide_input else s.narrow
-    ahead = (Product(t, rank, inner), Product(t, columns, rank))
-    behind: tuple[Product, ...] = (
-        Product(t, rank, columns), Product(columns, rank, t), Product(rank, inner, t),
+def _adapter_ops(
+    s: Sizes,
+    t: int,
+    columns: int,
+    inner: int,
+    rank: int,
+    wide_input: bool,
+    has_token_gradient: bool,
+) -> OpPair:
+    """Return the ops that an adapter adds to a weight: A, B and their gradients."""
+    weight_bytes = s.cast_bytes(rank * inner) + s.cast_bytes(columns * rank)
+    cast = s.cast_bytes(t * inner) if wide_input else 0
+    thin_bytes, element_bytes = (
+        2 * t * rank * s.compute_bytes,
+        s.stored_bytes if wide_input else s.compute_bytes,
+    )
+    forward = (MatmulShape(t, rank, inner), MatmulShape(t, columns, rank))
+    backward: tuple[MatmulShape, ...] = (
+        MatmulShape(t, rank, columns), MatmulShape(columns, rank, t), MatmulShape(rank, inner, t),
     )  # fmt: skip
-    behind += of_tokens * (Product(t, inner, rank),)
-    calls, more = s.casts * (2 + wide_input), of_tokens * (cast + 3 * t * inner * width)
+    backward += has_token_gradient * (MatmulShape(t, inner, rank),)
+    kernels, input_grad_bytes = (
+        s.num_casts * (2 + wide_input),
+        has_token_gradient * (cast + 3 * t * inner * element_bytes),
+    )
     return (
-        Op("", ahead, own + cast + thin + 3 * t * columns * s.narrow, 4 + calls),
-        Op("", behind, own + thin + more, len(behind) + 1 + of_tokens
-           + s.casts * (2 + wide_input * of_tokens)),
+        Op("", forward, weight_bytes + cast + thin_bytes + 3 * t * columns * s.compute_bytes,
+           4 + kernels),
+        Op("", backward, weight_bytes + thin_bytes + input_grad_bytes,
+           len(backward) + 1 + has_token_gradient
+           + s.num_casts * (2 + wide_input * has_token_gradient)),
     )  # fmt: skip
 
 
-def both(one: Op, other: Op) -> Op:
-    """One operation that does what two do."""
+def merge_ops(one: Op, other: Op) -> Op:
+    """Return one op with the work of both."""
     return replace(
         one,
-        products=one.products + other.products,
+        matmuls=one.matmuls + other.matmuls,
         moved_bytes=one.moved_bytes + other.moved_bytes,
-        calls=one.calls + other.calls,
+        num_kernels=one.num_kernels + other.num_kernels,
     )
 
 
-def rotary(s: Sizes, width: int) -> Part:
-    """Turned channel pairs; normed queries and keys come in wide."""
+def rotary(s: Sizes, width: int) -> OpPair:
+    """Return the ops of rotary embedding; normed queries and keys come in stored type."""
     n, angles = s.tokens * width, s.tokens * s.model.head_dim // 2
-    into = s.wide if s.model.normed is not None else s.narrow
-    casts = 1 + (into != s.wide)
-    moved, calls = (5 * n + 4 * angles) * s.wide + casts * s.cast(n), 4 + casts * s.casts
-    return Op("rotary", (), moved, calls), Op("rotary", (), moved, calls)
+    input_bytes = s.stored_bytes if s.model.qk_norm is not None else s.compute_bytes
+    casts = 1 + (input_bytes != s.stored_bytes)
+    moved, kernels = (
+        (5 * n + 4 * angles) * s.stored_bytes + casts * s.cast_bytes(n),
+        4 + casts * s.num_casts,
+    )
+    return Op("rotary", (), moved, kernels), Op("rotary", (), moved, kernels)
 
 
-def clamp(s: Sizes) -> Part:
-    """Queries, keys and values kept within bounds; backward by a mask."""
-    wide, narrow = s.tokens * (s.queries + s.keys), s.tokens * s.keys
-    elements = wide * s.wide + narrow * s.narrow
+def clamp(s: Sizes) -> OpPair:
+    """Return the ops that clamp queries, keys and values; backward applies a mask."""
+    wide, narrow = s.tokens * (s.q_width + s.kv_width), s.tokens * s.kv_width
+    elements = wide * s.stored_bytes + narrow * s.compute_bytes
     masks = 6 * (wide + narrow)
     return Op("clamp", (), 2 * elements, 3), Op("clamp", (), 4 * elements + masks, 12)
 
 
-def attend(s: Sizes) -> Part:
-    """Two batched products forward and five backward (one is done again); no scores are kept."""
+def attention_kernel(s: Sizes) -> OpPair:
+    """Return the ops of attention: two batched matmuls forward, five backward.
+
+    Backward recomputes the scores, which are not saved.
+    """
     model, length = s.model, s.sequence
     batch = s.batch * s.heads
-    scores = Product(length, length, model.head_dim, batch)
-    mixed = Product(length, model.head_dim, length, batch)
-    q, k = s.tokens * s.queries, s.tokens * s.keys
+    scores = MatmulShape(length, length, model.head_dim, batch)
+    values = MatmulShape(length, model.head_dim, length, batch)
+    q, k = s.tokens * s.q_width, s.tokens * s.kv_width
     repeats = int(s.heads != s.kv_heads)
-    # Gradients of what was repeated; of one head, heads stand in the order of tokens already.
+    # Gradients of repeated keys and values; with one head they already are in token order.
     moved_k = int(s.kv_heads > 1) * repeats
-    repeated = 2 * repeats * (q + k) * s.narrow
-    share = 1.0 if s.masked else (length + 1) / (2 * length)
-    turned = s.wide if model.normed is not None else s.narrow
-    masking = s.mask * (1 + s.narrow)
-    specials = round(batch * length**2 * share)
+    repeated = 2 * repeats * (q + k) * s.compute_bytes
+    causal_fraction = 1.0 if s.has_mask else (length + 1) / (2 * length)
+    rotated_bytes = s.stored_bytes if model.qk_norm is not None else s.compute_bytes
+    masking = s.mask_elements * (1 + s.compute_bytes)
+    transcendentals = round(batch * length**2 * causal_fraction)
     return (
-        Op("attend", (scores, mixed), repeated + masking,
-           1 + 2 * repeats + 3 * s.masked, s.precision, specials, "attention", share),
-        Op("attend", (scores, scores, mixed, mixed, mixed),
-           repeated + 2 * moved_k * k * turned + 2 * repeats * moved_k * k * s.narrow,
-           1 + moved_k + repeats * (2 + moved_k), s.precision, specials,
-           "attention backward", share),
+        Op("attend", (scores, values), repeated + masking,
+           1 + 2 * repeats + 3 * s.has_mask, s.precision, transcendentals, "attention",
+           causal_fraction),
+        Op("attend", (scores, scores, values, values, values),
+           repeated + 2 * moved_k * k * rotated_bytes + 2 * repeats * moved_k * k * s.compute_bytes,
+           1 + moved_k + repeats * (2 + moved_k), s.precision, transcendentals,
+           "attention backward", causal_fraction),
     )  # fmt: skip
 
 
-def residual(s: Sizes) -> Part:
-    """A layer's result added to the stream."""
+def residual(s: Sizes) -> OpPair:
+    """Return the ops that add a layer's result to the residual stream."""
     return (
-        Op("residual", (), s.stream * (2 * s.wide + s.narrow), 1),
-        Op("residual", (), s.cast(s.stream), s.casts),
+        Op("residual", (), s.stream_elements * (2 * s.stored_bytes + s.compute_bytes), 1),
+        Op("residual", (), s.cast_bytes(s.stream_elements), s.num_casts),
     )
 
 
-def gate(s: Sizes, ffn: int, name: str = "gate") -> Part:
-    """silu(gate) * up of a dense feed-forward network of inner width `ffn`."""
+def gate(s: Sizes, ffn: int, name: str = "gate") -> OpPair:
+    """Return the ops of silu(gate) * up in a dense FFN of inner width `ffn`."""
     elements = s.tokens * ffn
-    n = elements * s.narrow
+    n = elements * s.compute_bytes
     return (
-        Op(name, (), 5 * n, 2, specials=elements),
-        Op(name, (), 9 * n, 3, specials=elements),
+        Op(name, (), 5 * n, 2, num_transcendentals=elements),
+        Op(name, (), 9 * n, 3, num_transcendentals=elements),
     )
 
 
-def loss(s: Sizes) -> Part:
-    """Logits, loss and both gradients, a chunk of tokens at a time; backward hands them on.
+def loss(s: Sizes) -> OpPair:
+    """Return the ops of logits, loss and both gradients, chunk by chunk; backward scales the
+    gradients.
 
-    Of several slices each has logits of its own words, for tokens that come in the type of
-    products, and looks for targets among its words.
+    With TP, each rank has the logits of its vocabulary shard. It reads tokens in compute type, and
+    masks targets outside its shard.
     """
-    vocab, hidden, t, learns = s.vocab, s.model.hidden, s.tokens, s.learning.weights
-    products: list[Product] = []
-    for rows, times in s.chunks:
-        products += [Product(rows, vocab, hidden, times), Product(rows, hidden, vocab, times)]
-        products += learns * [Product(vocab, hidden, rows, times)]
-    num_chunks = sum(times for _, times in s.chunks)
-    weight, logits, sliced = vocab * hidden, t * vocab, int(s.slices > 1)
-    casts, read = s.casts * (2 - sliced), (1 - sliced) * s.cast(s.joined)
-    forward = read + s.cast(weight) + learns * weight * s.wide + (6 + sliced) * logits * s.wide
-    forward += 2 * s.cast(logits) + t * (59 + 12 * s.wide)
-    forward += sliced * t * (38 + (5 + s.slices) * s.wide)
-    forward += learns * s.casts * num_chunks * weight * (2 * s.wide + s.narrow)
-    backward = 2 * s.joined * s.narrow + learns * 2 * weight * s.wide + read
+    vocab, hidden, t, trains_weights = s.vocab, s.model.hidden, s.tokens, s.trainable.weights
+    matmuls: list[MatmulShape] = []
+    for rows, num in s.loss_chunks:
+        matmuls += [
+            MatmulShape(rows, vocab, hidden, num),
+            MatmulShape(rows, hidden, vocab, num),
+        ]
+        matmuls += trains_weights * [MatmulShape(vocab, hidden, rows, num)]
+    num_chunks = sum(num for _, num in s.loss_chunks)
+    weight, logits, is_tp = vocab * hidden, t * vocab, int(s.tp > 1)
+    casts, input_casts = s.num_casts * (2 - is_tp), (1 - is_tp) * s.cast_bytes(s.gathered_elements)
+    forward = (
+        input_casts
+        + s.cast_bytes(weight)
+        + trains_weights * weight * s.stored_bytes
+        + (6 + is_tp) * logits * s.stored_bytes
+    )
+    forward += 2 * s.cast_bytes(logits) + t * (59 + 12 * s.stored_bytes)
+    forward += is_tp * t * (38 + (5 + s.tp) * s.stored_bytes)
+    forward += (
+        trains_weights * s.num_casts * num_chunks * weight * (2 * s.stored_bytes + s.compute_bytes)
+    )
+    backward = (
+        2 * s.gathered_elements * s.compute_bytes
+        + trains_weights * 2 * weight * s.stored_bytes
+        + input_casts
+    )
     return (
         Op(
             "loss",
-            tuple(products),
+            tuple(matmuls),
             forward,
-            2 + learns + casts + (17 + learns + (2 + learns) * s.casts + 7 * sliced) * num_chunks,
+            2
+            + trains_weights
+            + casts
+            + (17 + trains_weights + (2 + trains_weights) * s.num_casts + 7 * is_tp) * num_chunks,
             s.precision,
-            specials=2 * logits,
+            num_transcendentals=2 * logits,
         ),
-        Op("loss", (), backward, 1 + learns + casts),
+        Op("loss", (), backward, 1 + trains_weights + casts),
     )
 
 
-def update(
+def optimizer_update(
     num_bytes: int,
-    tensors: int,
+    num_tensors: int,
     *,
     normed_bytes: int | None = None,
-    pieces: int | None = None,
-    clips: bool = True,
+    num_flat_tensors: int | None = None,
+    clips_gradient: bool = True,
 ) -> tuple[Op, ...]:
-    """The gradient's norm, clipping and AdamW, once a step.
+    """Return the ops of gradient norm, clipping and AdamW, once a step.
 
     Args:
-        num_bytes: of all that is updated.
-        tensors: in how many tensors it lies.
-        normed_bytes: what counts in the norm here; absent: all of it.
-        pieces: as how many the optimizer sees them, as some lie side by side; absent: each is one.
-        clips: whether the gradient is scaled.
+        num_bytes: bytes of all updated parameters.
+        num_tensors: number of their tensors.
+        normed_bytes: bytes that this rank counts in the norm; None for all.
+        num_flat_tensors: number of tensors as the optimizer sees them, some flattened into one;
+            None for `num_tensors`.
+        clips_gradient: whether the gradient is scaled.
     """
     normed = num_bytes if normed_bytes is None else normed_bytes
-    pieces = tensors if pieces is None else pieces
+    num_flat_tensors = num_tensors if num_flat_tensors is None else num_flat_tensors
     return (
-        Op("norm", (), PASSED_BYTES["norm"] * normed, tensors, kind="norm"),
-        Op("clip", (), PASSED_BYTES["scale"] * clips * num_bytes, clips * pieces, kind="scale"),
-        adamw(num_bytes, pieces),
+        Op("norm", (), TRAFFIC_FACTOR["norm"] * normed, num_tensors, kind="norm"),
+        Op(
+            "clip",
+            (),
+            TRAFFIC_FACTOR["scale"] * clips_gradient * num_bytes,
+            clips_gradient * num_flat_tensors,
+            kind="scale",
+        ),
+        adamw(num_bytes, num_flat_tensors),
     )
 
 
-def adamw(num_bytes: int, tensors: int) -> Op:
-    """AdamW of `tensors` tensors, `num_bytes` in all."""
-    return Op("adamw", (), PASSED_BYTES["adamw"] * num_bytes, tensors, kind="adamw")
+def adamw(num_bytes: int, num_tensors: int) -> Op:
+    """Return AdamW over `num_tensors` tensors, `num_bytes` in all."""
+    return Op("adamw", (), TRAFFIC_FACTOR["adamw"] * num_bytes, num_tensors, kind="adamw")
 
 
-def narrow_adamw(matrices: Sequence[int], moments: str, chunk: int) -> Op:
-    """AdamW of matrices of so many elements each, whose moments are narrow, a `chunk` at a time."""
-    moved, calls = NARROW_PASSED[moments]
+def low_bit_adamw(matrices: Sequence[int], moments: str, chunk: int) -> Op:
+    """Return AdamW with low-bit moments over matrices of so many elements, `chunk` at a time."""
+    moved, kernels = LOW_BIT_TRAFFIC[moments]
     chunks = sum(-(-size // chunk) for size in matrices)
-    return Op("narrow adamw", (), moved * sum(matrices), calls * chunks)
+    return Op("low-bit adamw", (), moved * sum(matrices), kernels * chunks)

@@ -1,7 +1,7 @@
-"""What a model consists of: every parameter by its logical name, and how many there are.
+"""Parameters of a model by logical name, and their number.
 
-The names here are the names of state everywhere: in checkpoints, in moves, in the map to Hugging
-Face files. They say nothing of layout.
+Checkpoints, moves of state and the map to Hugging Face files use these names. They do not depend on
+the layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
-from moesaic.facts.job.model import Latent
+from moesaic.facts.job.model import LatentConfig
 from moesaic.facts.job.train import MOMENT_BLOCK
 from moesaic.facts.workload.sizes import SCALE_BYTES, STORED_BYTES
 
@@ -24,15 +24,14 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     kind: Literal["norm", "embedding", "dense", "router", "bias", "expert", "head"]
-    """A bias of a router is no one's to learn: it has neither gradient nor moments."""
+    """Kind of parameter; a router's bias has neither gradient nor moments."""
     layer: int | None = None
     expert: int | None = None
-    cut: int | None = None
-    """Dimension that slices (of an expert: its own ones) share out equally; None: each of them has
-    all of it."""
-    columns: bool = False
-    """Whether it is a rank's own columns of a table: FSDP leaves it alone, and its gradient is
-    whole on its rank."""
+    tp_dim: int | None = None
+    """Dimension that TP splits (for an expert, expert TP); None if every rank has all of it."""
+    is_column_shard: bool = False
+    """True if it is one rank's column shard of an embedding: FSDP skips it, and its gradient needs
+    no reduction."""
 
     @property
     def size(self) -> int:
@@ -41,142 +40,153 @@ class Parameter:
 
     @property
     def is_dense(self) -> bool:
-        """Whether all ranks learn it, or shares of it: what is no expert's, but for biases."""
+        """True if neither an expert's nor a bias, so that every rank trains it or a shard of it."""
         return self.kind not in ("expert", "bias")
 
-    def on_slice(self, slices: int) -> Parameter:
-        """As each of so many slices has it."""
-        if slices == 1 or self.cut is None:
+    def tp_shard(self, tp: int) -> Parameter:
+        """Return the shard of one of `tp` TP ranks."""
+        if tp == 1 or self.tp_dim is None:
             return self
         shape = list(self.shape)
-        shape[self.cut] //= slices
+        shape[self.tp_dim] //= tp
         return replace(self, shape=tuple(shape))
 
-    def in_columns(self, ranks: int) -> Parameter:
-        """As each of so many ranks has it that share out its columns."""
-        if ranks == 1:
+    def column_shard(self, num_shards: int) -> Parameter:
+        """Return the column shard of one of `num_shards` ranks."""
+        if num_shards == 1:
             return self
         rows, width = self.shape
-        return replace(self, shape=(rows, width // ranks), columns=True)
+        return replace(self, shape=(rows, width // num_shards), is_column_shard=True)
 
 
 def parameters(
     model: ModelConfig, experts: Callable[[int], Collection[int]] | None = None
 ) -> Iterator[Parameter]:
-    """Every parameter of `model`, in the order of the blocks; of experts all, or only those that
-    `experts` says of a layer."""
+    """Yield every parameter of `model`, in block order.
+
+    Includes the experts that `experts` returns for a layer; all if it is None.
+    """
     hidden = model.hidden
-    yield Parameter("embed.weight", (model.vocab, hidden), "embedding", cut=0)
+    yield Parameter("embed.weight", (model.vocab, hidden), "embedding", tp_dim=0)
     for layer in range(model.layers):
-        every = range(model.experts)
-        yield from _layer(model, layer, every if experts is None else sorted(experts(layer)))
+        all_experts = range(model.experts)
+        yield from _layer(model, layer, all_experts if experts is None else sorted(experts(layer)))
     yield Parameter("head.norm.weight", (hidden,), "norm")
     if not model.tied:
-        yield Parameter("head.weight", (model.vocab, hidden), "head", cut=0)
+        yield Parameter("head.weight", (model.vocab, hidden), "head", tp_dim=0)
 
 
 def _layer(model: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[Parameter]:
-    at, hidden = f"layers.{layer}", model.hidden
+    prefix, hidden = f"layers.{layer}", model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield Parameter(f"{at}.attention_norm.weight", (hidden,), "norm", layer)
+    yield Parameter(f"{prefix}.attention_norm.weight", (hidden,), "norm", layer)
     if model.latent is not None:
-        yield from _latent(model, model.latent, layer)
+        yield from _latent_attention(model, model.latent, layer)
     else:
-        for name, shape, cut in (
+        for name, shape, tp_dim in (
             ("q", (queries, hidden), 0),
             ("k", (keys, hidden), 0),
             ("v", (keys, hidden), 0),
             ("o", (hidden, queries), 1),
         ):
-            yield Parameter(f"{at}.attention.{name}.weight", shape, "dense", layer, cut=cut)
-    if model.normed is not None:
-        across = model.normed == "whole"
-        widths = (queries, keys) if across else (model.head_dim, model.head_dim)
+            yield Parameter(
+                f"{prefix}.attention.{name}.weight", shape, "dense", layer, tp_dim=tp_dim
+            )
+    if model.qk_norm is not None:
+        whole = model.qk_norm == "whole"
+        widths = (queries, keys) if whole else (model.head_dim, model.head_dim)
         for name, width in zip("qk", widths, strict=True):
             yield Parameter(
-                f"{at}.attention.{name}_norm.weight", (width,), "norm", layer,
-                cut=0 if across else None,
+                f"{prefix}.attention.{name}_norm.weight", (width,), "norm", layer,
+                tp_dim=0 if whole else None,
             )  # fmt: skip
-    yield Parameter(f"{at}.ffn_norm.weight", (hidden,), "norm", layer)
+    yield Parameter(f"{prefix}.ffn_norm.weight", (hidden,), "norm", layer)
     if layer in model.expert_layers:
         yield from _moe(model, layer, experts)
         return
-    for name, shape, cut in _gated(hidden, model.inner(layer)):
-        yield Parameter(f"{at}.ffn.{name}.weight", shape, "dense", layer, cut=cut)
+    for name, shape, tp_dim in _gated_ffn(hidden, model.ffn_width(layer)):
+        yield Parameter(f"{prefix}.ffn.{name}.weight", shape, "dense", layer, tp_dim=tp_dim)
 
 
 def _moe(model: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[Parameter]:
-    at, hidden = f"layers.{layer}", model.hidden
-    yield Parameter(f"{at}.moe.router.weight", (model.experts, hidden), "router", layer)
-    if model.score == "sigmoid":
-        yield Parameter(f"{at}.moe.router.bias", (model.experts,), "bias", layer)
+    prefix, hidden = f"layers.{layer}", model.hidden
+    yield Parameter(f"{prefix}.moe.router.weight", (model.experts, hidden), "router", layer)
+    if model.score_function == "sigmoid":
+        yield Parameter(f"{prefix}.moe.router.bias", (model.experts,), "bias", layer)
     for expert in experts:
-        for name, shape, cut in _gated(hidden, model.ffn):
+        for name, shape, tp_dim in _gated_ffn(hidden, model.ffn):
             yield Parameter(
-                expert_name(layer, expert, name), shape, "expert", layer, expert, cut=cut
+                expert_name(layer, expert, name), shape, "expert", layer, expert, tp_dim=tp_dim
             )
-    for name, shape, cut in _gated(hidden, model.shared * model.ffn) if model.shared else ():
-        yield Parameter(f"{at}.moe.shared.{name}.weight", shape, "dense", layer, cut=cut)
+    for name, shape, tp_dim in (
+        _gated_ffn(hidden, model.shared_experts * model.ffn) if model.shared_experts else ()
+    ):
+        yield Parameter(f"{prefix}.moe.shared.{name}.weight", shape, "dense", layer, tp_dim=tp_dim)
 
 
-def _gated(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """The matrices of a gated feed-forward network, and which dimension is its inner one."""
+def _gated_ffn(hidden: int, inner: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """Return name, shape and inner dimension of each matrix of a gated FFN."""
     return (("gate", (inner, hidden), 0), ("up", (inner, hidden), 0), ("down", (hidden, inner), 1))
 
 
-def _latent(model: ModelConfig, latent: Latent, layer: int) -> Iterator[Parameter]:
+def _latent_attention(model: ModelConfig, latent: LatentConfig, layer: int) -> Iterator[Parameter]:
     hidden, heads = model.hidden, model.heads
-    queries, values = heads * model.head_dim, heads * latent.value
-    unturned = heads * (model.head_dim - latent.rotary)
+    queries, values = heads * model.head_dim, heads * latent.v_head_dim
+    unrotated = heads * (model.head_dim - latent.qk_rope_head_dim)
     shapes: list[tuple[str, tuple[int, ...], int | None]] = [("q", (queries, hidden), 0)]
-    if latent.queries is not None:
+    if latent.q_lora_rank is not None:
         shapes = [
-            ("q_down", (latent.queries, hidden), None),
-            ("q_norm", (latent.queries,), None),
-            ("q_up", (queries, latent.queries), 0),
+            ("q_down", (latent.q_lora_rank, hidden), None),
+            ("q_norm", (latent.q_lora_rank,), None),
+            ("q_up", (queries, latent.q_lora_rank), 0),
         ]
     shapes += [
-        ("kv_down", (latent.width + latent.rotary, hidden), None),
-        ("kv_norm", (latent.width,), None),
-        ("kv_up", (unturned + values, latent.width), 0),
+        ("kv_down", (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden), None),
+        ("kv_norm", (latent.kv_lora_rank,), None),
+        ("kv_up", (unrotated + values, latent.kv_lora_rank), 0),
         ("o", (hidden, values), 1),
     ]
-    for name, shape, cut in shapes:
+    for name, shape, tp_dim in shapes:
         yield Parameter(
             f"layers.{layer}.attention.{name}.weight", shape,
-            "norm" if len(shape) == 1 else "dense", layer, cut=cut,
+            "norm" if len(shape) == 1 else "dense", layer, tp_dim=tp_dim,
         )  # fmt: skip
 
 
-def expert_name(layer: int, expert: int, part: str) -> str:
-    """The logical name of one matrix (gate, up, down) of one expert."""
-    return f"layers.{layer}.moe.experts.{expert}.{part}"
+def expert_name(layer: int, expert: int, matrix: str) -> str:
+    """Return the logical name of one matrix (gate, up, down) of one expert."""
+    return f"layers.{layer}.moe.experts.{expert}.{matrix}"
 
 
-def local_size(parameter: Parameter, shard: int) -> int:
-    """Elements of a rank's part of a dense parameter over `shard` ranks: whole rows, padded; of
-    columns all."""
-    if parameter.columns:
+def local_size(parameter: Parameter, num_shards: int) -> int:
+    """Return elements of one of `num_shards` FSDP shards, in whole rows with padding.
+
+    FSDP does not split a column shard.
+    """
+    if parameter.is_column_shard:
         return parameter.size
     rows = parameter.shape[0]
-    return -(-rows // shard) * (parameter.size // rows)
+    return -(-rows // num_shards) * (parameter.size // rows)
 
 
-def rank_size(parameter: Parameter, shard: int, rank: int) -> int:
-    """The same without what is padded: the last of the ranks may have fewer rows, or none."""
-    if parameter.columns:
+def unpadded_local_size(parameter: Parameter, num_shards: int, rank: int) -> int:
+    """Return elements of `rank`'s FSDP shard without padding; the last ranks may have fewer rows or
+    none."""
+    if parameter.is_column_shard:
         return parameter.size
     rows = parameter.shape[0]
-    part = -(-rows // shard)
-    return min(max(rows - rank % shard * part, 0), part) * (parameter.size // rows)
+    rows_per_shard = -(-rows // num_shards)
+    return min(max(rows - rank % num_shards * rows_per_shard, 0), rows_per_shard) * (
+        parameter.size // rows
+    )
 
 
 def moment_bytes(parameter: Parameter, elements: int, job: Job) -> tuple[int, ...]:
-    """Bytes of each tensor that the optimizer keeps for `elements` (whole rows) of `parameter`."""
-    kept, wide = job.optimizer.moments, STORED_BYTES[job.train.precision]
-    if kept == "full" or len(parameter.shape) == 1:
-        return (elements * wide,) * 2
-    if kept == "bf16":
+    """Return bytes of each optimizer tensor for `elements` elements (whole rows) of `parameter`."""
+    moments, element_bytes = job.optimizer.moments, STORED_BYTES[job.train.precision]
+    if moments == "full" or len(parameter.shape) == 1:
+        return (elements * element_bytes,) * 2
+    if moments == "bf16":
         return (elements * 2,) * 2
     columns = parameter.shape[1]
     scales = elements // columns * -(-columns // MOMENT_BLOCK) * SCALE_BYTES
@@ -184,20 +194,20 @@ def moment_bytes(parameter: Parameter, elements: int, job: Job) -> tuple[int, ..
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Parameters of a model, and those that one token meets."""
+class ParameterCounts:
+    """Number of parameters of a model, and of those active per token."""
 
     total: int
     active: int
 
 
-def count(model: ModelConfig) -> Counts:
-    """Total and active parameters of `model`."""
+def count_parameters(model: ModelConfig) -> ParameterCounts:
+    """Return total and active parameters of `model`."""
     total = active = 0
     for parameter in parameters(
         model, lambda _: range(min(model.experts, 1))
-    ):  # One stands for all.
-        expert = parameter.kind == "expert"
-        total += parameter.size * (model.experts if expert else 1)
-        active += parameter.size * (model.top_k if expert else 1)
-    return Counts(total, active)
+    ):  # One expert stands for all.
+        is_expert = parameter.kind == "expert"
+        total += parameter.size * (model.experts if is_expert else 1)
+        active += parameter.size * (model.top_k if is_expert else 1)
+    return ParameterCounts(total, active)

@@ -1,4 +1,4 @@
-"""What decides how much work a rank has: sizes of the model, and of its share of a micro-batch."""
+"""Sizes that determine a rank's work: model dimensions, and its share of one micro-batch."""
 
 from __future__ import annotations
 
@@ -8,220 +8,223 @@ from typing import Literal
 
 from moesaic.facts.job import Job, ModelConfig
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload.learning import Learning
+from moesaic.facts.workload.trainable import Trainable
 
-Type = Literal["fp64", "fp32", "bf16", "fp16"]
-"""Of the factors of a product."""
+FloatType = Literal["fp64", "fp32", "bf16", "fp16"]
+"""Data types of matmul operands."""
 
 STORED_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
-"""Bytes of a stored number by `train.precision`; narrow types compute over fp32 weights."""
+"""Bytes of a stored number, by `train.precision`; bf16 and fp16 keep fp32 weights."""
 
 COMPUTED_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-"""Bytes of a factor of a matrix product by `train.precision`."""
+"""Bytes of a matmul operand, by `train.precision`."""
 
-HEAD_ROWS = 1024
-"""Tokens whose logits exist at one time."""
+LOSS_CHUNK_TOKENS = 1024
+"""Tokens per chunk of the loss, which bounds the logits in memory."""
 
-SHARE_BYTES = 1 << 20
-"""Between two products of an expert layer on a CPU, which takes that many rows at a time."""
+EXPERT_CHUNK_BYTES = 1 << 20
+"""Bytes between two expert matmuls on a CPU, which bounds the tokens per chunk."""
 
-NORM_BYTES = 1 << 19
-"""Of the input of a norm on a CPU, which takes that many rows at a time."""
+NORM_CHUNK_BYTES = 1 << 19
+"""Input bytes per chunk of a norm on a CPU."""
 
 BUCKET_BYTES = 32 << 20
-"""Gradients travel in flat buckets of at most so much; a larger one travels alone."""
+"""Maximum bytes of a flat gradient bucket; a larger gradient gets a bucket to itself."""
 
 INDEX_BYTES = 8
 
 MOMENT_CHUNK = 1 << 16
-"""Elements updated at a time on a CPU where moments are narrow: what lies between two passes stays
-in the cache."""
+"""Elements per chunk of a low-bit optimizer update on a CPU, so that intermediates stay in cache.
+"""
 
 GPU_MOMENT_CHUNK = 1 << 24
-"""The same on a GPU, where many are needed to keep it busy."""
+"""Elements per chunk of a low-bit optimizer update on a GPU, enough to keep it busy."""
 
 SCALE_BYTES = 4
-"""Of the scale of such a block."""
+"""Bytes of the scale of one block of 8-bit moments."""
 
 BIAS_BYTES = 4
-"""Of a number in a router's bias, whatever else is stored in."""
+"""Bytes of a number in a router's bias, for every `train.precision`."""
 
-ROW_BYTES = 8
-"""Of the number of rows that came to an expert since homes were last decided on."""
+LOAD_COUNT_BYTES = 8
+"""Bytes of the count of tokens that an expert received since the last expert placement."""
 
 
-def batches(rows: int, row_bytes: int, most_bytes: int = BUCKET_BYTES) -> Iterator[range]:
-    """`rows` rows of a matrix as they share messages of at most so many bytes, one at least."""
-    step = max(most_bytes // row_bytes, 1)
+def row_batches(rows: int, row_bytes: int, max_bytes: int = BUCKET_BYTES) -> Iterator[range]:
+    """Yield ranges of `rows` matrix rows, of at most `max_bytes` or of a single row each."""
+    step = max(max_bytes // row_bytes, 1)
     for start in range(0, rows, step):
         yield range(start, min(start + step, rows))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model, and one rank's rows of a micro-batch of it."""
+    """Dimensions of a model, and of one rank's share of a micro-batch."""
 
     model: ModelConfig
     batch: int
-    """Samples."""
+    """Samples of this rank in the micro-batch."""
     sequence: int
-    """Tokens of each."""
-    precision: Type
-    """`train.precision`."""
-    mask: int
-    """Elements of the mask by which attention ends at documents or looks back on a window."""
-    slices: int = 1
-    """Ranks that hold the same samples and share out every dense matrix."""
-    expert_slices: int = 1
-    """Of those, ranks that share out every expert's matrices too."""
+    """Tokens per sample."""
+    precision: FloatType
+    """Precision of training, `train.precision`."""
+    mask_elements: int
+    """Elements of the attention mask for document boundaries or a sliding window; 0 without a mask.
+    """
+    tp: int = 1
+    """Tensor-parallel (TP) ranks, which hold the same samples and split every dense matrix."""
+    etp: int = 1
+    """Expert TP ranks: the ranks of a TP group that split every expert's matrices."""
     on_cpu: bool = True
-    """Whether it computes on a CPU, whose kernels take blocks that stay in the cache."""
-    learning: Learning = field(default_factory=Learning)
-    """What has gradients."""
-    begins: bool = False
-    """Whether gradients end in this block: what comes into it has none."""
-    columns: int = 1
-    """Ranks that share out the columns of the embedding."""
-    asked: int = 0
-    """Tokens that a rank looks up of its columns: those of all of them."""
+    """True if the rank computes on a CPU, whose kernels work in chunks that fit the cache."""
+    trainable: Trainable = field(default_factory=Trainable)
+    """Trainable parameters."""
+    input_has_no_grad: bool = False
+    """True if backward ends in this block, because the block's input needs no gradient."""
+    embedding_shards: int = 1
+    """Ranks that split the embedding by columns."""
+    lookup_tokens: int = 0
+    """Tokens that this rank looks up in its column shard, those of all ranks; 0 without one."""
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
-        """Those of `rank`."""
-        rows = len(plan.rows(rank, job.train.batch // job.train.micro_batches))
+    def of_rank(cls, job: Job, plan: Plan, rank: int, *, on_cpu: bool = True) -> Sizes:
+        """Return the sizes of `rank`."""
+        micro_batch = job.train.batch // job.train.micro_batches
+        samples = len(plan.sample_range(rank, micro_batch))
         length, window = job.data.sequence, job.model.window
         mask = 0
         if job.data.packing == "documents":
-            mask = rows * length**2
-        elif window is not None and window < length:  # The same for all rows.
+            mask = samples * length**2
+        elif window is not None and window < length:  # All samples share one mask.
             mask = length**2
         return cls(
-            job.model, rows, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
-            Learning.of(job.finetune), columns=plan.columns,
-            asked=(plan.columns > 1) * length * (job.train.batch // job.train.micro_batches),
+            job.model, samples, length, job.train.precision, mask, plan.tp, plan.etp, on_cpu,
+            Trainable.from_finetune(job.finetune), embedding_shards=plan.embedding_shards,
+            lookup_tokens=(plan.embedding_shards > 1) * length * micro_batch,
         )  # fmt: skip
 
     @property
     def moment_chunk(self) -> int:
-        """Elements updated at a time where moments are narrow."""
+        """Elements per chunk of a low-bit optimizer update."""
         return MOMENT_CHUNK if self.on_cpu else GPU_MOMENT_CHUNK
 
     @property
     def tokens(self) -> int:
-        """Of the micro-batch: what attention, networks and head of every slice go through."""
+        """Tokens of this rank's samples, which attention, FFN and head process on every TP rank."""
         return self.batch * self.sequence
 
     @property
-    def run(self) -> int:
-        """Tokens that this slice has between blocks, where norms and routers work."""
-        return self.tokens // self.slices
+    def shard_tokens(self) -> int:
+        """Tokens in this rank's sequence shard, which norms and routers process."""
+        return self.tokens // self.tp
 
     @property
-    def stream(self) -> int:
-        """Elements of the residual stream: of this slice's run of tokens."""
-        return self.run * self.model.hidden
+    def stream_elements(self) -> int:
+        """Elements of the residual stream in this sequence shard, [shard_tokens, hidden]."""
+        return self.shard_tokens * self.model.hidden
 
     @property
-    def joined(self) -> int:
-        """Elements of the residual stream of all slices."""
+    def gathered_elements(self) -> int:
+        """Elements of the residual stream over all sequence shards, [tokens, hidden]."""
         return self.tokens * self.model.hidden
 
     @property
-    def sent(self) -> int:
-        """Tokens that go to experts from here: those of all slices of the same experts."""
-        return self.run * self.expert_slices
+    def dispatched_tokens(self) -> int:
+        """Tokens dispatched to experts from here, those of all ranks in the expert TP group."""
+        return self.shard_tokens * self.etp
 
     @property
-    def ffn(self) -> int:
-        """Inner width of this slice of an expert."""
-        return self.model.ffn // self.expert_slices
+    def expert_width(self) -> int:
+        """Inner width of this rank's shard of an expert."""
+        return self.model.ffn // self.etp
 
     @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """Tokens whose logits exist at one time, and how many times so many do."""
-        full, rest = divmod(self.tokens, HEAD_ROWS)
-        return [(HEAD_ROWS, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
+    def loss_chunks(self) -> list[tuple[int, int]]:
+        """Chunks of the loss, as pairs of tokens per chunk and number of such chunks."""
+        full, rest = divmod(self.tokens, LOSS_CHUNK_TOKENS)
+        return [(LOSS_CHUNK_TOKENS, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
 
     @property
     def heads(self) -> int:
-        """Query heads of this slice."""
-        return self.model.heads // self.slices
+        """Query heads on this TP rank."""
+        return self.model.heads // self.tp
 
     @property
     def kv_heads(self) -> int:
-        """Key heads of this slice."""
-        return self.model.kv_heads // self.slices
+        """Key-value heads on this TP rank."""
+        return self.model.kv_heads // self.tp
 
     @property
-    def queries(self) -> int:
-        """Width of this slice's query heads."""
+    def q_width(self) -> int:
+        """Width of the query heads on this TP rank."""
         return self.heads * self.model.head_dim
 
     @property
-    def keys(self) -> int:
-        """Width of this slice's key heads."""
+    def kv_width(self) -> int:
+        """Width of the key-value heads on this TP rank."""
         return self.kv_heads * self.model.head_dim
 
     @property
-    def looked_up(self) -> int:
-        """Elements of columns that this rank looks up."""
-        return self.asked * self.model.hidden // self.columns
+    def lookup_elements(self) -> int:
+        """Elements that this rank looks up in its column shard, for the tokens of all ranks."""
+        return self.lookup_tokens * self.model.hidden // self.embedding_shards
 
     @property
-    def joins_table(self) -> bool:
-        """Whether the head has columns of a tied weight, which come together for it."""
-        return self.columns > 1 and self.model.tied
+    def gathers_tied_embedding(self) -> bool:
+        """True if the head gathers column shards of a tied weight."""
+        return self.embedding_shards > 1 and self.model.tied
 
     @property
-    def table_batches(self) -> list[int]:
-        """Bytes of the messages in which its columns come together."""
-        row = self.model.hidden * self.wide
-        return [len(rows) * row for rows in batches(self.vocab, row)]
+    def table_message_bytes(self) -> list[int]:
+        """Bytes of each collective that gathers the column shards of the tied weight."""
+        row = self.model.hidden * self.stored_bytes
+        return [len(rows) * row for rows in row_batches(self.vocab, row)]
 
     @property
-    def table(self) -> int:
-        """Elements of the embedding that this rank has: of its words, or of its columns."""
-        return self.vocab * self.model.hidden // self.columns
+    def table_elements(self) -> int:
+        """Elements of the embedding on this rank: its vocabulary shard, or its column shard."""
+        return self.vocab * self.model.hidden // self.embedding_shards
 
     @property
     def vocab(self) -> int:
-        """Words of this slice."""
-        return self.model.vocab // self.slices
+        """Vocabulary rows on this TP rank."""
+        return self.model.vocab // self.tp
 
     @property
-    def shared(self) -> int:
-        """Inner width of this slice of the shared experts."""
-        return self.model.shared * self.model.ffn // self.slices
+    def shared_width(self) -> int:
+        """Inner width of the shared experts on this TP rank."""
+        return self.model.shared_experts * self.model.ffn // self.tp
 
-    def inner(self, layer: int) -> int:
-        """Inner width of this slice of the dense network of `layer`."""
-        return self.model.inner(layer) // self.slices
-
-    @property
-    def masked(self) -> bool:
-        """Whether attention has a mask."""
-        return self.mask > 0
+    def ffn_width(self, layer: int) -> int:
+        """Return the inner width of the dense FFN of `layer` on this TP rank."""
+        return self.model.ffn_width(layer) // self.tp
 
     @property
-    def wide(self) -> int:
-        """Bytes of a number in the residual stream, norms and weights."""
+    def has_mask(self) -> bool:
+        """True if attention has a mask."""
+        return self.mask_elements > 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a number in the residual stream, norms and stored weights."""
         return STORED_BYTES[self.precision]
 
     @property
-    def narrow(self) -> int:
-        """Bytes of a factor of a matrix product."""
+    def compute_bytes(self) -> int:
+        """Bytes of a matmul operand."""
         return COMPUTED_BYTES[self.precision]
 
     @property
-    def casts(self) -> int:
-        """1 where products take another type than weights are stored in, else 0."""
-        return int(self.wide != self.narrow)
+    def num_casts(self) -> int:
+        """Casts per matmul operand: 1 if matmuls use another type than stored weights, else 0."""
+        return int(self.stored_bytes != self.compute_bytes)
 
     @property
-    def wide_type(self) -> Type:
-        """Type of what is `wide`."""
+    def stored_dtype(self) -> FloatType:
+        """Data type of stored weights and the residual stream."""
         return "fp64" if self.precision == "fp64" else "fp32"
 
-    def cast(self, elements: int) -> int:
-        """Bytes read and written to turn `elements` from wide to narrow or back, if they differ."""
-        return self.casts * elements * (self.wide + self.narrow)
+    def cast_bytes(self, elements: int) -> int:
+        """Return bytes read and written to cast `elements` between stored and compute type, if they
+        differ."""
+        return self.num_casts * elements * (self.stored_bytes + self.compute_bytes)

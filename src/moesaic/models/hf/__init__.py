@@ -1,6 +1,6 @@
-"""Hugging Face model directories: config.json, tensor names, weights read and written.
+"""Hugging Face model directories: config.json, tensor names, and weights in both directions.
 
-`config`, `names` and `tokens` say what a directory means and import without torch. `reader` takes
-weights out of one, `writer` makes one, `origin` and `convert` connect both with checkpoints; all of
-them by way of one tensor at a time (`shards`).
+`config`, `names` and `special_tokens` interpret a directory without importing torch. `reader` reads
+weights and `writer` writes a directory. `origin` and `convert` connect both with checkpoints.
+`shards` keeps one tensor in memory at a time.
 """

@@ -1,9 +1,8 @@
-"""The adapters of a LoRA run alone, as the peft library has them on file: adapter_config.json and
-adapter_model.safetensors, to be put beside the weights that the run started from.
+"""Export of a run's LoRA adapters in the format of peft: adapter_config.json and
+adapter_model.safetensors.
 
-Every matrix has A and B of its own under the name that it has in the base's files, experts one by
-one. peft joins those of experts (gate and up as blocks of one B) where transformers holds experts
-stacked.
+Every matrix has its own A and B under its name in the base model's files, one pair per expert.
+peft itself joins these pairs for stacked experts (gate and up as blocks of one B).
 """
 
 from __future__ import annotations
@@ -17,123 +16,126 @@ from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import Parameter, parameters
-from moesaic.facts.workload.finetune import A, B, adapter_stem, adapters
+from moesaic.facts.workload.adapters import A, B, adapter_prefix, adapters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import ADAPTER_NAME
 from moesaic.models.hf.origin import Origin
 from moesaic.models.hf.settings import Precision
 from moesaic.models.hf.shards import (
     Progress,
-    Stream,
-    lay_out,
-    refuse_occupied,
-    staged,
+    TensorWriter,
+    atomic_directory,
+    check_empty_directory,
+    plan_items,
     total_bytes,
 )
 
-FILE_NAME = "adapter_model.safetensors"
-_ENDS = {A: ".lora_A.weight", B: ".lora_B.weight"}
-_MERGED = 'write the merged model instead (to = "huggingface")'
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+_SUFFIXES = {A: ".lora_A.weight", B: ".lora_B.weight"}
+_MERGE_HINT = 'write the merged model instead (to = "huggingface")'
 
 
-class Adapted(NamedTuple):
-    """A matrix with an adapter beside it."""
+class AdaptedMatrix(NamedTuple):
+    """Matrix with an adapter."""
 
     parameter: Parameter
     module: str
-    """Its name in the base's files, without `weight`."""
+    """Module name in the base model's files."""
 
     @property
-    def leaf(self) -> str:
-        """The last part of that name."""
+    def leaf_name(self) -> str:
+        """Last component of the module name."""
         return self.module.rpartition(".")[2]
 
     @property
-    def place(self) -> str:
-        """The name within its layer."""
+    def name_in_layer(self) -> str:
+        """Module name within its layer."""
         return self.module.removeprefix(f"model.layers.{self.parameter.layer}.")
 
 
 def write_adapter(
     directory: Path, origin: Origin, dtype: Precision = "keep", progress: Progress | None = None
 ) -> None:
-    """Write the adapters of `origin` as the directory `directory`, which must not exist.
+    """Write the adapters of `origin` as the directory `directory`.
 
     Args:
         directory: must not exist, or be empty.
-        origin: of a run whose adapters are all that it learnt.
-        dtype: of A and B on file; keep leaves each its own.
-        progress: told of every tensor.
+        origin: a run that trained nothing but adapters.
+        dtype: dtype of A and B on file; keep: the dtype of each tensor.
+        progress: callback after every tensor.
     """
-    refuse_occupied(directory)
-    finetune, model = alone(origin), origin.model
-    own = {adapter_stem(one.parameter.name): one.module for one in adapted(model, finetune)}
+    check_empty_directory(directory)
+    finetune, model = require_adapter_only(origin), origin.model
+    modules = {
+        adapter_prefix(one.parameter.name): one.module for one in adapted_matrices(model, finetune)
+    }
 
     def name(parameter: Parameter) -> str:
         stem, dot, end = parameter.name.rpartition(".")
-        return f"base_model.model.{own[stem]}{_ENDS[dot + end]}"
+        return f"base_model.model.{modules[stem]}{_SUFFIXES[dot + end]}"
 
-    items = lay_out(adapters(model, finetune), origin.tensors, dtype, name)
-    config = config_of(model, finetune, _job(origin).get("source"))
-    with staged(directory) as partial:
-        with Stream(origin.tensors, total_bytes(items), progress) as stream:
-            stream.write(partial / FILE_NAME, items, {"format": "pt"})
+    items = plan_items(adapters(model, finetune), origin.tensors, dtype, name)
+    config = adapter_config(model, finetune, _job_facts(origin).get("source"))
+    with atomic_directory(directory) as partial:
+        with TensorWriter(origin.tensors, total_bytes(items), progress) as stream:
+            stream.write(partial / ADAPTER_WEIGHTS_NAME, items, {"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / ADAPTER_NAME).write_text(text, encoding="utf-8")
 
 
-def alone(origin: Origin) -> FinetuneConfig:
-    """How the adapters of `origin` were learnt; raises if they are not all that makes it differ
-    from the weights that it started from."""
-    finetune, job = origin.finetune, _job(origin)
+def require_adapter_only(origin: Origin) -> FinetuneConfig:
+    """Return the fine-tuning settings of `origin`; raise if it changed more than adapters."""
+    finetune, job = origin.finetune, _job_facts(origin)
     if finetune is None:
         raise ConfigError(
             f"to = \"adapter\": '{origin.path}' holds whole weights and no adapters: give a run of "
-            f'[finetune] method = "lora", or {_MERGED}'
+            f'[finetune] method = "lora", or {_MERGE_HINT}'
         )
     if finetune.method != "lora":
         raise ConfigError(
             f"to = \"adapter\": '{origin.path}' has no adapters, as finetune.method = "
-            f'"{finetune.method}" changes the weights themselves: {_MERGED}'
+            f'"{finetune.method}" changes the weights themselves: {_MERGE_HINT}'
         )
     if finetune.router == "train":
         raise ConfigError(
-            f"to = \"adapter\": '{origin.path}' has routers that learnt (finetune.router = "
-            f'"train"), which an adapter does not hold: {_MERGED}'
+            f"to = \"adapter\": '{origin.path}' has trained routers (finetune.router = "
+            f'"train"), which an adapter cannot hold: {_MERGE_HINT}'
         )
     if origin.model.renormalise != job["model"]["renormalise"]:
         raise ConfigError(
             f"to = \"adapter\": '{origin.path}' was trained with routing.router = "
             f'"{job["routing"]["router"]}", which renormalises weights of experts, and the base '
-            f"(model.renormalise = false) does not: {_MERGED}"
+            f"(model.renormalise = false) does not: {_MERGE_HINT}"
         )
     return finetune
 
 
-def adapted(model: ModelConfig, finetune: FinetuneConfig) -> Iterator[Adapted]:
-    """Every matrix with an adapter, in the order of the blocks."""
+def adapted_matrices(model: ModelConfig, finetune: FinetuneConfig) -> Iterator[AdaptedMatrix]:
+    """Yield every matrix with an adapter, in the order of the blocks."""
     stems = {one.name.removesuffix(A) for one in adapters(model, finetune)}
     for parameter in parameters(model):
-        if adapter_stem(parameter.name) in stems:
+        if adapter_prefix(parameter.name) in stems:
             module = names.written_name(model, parameter).removesuffix(".weight")
-            yield Adapted(parameter, module)
+            yield AdaptedMatrix(parameter, module)
 
 
-def config_of(model: ModelConfig, finetune: FinetuneConfig, base: str | None) -> dict[str, Any]:
-    """What adapter_config.json says.
+def adapter_config(
+    model: ModelConfig, finetune: FinetuneConfig, base_model: str | None
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
 
-    Where transformers has stacked experts, peft takes every module that is called as one of their
-    matrices for those. What is called alike elsewhere (dense networks, shared experts) is named by
-    its weight; its tensors are called the same.
+    If transformers stacks experts, peft maps every target module with the name of an expert
+    matrix to the stack. Dense networks and shared experts with the same names are therefore listed
+    by weight, in `target_parameters`. Their tensor names stay the same.
     """
-    found = list(adapted(model, finetune))
+    matrices = list(adapted_matrices(model, finetune))
     experts = names.expert_matrices(model)
-    apart = [one for one in found if one.parameter.expert is None and one.leaf in experts]
-    modules = {one.leaf for one in found} - {one.leaf for one in apart}
-    modules |= {one.leaf for one in found if one.parameter.expert is not None}
+    dense = [one for one in matrices if one.parameter.expert is None and one.leaf_name in experts]
+    modules = {one.leaf_name for one in matrices} - {one.leaf_name for one in dense}
+    modules |= {one.leaf_name for one in matrices if one.parameter.expert is not None}
     return {
         "alpha_pattern": {},
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base_model,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -145,12 +147,12 @@ def config_of(model: ModelConfig, finetune: FinetuneConfig, base: str | None) ->
         "r": finetune.rank,
         "rank_pattern": {},
         "target_modules": sorted(modules),
-        "target_parameters": sorted({f"{one.place}.weight" for one in apart}) or None,
+        "target_parameters": sorted({f"{one.name_in_layer}.weight" for one in dense}) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
     }
 
 
-def _job(origin: Origin) -> dict[str, Any]:
+def _job_facts(origin: Origin) -> dict[str, Any]:
     return origin.facts.get("job") or {}

@@ -1,7 +1,6 @@
-"""One form of a model into another: Hugging Face directory, checkpoint or run into either of two,
-and the adapters of a run into a directory of their own.
+"""Conversion of a model into a Hugging Face directory, a checkpoint or a LoRA adapter directory.
 
-Weights go through one tensor at a time. A checkpoint that is made here holds parameters only.
+Weights are converted one tensor at a time. A converted checkpoint holds parameters only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from moesaic.dist.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    PieceRecord,
+    ShardRecord,
     TensorRecord,
     commit_record,
 )
@@ -25,14 +24,14 @@ from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.adapter import write_adapter
 from moesaic.models.hf.origin import TOKENIZER, Origin, open_origin
-from moesaic.models.hf.settings import Form, Precision
+from moesaic.models.hf.settings import ModelFormat, Precision
 from moesaic.models.hf.shards import (
     Progress,
-    Stream,
-    cut,
-    lay_out,
-    refuse_occupied,
-    staged,
+    TensorWriter,
+    atomic_directory,
+    check_empty_directory,
+    plan_items,
+    split_into_shards,
     total_bytes,
 )
 from moesaic.models.hf.writer import SHARD_BYTES, copy_companions, write_model
@@ -41,26 +40,26 @@ from moesaic.models.hf.writer import SHARD_BYTES, copy_companions, write_model
 def convert(
     source: Path,
     target: Path,
-    to: Form = "huggingface",
+    to: ModelFormat = "huggingface",
     dtype: Precision = "keep",
     max_shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
-) -> Converted:
-    """Write the model at `source` as `target`; returns where it was read, with warnings.
+) -> ConversionResult:
+    """Write the model at `source` as `target` and return its origin, with warnings.
 
     Args:
         source: a Hugging Face directory, a checkpoint, or a run (its newest intact checkpoint).
         target: a directory that does not exist yet.
-        to: the form of the target; a checkpoint holds parameters only, an adapter what a LoRA run
-            learnt.
-        dtype: of the weights on file; keep leaves each tensor its own.
-        max_shard_bytes: size of a file, unless one tensor alone is larger, or it is an adapter.
-        progress: told (bytes done, bytes in all) after every tensor.
+        to: format of the target; a checkpoint holds parameters only, an adapter those of a LoRA
+            run.
+        dtype: dtype of the weights on file; keep: the dtype of each tensor.
+        max_shard_bytes: maximum bytes of a file, except for one larger tensor or an adapter.
+        progress: callback with (bytes done, bytes in total) after every tensor.
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes = {max_shard_bytes}: give a size from 1")
-    refuse_occupied(target)
-    origin = open_origin(source, once=True)
+    check_empty_directory(target)
+    origin = open_origin(source, reads_once=True)
     if to == "checkpoint":
         _write_checkpoint(target, origin, dtype, max_shard_bytes, progress)
     elif to == "adapter":
@@ -68,31 +67,32 @@ def convert(
     else:
         write_model(
             target, origin.model, origin.tensors, dtype=dtype, max_shard_bytes=max_shard_bytes,
-            companions=origin.companions, special=origin.special, progress=progress,
+            companions=origin.companions, special_token_ids=origin.special_token_ids,
+            progress=progress,
         )  # fmt: skip
-    return Converted(origin.path, origin.model, origin.warnings)
+    return ConversionResult(origin.path, origin.model, origin.warnings)
 
 
-class Converted(NamedTuple):
-    """What has been read."""
+class ConversionResult(NamedTuple):
+    """The source of a conversion."""
 
     path: Path
-    """The directory that the weights are in."""
+    """Directory of the weights that were read."""
     model: ModelConfig
     warnings: list[str]
-    """What a person should know."""
+    """Warnings for the user."""
 
 
 def _write_checkpoint(
     target: Path, origin: Origin, dtype: Precision, max_shard_bytes: int, progress: Progress | None
 ) -> None:
-    every = parameters(origin.model)
-    items = lay_out(every, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
+    all_parameters = parameters(origin.model)
+    items = plan_items(all_parameters, origin.tensors, dtype, lambda p: f"{PARAMETER}/{p.name}")
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    stream = Stream(origin.tensors, total_bytes(items), progress)
-    with staged(target) as partial, stream:
-        for number, shard in enumerate(cut(items, max_shard_bytes)):
+    stream = TensorWriter(origin.tensors, total_bytes(items), progress)
+    with atomic_directory(target) as partial, stream:
+        for number, shard in enumerate(split_into_shards(items, max_shard_bytes)):
             name = f"rank-0-{number}.safetensors" if number else "rank-0.safetensors"
             digest = hashlib.sha256()
             stream.write(partial / name, shard, digest=digest)
@@ -100,11 +100,11 @@ def _write_checkpoint(
             files[name] = FileRecord(bytes=size, sha256=digest.hexdigest())
             for item in shard:
                 entry = item.entry
-                place = PieceRecord(
+                shard_record = ShardRecord(
                     offset=(0,) * len(entry.shape), size=entry.shape, file=name, entry=entry.name
                 )
                 tensors[entry.name] = TensorRecord(
-                    dtype=entry.dtype, shape=entry.shape, pieces=(place,)
+                    dtype=entry.dtype, shape=entry.shape, shards=(shard_record,)
                 )
         manifest = Manifest(
             serial=1, step=0, counters={}, facts=origin.facts, tensors=tensors, files=files
@@ -112,4 +112,4 @@ def _write_checkpoint(
         data = manifest.to_bytes()
         (partial / MANIFEST).write_bytes(data)
         (partial / COMMIT).write_bytes(commit_record(manifest, data))
-        copy_companions(origin.companions, partial / TOKENIZER, origin.special)
+        copy_companions(origin.companions, partial / TOKENIZER, origin.special_token_ids)

@@ -1,7 +1,7 @@
-"""Weights in eight bits with one scale a block, as DeepSeek-V3 and others are published.
+"""fp8 weights with one scale per block, the format of DeepSeek-V3. Does not import torch.
 
-Beside a tensor X of such numbers lies X_scale_inv: what each block of BLOCK by BLOCK of them is
-multiplied by; the last blocks of rows and columns may be narrower. Torch is not imported here.
+Tensor X has the scales X_scale_inv, one factor per block of BLOCK_SIZE x BLOCK_SIZE elements. The
+last blocks of rows and columns may be smaller.
 """
 
 from __future__ import annotations
@@ -15,65 +15,70 @@ from moesaic.base.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEME = "quantization_config"
-"""The key of config.json that says how weights are stored."""
-BLOCK = 128
+QUANTIZATION_KEY = "quantization_config"
+"""Key of config.json for the storage format of weights."""
+BLOCK_SIZE = 128
 DTYPE = "F8_E4M3"
-"""How the header of a file calls the numbers."""
+"""Name of the dtype in a safetensors header."""
 
 _FIXED: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK], "expert_dtype": "fp8",
+    "weight_block_size": [BLOCK_SIZE, BLOCK_SIZE], "expert_dtype": "fp8",
 }  # fmt: skip
 _REQUIRED = ("quant_method", "weight_block_size")
-_FREE = (
+_IGNORED_KEYS = (
     "dequantize", "ignored_layers", "modules_to_convert", "modules_to_not_convert", "scale_fmt",
 )  # fmt: skip
-"""Keys that the tensors themselves answer, or that speak of products in eight bits."""
+"""Keys that the tensors already answer, or that concern fp8 matmuls."""
 
 
 def check_scheme(scheme: object, origin: str) -> None:
-    """Raise unless `scheme`, the value of SCHEME, means what is read here."""
+    """Raise unless `scheme`, the value of `QUANTIZATION_KEY`, describes the supported format."""
     remedy = "fetch the model in bf16, or dequantise it with the library that wrote it"
     if not isinstance(scheme, Mapping):
-        raise ConfigError(f"{origin}: {SCHEME} = {json.dumps(scheme)} is no table: {remedy}")
+        raise ConfigError(
+            f"{origin}: {QUANTIZATION_KEY} = {json.dumps(scheme)} is no table: {remedy}"
+        )
     for key in (*_REQUIRED, *scheme):
-        value, only = scheme.get(key), _FIXED.get(key)
-        left_out = value is None and key not in _REQUIRED
-        if value != only and not left_out and key not in _FREE:
+        value, supported = scheme.get(key), _FIXED.get(key)
+        is_optional = value is None and key not in _REQUIRED
+        if value != supported and not is_optional and key not in _IGNORED_KEYS:
             raise ConfigError(
-                f"{origin}: {SCHEME}.{key} = {json.dumps(value)} is not supported: "
-                f"only {json.dumps(only)} is; {remedy}"
+                f"{origin}: {QUANTIZATION_KEY}.{key} = {json.dumps(value)} is not supported: "
+                f"only {json.dumps(supported)} is; {remedy}"
             )
 
 
 def scale_name(tensor: str) -> str:
-    """The name of the scales of `tensor`."""
+    """Return the name of the scales of `tensor`."""
     return f"{tensor}_scale_inv"
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a tensor of `shape`, one a block of its last two dimensions."""
-    return (*shape[:-2], *(-(-extent // BLOCK) for extent in shape[-2:]))
+    """Return the shape of the scales: one per block of the last two dimensions of `shape`."""
+    return (*shape[:-2], *(-(-extent // BLOCK_SIZE) for extent in shape[-2:]))
 
 
 def scale_box(box: Sequence[slice]) -> tuple[slice, ...]:
-    """The scales that the elements in `box` of a tensor need."""
-    blocks = (slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in box[-2:])
+    """Return the box of scales for the elements in `box` of a tensor."""
+    blocks = (slice(s.start // BLOCK_SIZE, -(-s.stop // BLOCK_SIZE)) for s in box[-2:])
     return (*box[:-2], *blocks)
 
 
 def dequantise(part: Tensor, scales: Tensor, box: Sequence[slice]) -> Tensor:
-    """The elements in `box` of a tensor, from their eight bits and the scales of `scale_box`.
+    """Return the elements in `box` of a tensor as fp32.
 
-    One fp32 product an element, a row of blocks at a time.
+    Args:
+        part: the fp8 values of the box.
+        scales: the scales of `scale_box(box)`.
+        box: the box, one slice per dimension.
     """
     result = part.float()
     rows, columns = box[-2:]
-    first = columns.start % BLOCK
+    offset = columns.start % BLOCK_SIZE
     for block in range(scales.shape[-2]):
-        start = max(rows.start, (rows.start // BLOCK + block) * BLOCK) - rows.start
-        stop = min(rows.stop, (rows.start // BLOCK + block + 1) * BLOCK) - rows.start
-        wide = scales[..., block : block + 1, :].float().repeat_interleave(BLOCK, dim=-1)
-        result[..., start:stop, :] *= wide[..., first : first + columns.stop - columns.start]
+        start = max(rows.start, (rows.start // BLOCK_SIZE + block) * BLOCK_SIZE) - rows.start
+        stop = min(rows.stop, (rows.start // BLOCK_SIZE + block + 1) * BLOCK_SIZE) - rows.start
+        factors = scales[..., block : block + 1, :].float().repeat_interleave(BLOCK_SIZE, dim=-1)
+        result[..., start:stop, :] *= factors[..., offset : offset + columns.stop - columns.start]
     return result

@@ -1,8 +1,7 @@
-"""Logical names <-> tensor names of Hugging Face files.
+"""Translation between logical names and tensor names of Hugging Face files.
 
-A parameter has one name that is written, and one or more *places* it is read from: the tensor of
-that name, or a slice of a fused tensor that holds every expert of a layer, as transformers 5 has
-them in memory and some files on disk.
+A parameter has one written name and one or more candidate slices to read it from. A candidate is
+the tensor of that name, or a slice of a fused tensor with all experts of a layer (transformers 5).
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _LATENT = {
     "moe.shared.up.weight": "mlp.shared_experts.up_proj.weight",
     "moe.shared.down.weight": "mlp.shared_experts.down_proj.weight",
 }
-"""What is called otherwise, or is there only, with latent attention: in deepseek_v3."""
-_BLOCKS = {
+"""Names that differ or exist only with latent attention (deepseek_v3)."""
+_EXPERT_BLOCKS = {
     "mixtral": ("block_sparse_moe", "mlp"), "olmoe": ("mlp",), "qwen3_moe": ("mlp",),
     "deepseek_v3": ("mlp",),
 }  # fmt: skip
-"""Where a layer keeps its experts, the written name first."""
+"""Module of a layer's experts, the written name first."""
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MATRICES = {
     "mixtral": {"gate": "w1", "up": "w3", "down": "w2"},
@@ -59,95 +58,106 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\..+")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A box of a tensor on file that holds one parameter, up to leading dimensions of one."""
+class StoredSlice:
+    """Box of a tensor on file that holds one parameter, apart from leading dimensions of 1."""
 
     tensor: str
     """Name of the tensor on file."""
     shape: tuple[int, ...]
-    """Shape that the whole tensor on file must have."""
+    """Required shape of the whole tensor on file."""
     offset: tuple[int, ...]
-    """Where the box starts."""
+    """Start of the box."""
     size: tuple[int, ...]
     """Extent of the box."""
 
     @property
-    def fused(self) -> bool:
-        """Whether the tensor on file holds more than this parameter."""
+    def is_fused(self) -> bool:
+        """True if the tensor on file holds more than this parameter."""
         return self.size != self.shape
 
 
 def written_name(model: ModelConfig, parameter: Parameter) -> str:
-    """The name under which `parameter` is written."""
-    return places(model, parameter)[0].tensor
+    """Return the name under which `parameter` is written."""
+    return candidate_slices(model, parameter)[0].tensor
 
 
 def expert_matrices(model: ModelConfig) -> frozenset[str]:
-    """What the matrices of an expert are called, if `model` has experts."""
+    """Return the names of an expert's matrices; empty if `model` has no experts."""
     return frozenset(_MATRICES[model.family].values() if model.experts else ())
 
 
 def logical_names(model: ModelConfig) -> dict[str, str]:
-    """Written name -> logical name, for every parameter of `model`, in the order of the blocks."""
+    """Return logical names by written name, for every parameter, in the order of the blocks."""
     return {written_name(model, p): p.name for p in parameters(model)}
 
 
-def places(model: ModelConfig, parameter: Parameter) -> list[Place]:
-    """Where `parameter` may lie on file, the written place first."""
+def candidate_slices(model: ModelConfig, parameter: Parameter) -> list[StoredSlice]:
+    """Return the slices that may hold `parameter` on file, the written one first."""
     if parameter.layer is None:
-        return [_whole(_OUTER[parameter.name], parameter)]
-    at = f"model.layers.{parameter.layer}"
+        return [_whole_tensor(_OUTER[parameter.name], parameter)]
+    layer_prefix = f"model.layers.{parameter.layer}"
     inner = parameter.name.removeprefix(f"layers.{parameter.layer}.")
     if inner == "moe.router.weight":
-        return [_whole(f"{at}.{block}.gate.weight", parameter) for block in _BLOCKS[model.family]]
+        return [
+            _whole_tensor(f"{layer_prefix}.{block}.gate.weight", parameter)
+            for block in _EXPERT_BLOCKS[model.family]
+        ]
     if parameter.kind == "expert":
-        return _expert_places(model, parameter, at)
-    own = _INNER if model.latent is None else {**_INNER, **_LATENT}
-    return [_whole(f"{at}.{own[inner]}", parameter)]
+        return _expert_slices(model, parameter, layer_prefix)
+    inner_names = _INNER if model.latent is None else {**_INNER, **_LATENT}
+    return [_whole_tensor(f"{layer_prefix}.{inner_names[inner]}", parameter)]
 
 
-def _expert_places(model: ModelConfig, parameter: Parameter, at: str) -> list[Place]:
-    expert, part = parameter.expert or 0, parameter.name.rpartition(".")[2]
-    matrix = _MATRICES[model.family][part]
-    blocks = [f"{at}.{block}.experts" for block in _BLOCKS[model.family]]
+def _expert_slices(
+    model: ModelConfig, parameter: Parameter, layer_prefix: str
+) -> list[StoredSlice]:
+    expert, projection = parameter.expert or 0, parameter.name.rpartition(".")[2]
+    matrix = _MATRICES[model.family][projection]
+    blocks = [f"{layer_prefix}.{block}.experts" for block in _EXPERT_BLOCKS[model.family]]
     rows, columns = parameter.shape
-    if part == "down":
+    if projection == "down":
         fused_name, fused_rows, first = "down_proj", rows, 0
     else:
-        fused_name, fused_rows, first = "gate_up_proj", 2 * rows, rows if part == "up" else 0
+        fused_name, fused_rows, first = "gate_up_proj", 2 * rows, rows if projection == "up" else 0
     fused = [
-        Place(
+        StoredSlice(
             f"{block}.{fused_name}", (model.experts, fused_rows, columns), (expert, first, 0),
             (1, rows, columns),
         )
         for block in blocks
     ]  # fmt: skip
-    return [_whole(f"{block}.{expert}.{matrix}.weight", parameter) for block in blocks] + fused
+    return [
+        _whole_tensor(f"{block}.{expert}.{matrix}.weight", parameter) for block in blocks
+    ] + fused
 
 
-def _whole(tensor: str, parameter: Parameter) -> Place:
-    return Place(tensor, parameter.shape, (0,) * len(parameter.shape), parameter.shape)
+def _whole_tensor(tensor: str, parameter: Parameter) -> StoredSlice:
+    return StoredSlice(tensor, parameter.shape, (0,) * len(parameter.shape), parameter.shape)
 
 
-def choose(model: ModelConfig, on_file: Mapping[str, object]) -> dict[str, Place | None]:
-    """For every parameter by logical name, the first of its places that `on_file` has, if any."""
+def choose_slices(
+    model: ModelConfig, on_file: Mapping[str, object]
+) -> dict[str, StoredSlice | None]:
+    """Return the first candidate slice in `on_file` by logical name; None where there is none."""
     return {
-        p.name: next((place for place in places(model, p) if place.tensor in on_file), None)
+        p.name: next(
+            (source for source in candidate_slices(model, p) if source.tensor in on_file), None
+        )
         for p in parameters(model)
     }
 
 
-def spare(model: ModelConfig, tensor: str) -> str | None:
-    """Why a tensor that no parameter is read from may stand in a file, if it may."""
+def reason_to_skip(model: ModelConfig, tensor: str) -> str | None:
+    """Return why a tensor that belongs to no parameter may be skipped; None if it may not."""
     if _ROTARY.fullmatch(tensor):
         return "a buffer of the rotary embedding, computed from rope_theta"
     if model.tied and tensor == HEAD:
         return f"the tied head, equal to {EMBEDDING}"
-    further = model.extras.get("num_nextn_predict_layers") or 0
+    num_predict_layers = model.extras.get("num_nextn_predict_layers") or 0
     layer = _LAYER.fullmatch(tensor)
-    if layer and model.layers <= int(layer[1]) < model.layers + further:
+    if layer and model.layers <= int(layer[1]) < model.layers + num_predict_layers:
         return (
-            f"prediction of several tokens (num_nextn_predict_layers = {further}), "
-            "which is not built here"
+            f"multi-token prediction (num_nextn_predict_layers = {num_predict_layers}), "
+            "which is not supported"
         )
     return None

@@ -1,7 +1,7 @@
-"""Where a model comes from: Hugging Face directory, checkpoint or run, as one and the same thing.
+"""Model origins: a Hugging Face directory, a checkpoint or a run, behind one interface.
 
-An origin knows the model's sizes, gives its weights one tensor at a time, and knows which files
-travel along.
+An origin has the model's config, its weights one tensor at a time, and its tokenizer and
+generation files.
 """
 
 from __future__ import annotations
@@ -19,99 +19,106 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError, DataError, StoreError, WeightsError
 from moesaic.dist.checkpoint import Checkpoint, newest_intact
 from moesaic.dist.checkpoint.manifest import COMMIT, MANIFEST
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
-from moesaic.facts.workload.finetune import A, B, adapter_stem, adapters
-from moesaic.models.hf.config import CONFIG_NAME, read_config, what_else
+from moesaic.facts.workload.adapters import A, B, adapter_prefix, adapters
+from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
 from moesaic.models.hf.reader import DTYPES, HFSource
-from moesaic.models.hf.shards import Tensors
-from moesaic.models.hf.tokens import (
-    END,
-    GENERATION_NAME,
-    ROLES,
+from moesaic.models.hf.shards import TensorReader
+from moesaic.models.hf.special_tokens import (
+    EOS_KEY,
+    GENERATION_CONFIG_NAME,
+    SPECIAL_TOKENS,
     as_ids,
-    read_object,
-    renamed,
+    read_json_object,
     special_token_ids,
+    update_special_tokens,
 )
 from moesaic.models.hf.writer import find_companions
 from moesaic.models.tokenizer import FileTokenizer
 
 TOKENIZER = "tokenizer"
-"""Directory of a run, or of a bare checkpoint, that holds the files that travel along."""
+"""Directory in a run or a bare checkpoint for the tokenizer and generation files."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A model to be had."""
+    """A model on disk."""
 
     path: Path
-    """The directory that the weights are in."""
+    """Directory of the weights."""
     model: ModelConfig
-    tensors: Tensors
+    tensors: TensorReader
     companions: list[Path]
     """Tokenizer and generation files."""
     facts: dict[str, Any]
-    """What a checkpoint of this model says of itself."""
+    """Metadata for a checkpoint of this model."""
     warnings: list[str] = field(default_factory=list)
-    """What a person should know."""
+    """Warnings for the user."""
     finetune: FinetuneConfig | None = None
-    """How the weights were learnt, if adapters may lie beside them."""
-    special: dict[str, Any] = field(default_factory=dict)
-    """Ids of special tokens by the tokenizer that a run learnt with: generation settings that come
-    from elsewhere may name others."""
+    """Fine-tuning settings, if the checkpoint may hold adapters."""
+    special_token_ids: dict[str, Any] = field(default_factory=dict)
+    """Special token ids of the tokenizer that a run trained with. A generation_config.json from
+    elsewhere may name others."""
 
     def end_ids(self) -> list[int]:
-        """What ends a text, as transformers has it: what generation settings name; without such a
-        file, or where it names no end, config.json."""
+        """Return the end token ids as transformers chooses them.
+
+        The generation settings decide; config.json does if that file is absent or names none."""
         for path in self.companions:
-            if path.name == GENERATION_NAME:
-                settings = renamed(read_object(path), self.special, f"'{path}'")
-                if ends := as_ids(settings.get(END), f"'{path}'"):
+            if path.name == GENERATION_CONFIG_NAME:
+                settings = update_special_tokens(
+                    read_json_object(path), self.special_token_ids, f"'{path}'"
+                )
+                if ends := as_ids(settings.get(EOS_KEY), f"'{path}'"):
                     return ends
-        return as_ids(self.model.extras.get(END), f"'{self.path}'")
+        return as_ids(self.model.extras.get(EOS_KEY), f"'{self.path}'")
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Write parameters into pieces of any layout and dtype: an origin is a `Source`."""
-        for piece in pieces:
-            whole = self.tensors.read(piece.name)
-            spans = zip(piece.offset, piece.tensor.shape, strict=True)
-            piece.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in spans)])
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Write parameters into `shards` of any layout and dtype, as a state source does."""
+        for shard in shards:
+            whole = self.tensors.read(shard.name)
+            box = zip(shard.offset, shard.tensor.shape, strict=True)
+            shard.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
 
 
-def open_origin(path: Path, once: bool = False) -> Origin:
-    """The model at `path`, whatever form it has there; `once` if nothing will be read again."""
+def open_origin(path: Path, reads_once: bool = False) -> Origin:
+    """Return the model at `path`, in any of its forms.
+
+    Args:
+        path: a Hugging Face directory, a checkpoint or a run.
+        reads_once: bypass the page cache, because nothing is read a second time."""
     if (path / CONFIG_NAME).is_file():
-        return _from_huggingface(path, once)
+        return _from_huggingface(path, reads_once)
     if (path / COMMIT).exists() or (path / MANIFEST).exists():
-        return _from_checkpoint(Checkpoint.open(path, once=once))
+        return _from_checkpoint(Checkpoint.open(path, reads_once=reads_once))
     for directory in (path / "checkpoints", path):
         if directory.is_dir() and any(directory.glob("step-*")):
-            passed_over: list[str] = []
-            checkpoint = newest_intact(directory, passed_over.append)
+            skipped: list[str] = []
+            checkpoint = newest_intact(directory, skipped.append)
             if checkpoint is None:
-                reasons = "; ".join(passed_over) or (
-                    "what is there is not named as a run names it, step-00001000: say which one"
+                reasons = "; ".join(skipped) or (
+                    "its checkpoints are not named like step-00001000: give the path of one"
                 )
                 raise StoreError(
                     f"'{directory}' holds no intact checkpoint: restore one from a copy ({reasons})"
                 )
             origin = _from_checkpoint(checkpoint)
-            if passed_over:
+            if skipped:
                 used = f"what follows is of step {checkpoint.step}, '{checkpoint.path}'"
-                origin.warnings[:0] = [*passed_over, used]
+                origin.warnings[:0] = [*skipped, used]
             return origin
     raise ConfigError(
-        f"'{path}' {what_else(path)}: "
+        f"'{path}' {describe_path(path)}: "
         "give a Hugging Face model directory, a checkpoint or a run directory"
     )
 
 
-def _from_huggingface(path: Path, once: bool) -> Origin:
+def _from_huggingface(path: Path, reads_once: bool) -> Origin:
     model, warnings = read_config(path)
-    source = HFSource(path, model, once)
+    source = HFSource(path, model, reads_once)
     facts = {"model": model.model_dump(mode="json"), "source": str(path)}
     return Origin(path, model, source, find_companions(path), facts, [*warnings, *source.notes])
 
@@ -121,70 +128,77 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Origin:
     job = facts.get("job") or {}
     model, warnings = _model_of(facts, path), []
     router = (job.get("routing") or {}).get("router", "top-k")
-    if router == "gshard":  # always renormalises, whatever the model says
+    if router == "gshard":  # The gshard router always renormalises.
         model = model.model_copy(update={"renormalise": True})
     elif router == "balanced":
         warnings.append(
-            f"'{path}' was trained with routing.router = \"balanced\", which has no place in a "
-            "config.json: whoever reads the model routes by the router's scores"
+            f"'{path}' was trained with routing.router = \"balanced\", which config.json "
+            "cannot express: readers of the export route by the router's scores"
         )
     companions: list[Path] = []
     special: dict[str, Any] = {}
     for directory in (path / TOKENIZER, path.parent.parent / TOKENIZER):
         if not companions and (companions := find_companions(directory)):
-            special = _special_tokens(directory, job)
+            special = _learnt_token_ids(directory, job)
             model = _with_special_tokens(model, special, trained=bool(job), origin=f"'{path}'")
-    generation = Path(job.get("source") or path) / GENERATION_NAME
-    if generation.is_file() and GENERATION_NAME not in {c.name for c in companions}:
+    generation = Path(job.get("source") or path) / GENERATION_CONFIG_NAME
+    if generation.is_file() and GENERATION_CONFIG_NAME not in {c.name for c in companions}:
         companions.append(generation)
     finetune = None
     if job.get("finetune") is not None:
         finetune = parse(FinetuneConfig, job["finetune"], f"checkpoint '{path}'")
-        facts = {**facts, "job": {**job, "finetune": None}}  # What is read is merged.
+        facts = {**facts, "job": {**job, "finetune": None}}  # Adapters are merged as they are read.
     tensors = CheckpointTensors(checkpoint, model, finetune)
     special = special if job else {}
     return Origin(path, model, tensors, companions, facts, warnings, finetune, special)
 
 
 def _model_of(facts: Mapping[str, Any], path: Path) -> ModelConfig:
-    """The model that a checkpoint holds: of the job that made it, or its own."""
+    """Return the model config of a checkpoint: its job's, or its own."""
     raw = (facts.get("job") or facts).get("model")
     if not isinstance(raw, dict):
-        raise ConfigError(f"checkpoint '{path}' does not say what model it holds: give another one")
+        raise ConfigError(f"checkpoint '{path}' names no model: give another checkpoint")
     return parse(ModelConfig, raw, f"checkpoint '{path}'")
 
 
-def _special_tokens(directory: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids of special tokens by the tokenizer in `directory`; a run on conversations has learnt to
-    end by the end of a turn too."""
+def _learnt_token_ids(directory: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special token ids of the tokenizer in `directory`.
+
+    A run on conversations also learned to stop at the end-of-turn token, so that is an end token
+    too."""
     special = special_token_ids(directory)
     if (job.get("data") or {}).get("format") == "chat":
-        from moesaic.models.chat import ChatTemplate, end_of_turn  # Jinja, which others spare.
+        # Imports Jinja, which other formats do not need.
+        from moesaic.models.chat import ChatTemplate, end_of_turn_id
 
-        with suppress(DataError):  # Files that somebody has changed since.
+        with suppress(DataError):  # The files may have changed since the run.
             tokenizer = FileTokenizer(str(directory))
-            end = end_of_turn(ChatTemplate(directory, "restore it", clock=False), tokenizer)
-            if end not in (None, tokenizer.end_id):
-                special[END] = [tokenizer.end_id, end]
+            turn_end = end_of_turn_id(
+                ChatTemplate(directory, "restore it", has_clock=False), tokenizer
+            )
+            if turn_end not in (None, tokenizer.end_id):
+                special[EOS_KEY] = [tokenizer.end_id, turn_end]
     return special
 
 
 def _with_special_tokens(
-    model: ModelConfig, special: Mapping[str, Any], *, trained: bool, origin: str
+    model: ModelConfig, token_ids: Mapping[str, Any], *, trained: bool, origin: str
 ) -> ModelConfig:
-    """`model` naming the `special` tokens: all where it names none; else, if it was `trained` with
-    them, where it names others."""
-    if not any(f"{role}_id" in model.extras for role in ROLES):
-        named = {**model.extras, **special}
+    """Return `model` with the special tokens `token_ids`.
+
+    A model that names none gets all of them. Otherwise they replace other ids only if the model was
+    `trained` with them."""
+    if not any(f"{role}_id" in model.extras for role in SPECIAL_TOKENS):
+        extras = {**model.extras, **token_ids}
     elif trained:
-        named = renamed(model.extras, special, origin)
+        extras = update_special_tokens(model.extras, token_ids, origin)
     else:
         return model
-    return model.model_copy(update={"extras": named})
+    return model.model_copy(update={"extras": extras})
 
 
 class CheckpointTensors:
-    """The parameters in a checkpoint, of whatever layout, adapters merged into what they adapt."""
+    """Parameters of a checkpoint of any layout, with adapters merged into their matrices."""
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelConfig, finetune: FinetuneConfig | None = None
@@ -200,19 +214,19 @@ class CheckpointTensors:
                 found = f"{record.dtype} {list(record.shape)}" if record else "nothing"
                 raise WeightsError(
                     f"checkpoint '{checkpoint.path}' should hold '{name}' of shape {list(shape)} "
-                    f"and holds {found}: its weights and its job must be of one model"
+                    f"and holds {found}: its weights and its job must belong to one model"
                 )
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of one parameter."""
+        """Return the dtype of one parameter."""
         return DTYPES[self._records[f"{PARAMETER}/{name}"].dtype]
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter; what is adapted is merged in fp64."""
-        stem = adapter_stem(name)
+        """Return one whole parameter; adapters are merged in fp64."""
+        stem = adapter_prefix(name)
         if f"{stem}{A}" not in self._shapes:
-            lent = self._checkpoint.lend(f"{PARAMETER}/{name}")
-            return self._stored(name) if lent is None else lent
+            view = self._checkpoint.view_tensor(f"{PARAMETER}/{name}")
+            return self._stored(name) if view is None else view
         tensor = self._stored(name)
         a, b = (self._stored(f"{stem}{end}").double() for end in (A, B))
         return torch.addmm(tensor.double(), b, a, alpha=self._scale).to(tensor.dtype)
@@ -220,5 +234,7 @@ class CheckpointTensors:
     def _stored(self, name: str) -> Tensor:
         shape = self._shapes[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
-        self._checkpoint.fill([Piece(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])
+        self._checkpoint.fill(
+            [TensorShard(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
+        )
         return tensor

@@ -1,9 +1,9 @@
-"""Weights out of a Hugging Face directory, tensor by tensor.
+"""Reader of the weights in a Hugging Face directory, tensor by tensor.
 
-The headers of all files are read first: every parameter must be there with the shape that
-config.json means, and every tensor must belong to a parameter. Then values are taken row by row
-from memory-mapped files, one file at a time, so that a reader never holds more than one shard; or
-tensor by tensor past the page cache, if each is read but once.
+All headers are read first. Every parameter must exist with the shape that config.json implies, and
+every tensor must belong to a parameter. Values then come from memory-mapped files, one file at a
+time, so at most one shard is mapped. If each tensor is read only once, whole tensors bypass the
+page cache instead.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moesaic.base import direct, tensorfile
+from moesaic.base import direct_io, safetensors_file
 from moesaic.base.errors import WeightsError
-from moesaic.base.tensorfile import Entry
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.base.safetensors_file import TensorEntry
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.models.hf import fp8, names
 
@@ -37,8 +37,8 @@ _ROWS_COMPARED = 4096
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor on file, from its header."""
+class TensorHeader:
+    """Header of one tensor on file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -46,29 +46,34 @@ class Stored:
 
 
 class HFSource:
-    """The weights of `directory` as those of `model`: fills pieces, or gives whole parameters."""
+    """Weights of a directory as parameters of a model; a state source."""
 
-    def __init__(self, directory: Path, model: ModelConfig, once: bool = False) -> None:
-        """`once`: nothing will be read again, so that the system need not keep it in memory."""
-        self._once = once
-        self._stored = scan(directory)
-        self._open: tuple[Path, Any] | None = None
-        self._starts: dict[Path, dict[str, tuple[Entry, int]]] = {}
-        chosen = names.choose(model, self._stored)
-        _check(directory, model, self._stored, chosen)
-        self._places = {name: place for name, place in chosen.items() if place is not None}
+    def __init__(self, directory: Path, model: ModelConfig, reads_once: bool = False) -> None:
+        """Check the weights of `directory` against `model`.
+
+        Args:
+            directory: the Hugging Face directory.
+            model: config of the model that it holds.
+            reads_once: bypass the page cache, because nothing is read a second time."""
+        self._reads_once = reads_once
+        self._headers = scan_weights(directory)
+        self._open_file: tuple[Path, Any] | None = None
+        self._entry_offsets: dict[Path, dict[str, tuple[TensorEntry, int]]] = {}
+        chosen = names.choose_slices(model, self._headers)
+        _check_weights(directory, model, self._headers, chosen)
+        self._slices = {name: source for name, source in chosen.items() if source is not None}
         self.notes: list[str] = []
-        """Tensors on file that are passed over, and why, for a person to read."""
-        used = {place.tensor for place in self._places.values()}
-        spare: dict[str | None, list[str]] = {}
-        for tensor in sorted(self._stored.keys() - used - _scales(used, self._stored)):
-            spare.setdefault(_spare(model, self._stored, tensor), []).append(tensor)
-        for reason, tensors in spare.items():
+        """Messages about skipped tensors on file, with the reason."""
+        used = {source.tensor for source in self._slices.values()}
+        unused: dict[str | None, list[str]] = {}
+        for tensor in sorted(self._headers.keys() - used - _scale_names(used, self._headers)):
+            unused.setdefault(_reason_to_skip(model, self._headers, tensor), []).append(tensor)
+        for reason, tensors in unused.items():
             self.notes.append(
-                f"'{directory}': {_listed(tensors)} left out, and no export will have "
+                f"'{directory}': {_describe_tensors(tensors)} left out, and no export will have "
                 f"{'it' if len(tensors) == 1 else 'them'}: {reason}"
             )
-        if model.tied and names.HEAD in self._stored:
+        if model.tied and names.HEAD in self._headers:
             self._check_tied(directory)
 
     def __enter__(self) -> HFSource:
@@ -81,82 +86,82 @@ class HFSource:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file that was read last; the source may be used again."""
-        self._open = None
+        """Close the mapped file; the source stays usable."""
+        self._open_file = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `read` gives one parameter in: that on file, fp32 for scaled blocks."""
-        dtype = self._stored[self._places[name].tensor].dtype
+        """Return the dtype in which `read` returns a parameter: as on file, fp32 for fp8 blocks."""
+        dtype = self._headers[self._slices[name].tensor].dtype
         return torch.float32 if dtype == fp8.DTYPE else DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
-        """One whole parameter; a view of the mapped file, if that is what it is read from."""
-        place = self._places[name]
-        box = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
-        return self._slice(place.tensor, box).reshape(_parameter_size(place))
+        """Return one whole parameter; it may be a view of the mapped file."""
+        source = self._slices[name]
+        box = [slice(o, o + n) for o, n in zip(source.offset, source.size, strict=True)]
+        return self._read_slice(source.tensor, box).reshape(_parameter_size(source))
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Write values into every piece's tensor, file by file."""
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Write values into `shards`, file by file."""
 
-        def position(piece: Piece) -> tuple[Path, str]:
-            tensor = self._places[piece.name].tensor
-            return self._stored[tensor].file, tensor
+        def position(shard: TensorShard) -> tuple[Path, str]:
+            tensor = self._slices[shard.name].tensor
+            return self._headers[tensor].file, tensor
 
-        for piece in sorted(pieces, key=position):
-            if piece.kind != PARAMETER:
-                raise ValueError(f"{piece.key}: a model directory holds parameters only")
-            if piece.tensor.numel():
-                self._fill(piece)
+        for shard in sorted(shards, key=position):
+            if shard.kind != PARAMETER:
+                raise ValueError(f"{shard.key}: a model directory holds parameters only")
+            if shard.tensor.numel():
+                self._fill(shard)
         self.close()
 
-    def _fill(self, piece: Piece) -> None:
-        place = self._places[piece.name]
-        lead = len(place.shape) - len(piece.shape)
-        offset = (*place.offset[:lead], *_added(place.offset[lead:], piece.offset))
-        size = (*place.size[:lead], *piece.tensor.shape)
+    def _fill(self, shard: TensorShard) -> None:
+        source = self._slices[shard.name]
+        lead = len(source.shape) - len(shard.shape)
+        offset = (*source.offset[:lead], *_add_offsets(source.offset[lead:], shard.offset))
+        size = (*source.size[:lead], *shard.tensor.shape)
         box = [slice(o, o + n) for o, n in zip(offset, size, strict=True)]
-        piece.tensor.copy_(self._slice(place.tensor, box).reshape(piece.tensor.shape))
+        shard.tensor.copy_(self._read_slice(source.tensor, box).reshape(shard.tensor.shape))
 
-    def _slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
-        if self._stored[tensor].dtype != fp8.DTYPE:
-            return self._raw(tensor, box)
-        scales = self._raw(fp8.scale_name(tensor), fp8.scale_box(box))
-        return fp8.dequantise(self._raw(tensor, box), scales, box)
+    def _read_slice(self, tensor: str, box: Sequence[slice]) -> Tensor:
+        if self._headers[tensor].dtype != fp8.DTYPE:
+            return self._read_raw(tensor, box)
+        scales = self._read_raw(fp8.scale_name(tensor), fp8.scale_box(box))
+        return fp8.dequantise(self._read_raw(tensor, box), scales, box)
 
-    def _raw(self, tensor: str, box: Sequence[slice]) -> Tensor:
-        stored = self._stored[tensor]
+    def _read_raw(self, tensor: str, box: Sequence[slice]) -> Tensor:
+        stored = self._headers[tensor]
         whole = all(s.stop - s.start == n for s, n in zip(box, stored.shape, strict=True))
-        if self._once and whole and stored.dtype in DTYPES:
-            return self._whole(tensor, stored)
-        part: Tensor = self._opened(stored.file).get_slice(tensor)[tuple(box)]
+        if self._reads_once and whole and stored.dtype in DTYPES:
+            return self._read_whole(tensor, stored)
+        part: Tensor = self._mapped_file(stored.file).get_slice(tensor)[tuple(box)]
         return part
 
-    def _whole(self, tensor: str, stored: Stored) -> Tensor:
-        if stored.file not in self._starts:
-            self._starts[stored.file] = tensorfile.read_entries(stored.file)
-        _, start = self._starts[stored.file][tensor]
-        dtype = DTYPES[stored.dtype]
-        if 0 in stored.shape:
-            return torch.empty(stored.shape, dtype=dtype)
-        data = direct.read(stored.file, start, math.prod(stored.shape) * dtype.itemsize)
+    def _read_whole(self, tensor: str, header: TensorHeader) -> Tensor:
+        if header.file not in self._entry_offsets:
+            self._entry_offsets[header.file] = safetensors_file.read_entries(header.file)
+        _, start = self._entry_offsets[header.file][tensor]
+        dtype = DTYPES[header.dtype]
+        if 0 in header.shape:
+            return torch.empty(header.shape, dtype=dtype)
+        data = direct_io.read(header.file, start, math.prod(header.shape) * dtype.itemsize)
         raw = torch.frombuffer(data, dtype=torch.uint8)
         if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # The file's header has an odd length.
-        return raw.view(dtype).view(stored.shape)
+            raw = raw.clone()  # The header of the file has an odd length.
+        return raw.view(dtype).view(header.shape)
 
-    def _opened(self, path: Path) -> Any:
-        if self._open is None or self._open[0] != path:
-            self._open = None  # lets go of the old mapping before the new one grows
-            self._open = (path, _opened(path))
-        return self._open[1]
+    def _mapped_file(self, path: Path) -> Any:
+        if self._open_file is None or self._open_file[0] != path:
+            self._open_file = None  # Unmap the old file before mapping the new one.
+            self._open_file = (path, _open_safetensors(path))
+        return self._open_file[1]
 
     def _check_tied(self, directory: Path) -> None:
-        rows = self._stored[names.EMBEDDING].shape[0]
+        rows = self._headers[names.EMBEDDING].shape[0]
         for first in range(0, rows, _ROWS_COMPARED):
             count = min(_ROWS_COMPARED, rows - first)
             left, right = (
-                self._slice(
-                    name, [slice(first, first + count), slice(0, self._stored[name].shape[1])]
+                self._read_slice(
+                    name, [slice(first, first + count), slice(0, self._headers[name].shape[1])]
                 )
                 for name in (names.EMBEDDING, names.HEAD)
             )
@@ -168,27 +173,27 @@ class HFSource:
         self.close()
 
 
-def _parameter_size(place: names.Place) -> tuple[int, ...]:
-    return place.size[1:] if len(place.size) == 3 else place.size
+def _parameter_size(source: names.StoredSlice) -> tuple[int, ...]:
+    return source.size[1:] if len(source.size) == 3 else source.size
 
 
-def _added(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
+def _add_offsets(left: Iterable[int], right: Iterable[int]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
-def scan(directory: Path) -> dict[str, Stored]:
-    """Every tensor of the weight files of `directory`."""
+def scan_weights(directory: Path) -> dict[str, TensorHeader]:
+    """Return the headers of all tensors in the weight files of `directory`."""
     files, index = _weight_files(directory)
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorHeader] = {}
     for file in files:
-        opened = _opened(file)
+        opened = _open_safetensors(file)
         for name in opened.keys():  # noqa: SIM118 - a file is no mapping
             if name in stored:
                 raise WeightsError(
                     f"tensor '{name}' is both in '{stored[name].file}' and in '{file}': remove one"
                 )
             header = opened.get_slice(name)
-            stored[name] = Stored(file, tuple(header.get_shape()), str(header.get_dtype()))
+            stored[name] = TensorHeader(file, tuple(header.get_shape()), str(header.get_dtype()))
     for name, file_name in index.items():
         if name not in stored or stored[name].file.name != file_name:
             raise WeightsError(
@@ -198,8 +203,8 @@ def scan(directory: Path) -> dict[str, Stored]:
     return stored
 
 
-def refuse_loose(path: Path) -> None:
-    """Raise for a link to what is not there, as a cache has it of a file that it has not got."""
+def check_not_dangling(path: Path) -> None:
+    """Raise if `path` is a dangling link, as a download cache leaves for a file that it lacks."""
     if path.is_symlink() and not path.exists():
         raise WeightsError(
             f"'{path}' is a link to '{os.readlink(path)}', which is not there: fetch that file, or "
@@ -209,8 +214,8 @@ def refuse_loose(path: Path) -> None:
 
 def _weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
-    refuse_loose(single)
-    refuse_loose(index)
+    check_not_dangling(single)
+    check_not_dangling(index)
     if single.exists() and index.exists():
         raise WeightsError(f"'{directory}' has both {SINGLE_NAME} and {INDEX_NAME}: remove one")
     if single.exists():
@@ -248,82 +253,84 @@ def _weight_map(index: Path) -> dict[str, str]:
     return result
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise WeightsError(
-            f"'{path}' is no whole safetensors file ({error}): fetch it again"
+            f"'{path}' is not a complete safetensors file ({error}): fetch it again"
         ) from None
 
 
-def _spare(model: ModelConfig, stored: Mapping[str, Stored], tensor: str) -> str | None:
-    """Why a tensor that no parameter is read from may be there, if it may."""
-    if 0 in stored[tensor].shape:  # As of no shared experts.
-        return "without a number in it"
-    return names.spare(model, tensor)
+def _reason_to_skip(
+    model: ModelConfig, headers: Mapping[str, TensorHeader], tensor: str
+) -> str | None:
+    """Return why a tensor that belongs to no parameter may be skipped; None if it may not."""
+    if 0 in headers[tensor].shape:  # Such as shared experts of width 0.
+        return "empty tensors"
+    return names.reason_to_skip(model, tensor)
 
 
-def _check(
+def _check_weights(
     directory: Path,
     model: ModelConfig,
-    stored: Mapping[str, Stored],
-    chosen: Mapping[str, names.Place | None],
+    headers: Mapping[str, TensorHeader],
+    slices: Mapping[str, names.StoredSlice | None],
 ) -> None:
     written = {logical: tensor for tensor, logical in names.logical_names(model).items()}
-    missing = [written[name] for name, place in chosen.items() if place is None]
-    placed = {place.tensor: place for place in chosen.values() if place is not None}
-    used = placed.keys() | _scales(placed, stored)
-    unused = [t for t in stored if t not in used and _spare(model, stored, t) is None]
+    missing = [written[name] for name, source in slices.items() if source is None]
+    placed = {source.tensor: source for source in slices.values() if source is not None}
+    used = placed.keys() | _scale_names(placed, headers)
+    unused = [t for t in headers if t not in used and _reason_to_skip(model, headers, t) is None]
     problems = []
     if missing:
-        problems.append(f"{_listed(missing)} missing")
+        problems.append(f"{_describe_tensors(missing)} missing")
     if unused:
-        problems.append(f"{_listed(sorted(unused))} not part of the model")
+        problems.append(f"{_describe_tensors(sorted(unused))} not part of the model")
     if problems:
         raise WeightsError(
             f"'{directory}': {'; '.join(problems)}: "
-            "the weights and config.json must be of one model"
+            "the weights and config.json must belong to one model"
         )
-    for tensor, place in placed.items():
-        found = stored[tensor]
-        if found.shape != place.shape:
-            count = sum(stored[t].shape != p.shape for t, p in placed.items())
+    for tensor, source in placed.items():
+        header = headers[tensor]
+        if header.shape != source.shape:
+            count = sum(headers[t].shape != p.shape for t, p in placed.items())
             raise WeightsError(
-                f"'{found.file}': tensor '{tensor}' has shape {list(found.shape)}, but config.json "
-                f"means {list(place.shape)} ({count} of {len(placed)} tensors differ): "
-                "the weights and config.json must be of one model"
+                f"'{header.file}': tensor '{tensor}' has shape {list(header.shape)}, but "
+                f"config.json implies {list(source.shape)} ({count} of {len(placed)} "
+                "tensors differ): the weights and config.json must belong to one model"
             )
-        if found.dtype == fp8.DTYPE:
-            _check_scales(tensor, stored)
-        elif found.dtype not in DTYPES:
+        if header.dtype == fp8.DTYPE:
+            _check_scales(tensor, headers)
+        elif header.dtype not in DTYPES:
             raise WeightsError(
-                f"'{found.file}': tensor '{tensor}' is of dtype {found.dtype}, which is not "
+                f"'{header.file}': tensor '{tensor}' is of dtype {header.dtype}, which is not "
                 f"supported: convert the model to one of {', '.join(DTYPES)}"
             )
 
 
-def _scales(tensors: Iterable[str], stored: Mapping[str, Stored]) -> set[str]:
-    """The scales on file of those of `tensors` that are quantised."""
-    found = (fp8.scale_name(t) for t in tensors if stored[t].dtype not in DTYPES)
-    return {name for name in found if name in stored}
+def _scale_names(tensors: Iterable[str], headers: Mapping[str, TensorHeader]) -> set[str]:
+    """Return the scales on file of the quantised tensors among `tensors`."""
+    found = (fp8.scale_name(t) for t in tensors if headers[t].dtype not in DTYPES)
+    return {name for name in found if name in headers}
 
 
-def _check_scales(tensor: str, stored: Mapping[str, Stored]) -> None:
-    weight, name = stored[tensor], fp8.scale_name(tensor)
-    opening = f"'{weight.file}': tensor '{tensor}' of shape {list(weight.shape)} is of eight bits"
-    if name not in stored:
-        raise WeightsError(f"{opening}, and its scales '{name}' are missing: fetch them")
-    scales, shape = stored[name], fp8.scale_shape(weight.shape)
+def _check_scales(tensor: str, headers: Mapping[str, TensorHeader]) -> None:
+    weight, name = headers[tensor], fp8.scale_name(tensor)
+    prefix = f"'{weight.file}': tensor '{tensor}' of shape {list(weight.shape)} is fp8"
+    if name not in headers:
+        raise WeightsError(f"{prefix}, and its scales '{name}' are missing: fetch them")
+    scales, shape = headers[name], fp8.scale_shape(weight.shape)
     if len(shape) < 2 or scales.shape != shape or scales.dtype not in ("F32", "BF16"):
         raise WeightsError(
-            f"{opening}, but its scales '{name}' are {scales.dtype} {list(scales.shape)}: only "
-            f"F32 or BF16 {list(shape)} is supported, one for each {fp8.BLOCK} by {fp8.BLOCK} of a "
-            "matrix; fetch the model in bf16"
+            f"{prefix}, but its scales '{name}' are {scales.dtype} {list(scales.shape)}: only "
+            f"F32 or BF16 {list(shape)} is supported, one for each {fp8.BLOCK_SIZE} by "
+            f"{fp8.BLOCK_SIZE} block of a matrix; fetch the model in bf16"
         )
 
 
-def _listed(tensors: Sequence[str]) -> str:
+def _describe_tensors(tensors: Sequence[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in tensors[:3])
     if len(tensors) == 1:
         return f"tensor {shown} is"

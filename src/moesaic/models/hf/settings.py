@@ -1,4 +1,4 @@
-"""What `moesaic convert` can be told. No torch."""
+"""Settings of `moesaic convert`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from pydantic import Field
 
 from moesaic.base.config import Section
 
-Form = Literal["huggingface", "checkpoint", "adapter"]
+ModelFormat = Literal["huggingface", "checkpoint", "adapter"]
 Precision = Literal["keep", "fp64", "fp32", "bf16", "fp16"]
 
 
 class ConvertConfig(Section):
-    """The form of what is written."""
+    """Settings of model conversion."""
 
-    to: Form = "huggingface"
-    """huggingface: config.json, safetensors, tokenizer files. checkpoint: parameters only.
-    adapter: what a LoRA run learnt and nothing else, as peft has it."""
+    to: ModelFormat = "huggingface"
+    """Format to write. huggingface: config.json, safetensors and tokenizer files. checkpoint:
+    parameters only. adapter: the LoRA adapters of a run, in the format of peft."""
     dtype: Precision = "keep"
-    """Type of the weights on file; keep: each as it is."""
+    """Dtype of the weights on file; keep: the dtype of each tensor."""
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
-    """Size of one weight file, unless one tensor alone is larger; an adapter is always one file."""
+    """Maximum bytes of a weight file; one larger tensor still fills one file, and an adapter is
+    always one file."""
 
     def idle(self) -> list[str]:
-        """A sentence for each setting that was given and has no effect."""
+        """Return a message for each setting that was given and has no effect."""
         if self.to == "adapter" and "max_shard_bytes" in self.model_fields_set:
             return ['max_shard_bytes has no effect: to = "adapter" writes one file']
         return []

@@ -1,7 +1,7 @@
-"""Weights into a Hugging Face directory, tensor by tensor.
+"""Writer of Hugging Face directories, tensor by tensor.
 
-Names, sharding, index and metadata are those that transformers writes, experts one by one; the
-same model gives the same bytes every time.
+Names, sharding, index and metadata match transformers, with one tensor per expert matrix. Output is
+reproducible: one model always gives equal bytes.
 """
 
 from __future__ import annotations
@@ -13,106 +13,111 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.base.errors import StoreError
-from moesaic.base.tensorfile import ITEM_BYTES
+from moesaic.base.safetensors_file import ITEM_BYTES
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.config import CONFIG_NAME, config_text
-from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME, refuse_loose
+from moesaic.models.hf.reader import DTYPES, INDEX_NAME, SINGLE_NAME, check_not_dangling
 from moesaic.models.hf.settings import Precision
 from moesaic.models.hf.shards import (
-    Item,
+    FileItem,
     Progress,
-    Stream,
-    Tensors,
-    cut,
-    lay_out,
-    refuse_occupied,
-    staged,
+    TensorReader,
+    TensorWriter,
+    atomic_directory,
+    check_empty_directory,
+    plan_items,
+    split_into_shards,
     total_bytes,
 )
-from moesaic.models.hf.tokens import GENERATION_NAME, rewritten
+from moesaic.models.hf.special_tokens import GENERATION_CONFIG_NAME, update_generation_config
 from moesaic.models.tokenizer import TEMPLATE_FILE, TOOL_USE_FILE
 
 SHARD_BYTES = 5_000_000_000
-"""Size that no file exceeds unless one tensor does."""
+"""Default maximum bytes of a weight file; one larger tensor still fills one file."""
 
-COMPANIONS = (
+COMPANION_NAMES = (
     "added_tokens.json", TEMPLATE_FILE, TOOL_USE_FILE, "chat_template.json",
-    GENERATION_NAME, "merges.txt", "special_tokens_map.json", "tokenizer.json",
+    GENERATION_CONFIG_NAME, "merges.txt", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
-"""Files that travel with a model, byte for byte; but see `copy_companions`."""
+"""Files copied with a model, byte for byte except for `copy_companions`."""
 
 
 def find_companions(directory: Path) -> list[Path]:
-    """The tokenizer and generation files of `directory`, if it is there."""
-    found = [directory / name for name in COMPANIONS]
-    for path in found:
-        refuse_loose(path)
-    return [path for path in found if path.is_file()]
+    """Return the tokenizer and generation files that exist in `directory`."""
+    paths = [directory / name for name in COMPANION_NAMES]
+    for path in paths:
+        check_not_dangling(path)
+    return [path for path in paths if path.is_file()]
 
 
 def copy_companions(
-    companions: Sequence[Path], directory: Path, special: Mapping[str, Any]
+    companions: Sequence[Path], directory: Path, special_token_ids: Mapping[str, Any]
 ) -> None:
-    """Put what `find_companions` found to its place in `directory`; generation settings name the
-    `special` tokens then."""
+    """Copy `companions` into `directory`, with `special_token_ids` in the generation settings."""
     for path in companions:
-        place = directory / next(name for name in COMPANIONS if path.match(name))
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target = directory / next(name for name in COMPANION_NAMES if path.match(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise StoreError(
-                f"'{path}' cannot be read ({error.strerror}): mend or remove it"
+                f"'{path}' cannot be read ({error.strerror}): fix or remove it"
             ) from error
-        place.write_bytes(rewritten(path, data, special) if path.name == GENERATION_NAME else data)
+        target.write_bytes(
+            update_generation_config(path, data, special_token_ids)
+            if path.name == GENERATION_CONFIG_NAME
+            else data
+        )
 
 
 def write_model(
     directory: Path,
     model: ModelConfig,
-    tensors: Tensors,
+    tensors: TensorReader,
     *,
     dtype: Precision = "keep",
     max_shard_bytes: int = SHARD_BYTES,
     companions: Sequence[Path] = (),
-    special: Mapping[str, Any] | None = None,
+    special_token_ids: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write `model` with the values of `tensors` as the Hugging Face directory `directory`.
 
     Args:
         directory: must not exist, or be empty.
-        model: what config.json will say.
-        tensors: read in the order of the blocks, shard by shard.
-        dtype: of the weights on file; keep leaves each tensor its own.
-        max_shard_bytes: size of a file, unless one tensor alone is larger.
-        companions: files copied beside the weights.
-        special: ids of tokens that generation settings among them are to name.
-        progress: told of every tensor.
+        model: model config, for config.json.
+        tensors: values, read in the order of the blocks, shard by shard.
+        dtype: dtype of the weights on file; keep: the dtype of each tensor.
+        max_shard_bytes: maximum bytes of a file; one larger tensor still fills one file.
+        companions: files to copy beside the weights.
+        special_token_ids: special token ids for the generation settings among them.
+        progress: callback after every tensor.
     """
-    refuse_occupied(directory)
-    items = lay_out(parameters(model), tensors, dtype, lambda p: names.written_name(model, p))
-    shards = cut(items, max_shard_bytes)
-    config = config_text(model, _dominant(items))
-    with staged(directory) as partial:
-        with Stream(tensors, total_bytes(items), progress) as stream:
+    check_empty_directory(directory)
+    items = plan_items(parameters(model), tensors, dtype, lambda p: names.written_name(model, p))
+    shards = split_into_shards(items, max_shard_bytes)
+    config = config_text(model, _dominant_dtype(items))
+    with atomic_directory(directory) as partial:
+        with TensorWriter(tensors, total_bytes(items), progress) as stream:
             _write_shards(partial, shards, stream)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
-        copy_companions(companions, partial, special or {})
+        copy_companions(companions, partial, special_token_ids or {})
 
 
-def _dominant(items: Sequence[Item]) -> str:
-    """The dtype of most elements, as config.json spells it; it can name only one."""
+def _dominant_dtype(items: Sequence[FileItem]) -> str:
+    """Return the dtype of most elements for config.json, which can name only one."""
     sizes: Counter[str] = Counter()
     for item in items:
         sizes[item.entry.dtype] += item.entry.num_bytes // ITEM_BYTES[item.entry.dtype]
     return str(DTYPES[sizes.most_common(1)[0][0]]).removeprefix("torch.")
 
 
-def _write_shards(directory: Path, shards: Sequence[Sequence[Item]], stream: Stream) -> None:
+def _write_shards(
+    directory: Path, shards: Sequence[Sequence[FileItem]], stream: TensorWriter
+) -> None:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         numbered = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -1,37 +1,72 @@
-"""Policies of expert load: which experts get copies for a step, and who computes what.
+"""Load-balancing policies for experts: which experts get replicas for a step, and which tokens they
+take.
 
-Each is a pure function of rows [ranks, experts] and what they cost, and gives a `Balance`.
+Each is a pure function of routed tokens [ranks, experts] and costs, and returns a
+`BalanceDecision`.
 """
 
-from moesaic.policy.balance.asked import (
-    Asked,
+from moesaic.policy.balance.balancer import (
+    LayerBalancer,
     Method,
     Policy,
-    compiling,
-    drift,
-    homes_of,
-    setting_of,
+    compile_notice,
+    expert_owners,
+    layer_setting,
+    load_drift,
 )
-from moesaic.policy.balance.begins import balances, stands_aside
-from moesaic.policy.balance.homes import Moving, Rehomed, moving, rehomed, rehomes
-from moesaic.policy.balance.model import (
-    Times,
-    at_copies,
-    busiest,
-    copy_rows,
-    rows,
-    times,
-    unless_worse,
+from moesaic.policy.balance.cost_model import (
+    LayerTimes,
+    break_even_tokens,
+    count_rank_tokens,
+    drop_if_slower,
+    layer_times,
+    load_imbalance,
+    use_local_replicas,
 )
-from moesaic.policy.balance.prices import Rank, planned, usual
-from moesaic.policy.balance.prophet import Search, pro_prophet
-from moesaic.policy.balance.quota import quota, within
-from moesaic.policy.balance.replicas import eplb, evenly
-from moesaic.policy.balance.shadow import faster_moe
+from moesaic.policy.balance.eligibility import reason_not_to_balance, should_balance
+from moesaic.policy.balance.eplb import assign_evenly, eplb
+from moesaic.policy.balance.faster_moe import faster_moe
+from moesaic.policy.balance.migration import (
+    Migration,
+    MigrationCosts,
+    can_migrate,
+    migration_costs,
+    plan_migration,
+)
+from moesaic.policy.balance.prices import RankDevice, default_prices, predict_prices
+from moesaic.policy.balance.pro_prophet import ProphetSearch, pro_prophet
+from moesaic.policy.balance.quota import assign_to_replicas, quota
 
 __all__ = [
-    "Asked", "Method", "Moving", "Policy", "Rank", "Rehomed", "Search", "Times", "at_copies",
-    "balances", "busiest", "compiling", "copy_rows", "drift", "eplb", "evenly", "faster_moe",
-    "homes_of", "moving", "planned", "pro_prophet", "quota", "rehomed", "rehomes", "rows",
-    "setting_of", "stands_aside", "times", "unless_worse", "usual", "within",
+    "LayerBalancer",
+    "LayerTimes",
+    "Method",
+    "Migration",
+    "MigrationCosts",
+    "Policy",
+    "ProphetSearch",
+    "RankDevice",
+    "assign_evenly",
+    "assign_to_replicas",
+    "break_even_tokens",
+    "can_migrate",
+    "compile_notice",
+    "count_rank_tokens",
+    "default_prices",
+    "drop_if_slower",
+    "eplb",
+    "expert_owners",
+    "faster_moe",
+    "layer_setting",
+    "layer_times",
+    "load_drift",
+    "load_imbalance",
+    "migration_costs",
+    "plan_migration",
+    "predict_prices",
+    "pro_prophet",
+    "quota",
+    "reason_not_to_balance",
+    "should_balance",
+    "use_local_replicas",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""What copies of experts cost and save, where nobody has measured it: by what a cluster's file says
-of devices and links, or as is usual of such devices.
+"""Predicted prices of expert replicas, for runs without measured prices.
 
-Each says the same each time, so that two runs of a job decide alike.
+They follow from the cluster's file, or from typical figures of such devices. They are
+deterministic, so that two runs of a job decide alike.
 """
 
 from __future__ import annotations
@@ -13,99 +13,104 @@ from typing import NamedTuple
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, EXPERTS
-from moesaic.policy.cost.step import Costs
+from moesaic.policy.cost.step import JobCosts
 
 _FLOPS = {
     "cpu": {"fp64": 2.5e10, "fp32": 5e10, "bf16": 5e10, "fp16": 5e10},
     "other": {"fp64": 2e13, "fp32": 4e13, "bf16": 2e14, "fp16": 2e14},
 }
-"""Of products in a second, by precision: of a thread of a processor, of another device."""
+"""Matmul flops per second by precision: of one CPU thread, and of another device."""
 _BYTES_PER_S = {"cpu": (3e9, 1.1e8), "other": (5e10, 1e10)}
-"""That a rank sends within its host, and a host to others: over 1 Gbit/s, and 100."""
+"""Bytes per second: of a rank within its host, and of a host to others (1 and 100 Gbit/s)."""
 _READ_BYTES_PER_S = {"cpu": 5e9, "other": 1e12}
-"""Of matrices that products take."""
+"""Bytes per second at which matmuls read weights."""
 _LATENCY_S = {"cpu": (1e-4, 5e-4), "other": (3e-5, 5e-5)}
-_HANDLING_S = {"cpu": 5e-10, "other": 0.0}
-"""Of a processor, that a byte takes which goes through sockets while it computes."""
-_MANY_BYTES = 4 << 20
-_PRODUCTS = 2
-"""That a row takes part in forward."""
+_CPU_S_PER_BYTE = {"cpu": 5e-10, "other": 0.0}
+"""CPU seconds per byte that passes a socket while ranks compute."""
+_LARGE_MESSAGE_BYTES = 4 << 20
+_MATMULS_PER_TOKEN = 2
+"""Matmuls per routed token in forward."""
 
 
-class Rank(NamedTuple):
-    """Where a rank runs."""
+class RankDevice(NamedTuple):
+    """Host and device of a rank."""
 
     host: str
     kind: str
-    """Of its device: cpu, or another."""
-    threads: int
-    """That it computes with, if that is a cpu."""
+    """Kind of device: "cpu" or another one."""
+    num_threads: int
+    """Threads that compute, on a CPU."""
 
 
-def usual(job: Job, plan: Plan, ranks: Sequence[Rank]) -> Prices:
-    """Of devices of such kinds; the slowest counts."""
+def default_prices(job: Job, plan: Plan, ranks: Sequence[RankDevice]) -> Prices:
+    """Return typical prices for ranks on such devices; the slowest one counts."""
     on_cpu = any(rank.kind == "cpu" for rank in ranks)
     kind = "cpu" if on_cpu else "other"
-    hosts = [len({ranks[rank].host for rank in group}) for group in plan.expert_groups()]
-    apart = max(hosts) > 1
+    hosts = [len({ranks[rank].host for rank in group}) for group in plan.ep_groups()]
+    spans_hosts = max(hosts) > 1
     flops = _FLOPS[kind][job.train.precision]
     if on_cpu:
-        flops *= min(rank.threads for rank in ranks)
-    bytes_per_s = _BYTES_PER_S[kind][apart]
-    if apart:  # All of a host send at once.
+        flops *= min(rank.num_threads for rank in ranks)
+    bytes_per_s = _BYTES_PER_S[kind][spans_hosts]
+    if spans_hosts:  # All ranks of a host send at once.
         bytes_per_s /= max(Counter(rank.host for rank in ranks).values())
-    hides = min(hosts) > 1 or not on_cpu
+    overlaps = min(hosts) > 1 or not on_cpu
     return Prices(
-        rows_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
-        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][apart],
-        matrices_s=_own_bytes(job, plan) / _READ_BYTES_PER_S[kind],
-        hides=hides, handling_s=_HANDLING_S[kind] * hides,
+        expert_tokens_per_s=flops / (6 * job.model.hidden * job.model.ffn / plan.etp),
+        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S[kind][spans_hosts],
+        weight_read_s=_expert_weight_bytes(job, plan) / _READ_BYTES_PER_S[kind],
+        overlaps=overlaps, cpu_s_per_byte=_CPU_S_PER_BYTE[kind] * overlaps,
     )  # fmt: skip
 
 
-def _own_bytes(job: Job, plan: Plan) -> float:
-    """Of a rank's own experts, in the type of products."""
-    numbers = 3 * job.model.hidden * job.model.ffn / plan.etp
-    return plan.experts / plan.ep * numbers * COMPUTED_BYTES[job.train.precision]
+def _expert_weight_bytes(job: Job, plan: Plan) -> float:
+    """Return the bytes of a rank's own experts in the dtype of matmuls."""
+    num_elements = 3 * job.model.hidden * job.model.ffn / plan.etp
+    return plan.experts / plan.ep * num_elements * COMPUTED_BYTES[job.train.precision]
 
 
-def planned(costs: Costs) -> Prices:
-    """Of the ranks of a job that is laid over a cluster; the slowest counts."""
+def predict_prices(costs: JobCosts) -> Prices:
+    """Return the prices that the cluster's file implies; the slowest rank counts."""
     plan = costs.plan
     found = dict[str, tuple[float, float]]()
     for rank in range(plan.ranks):
         model = costs.device(rank).model
         if model not in found:
-            computing = _computing_s(costs, rank)
-            if computing is not None:  # Others of that model may have experts.
-                found[model] = computing
-    groups = plan.expert_groups()
-    paces = costs.traffic.paces("all_to_all", groups)
-    learnt = costs.cluster.calibration
-    slower = 1.0 if learnt is None else learnt.messages
-    latency_s = slower * max(pace.seconds(1.0) for pace in paces)
-    whole_s = slower * max(pace.seconds(_MANY_BYTES) for pace in paces)
-    sent = _MANY_BYTES * (plan.ep - 1) / plan.ep
+            rates = _expert_compute_s(costs, rank)
+            if rates is not None:  # Other ranks with that model may have experts.
+                found[model] = rates
+    groups = plan.ep_groups()
+    costs_by_group = costs.network.collective_costs("all_to_all", groups)
+    calibration = costs.cluster.calibration
+    factor = 1.0 if calibration is None else calibration.collectives
+    latency_s = factor * max(cost.seconds(1.0) for cost in costs_by_group)
+    total_s = factor * max(cost.seconds(_LARGE_MESSAGE_BYTES) for cost in costs_by_group)
+    sent = _LARGE_MESSAGE_BYTES * (plan.ep - 1) / plan.ep
     hosts = (len({costs.places[rank].host for rank in group}) for group in groups)
-    hides = costs.hand_ahead or all(number > 1 for number in hosts)
+    overlaps = costs.has_async_devices or all(number > 1 for number in hosts)
     return Prices(
-        rows_per_s=1 / max(row_s for row_s, _ in found.values()),
-        matrices_s=max(matrices_s for _, matrices_s in found.values()),
-        bytes_per_s=sent / max(whole_s - latency_s, 1e-3 * whole_s),
-        latency_s=latency_s, hides=hides,
-        handling_s=_HANDLING_S["other" if costs.hand_ahead else "cpu"] * hides,
+        expert_tokens_per_s=1 / max(token_s for token_s, _ in found.values()),
+        weight_read_s=max(weights_s for _, weights_s in found.values()),
+        bytes_per_s=sent / max(total_s - latency_s, 1e-3 * total_s),
+        latency_s=latency_s, overlaps=overlaps,
+        cpu_s_per_byte=_CPU_S_PER_BYTE["other" if costs.has_async_devices else "cpu"] * overlaps,
     )  # fmt: skip
 
 
-def _computing_s(costs: Costs, rank: int) -> tuple[float, float] | None:
-    """Seconds of a row forward, where all experts of `rank` have as many, and of reading matrices,
-    which are half of the whole at most; None if it has none."""
-    for block in costs.work(rank):
+def _expert_compute_s(costs: JobCosts, rank: int) -> tuple[float, float] | None:
+    """Return seconds per routed token in forward, and seconds of reading weights, at most half of
+    the total.
+
+    The rate holds for an even load. The result is None if `rank` has no experts.
+    """
+    for block in costs.blocks(rank):
         ops = [op for op in block.forward.ops if op.name == EXPERTS]
-        rows = sum(one.rows * one.count for op in ops for one in op.products) / _PRODUCTS
+        rows = sum(one.rows * one.count for op in ops for one in op.matmuls) / _MATMULS_PER_TOKEN
         if rows:
-            whole_s = sum(costs.apart_s(rank, ops))
-            read_s = _own_bytes(costs.job, costs.plan) / costs.device(rank).memory_bandwidth
-            matrices_s = min(read_s, 0.5 * whole_s)
-            return (whole_s - matrices_s) / rows, matrices_s
+            total_s = sum(costs.matmul_and_elementwise_s(rank, ops))
+            read_s = (
+                _expert_weight_bytes(costs.job, costs.plan) / costs.device(rank).memory_bandwidth
+            )
+            weights_s = min(read_s, 0.5 * total_s)
+            return (total_s - weights_s) / rows, weights_s
     return None

@@ -1,14 +1,20 @@
-"""Ours: as few copies as bring the busiest rank down, each where its rows are, with exact numbers
-of rows; and nothing where that would not pay.
+"""quota: moesaic's own policy, with few replicas, placed where tokens are, and an exact number of
+tokens each.
 
-The rank with the most rows gives what it has above the mean, of its largest expert, to the rank
-that saves the most by it: rows that need not be computed by the busiest rank, and rows of its own
-that need not travel. How much a rank takes is tried in three ways. Up to the mean is the least work
-where copies cost little; half of the difference is the fewest copies; and up to the mean beside
-what it can give on of its own experts has each home send few copies, and many homes at a time.
-In a fourth way the rank that sends or receives the most is relieved of what travels: all rows that
-some rank has of an expert are computed there, whichever saves the most and delays the least.
-After each gift the whole is modelled, and the best of all states on all ways is taken.
+A greedy search adds replicas one by one. The busiest rank hands over its excess above the mean,
+from its largest expert, to the rank that saves most by it. Savings are computing of the busiest
+rank, and traffic of the receiver's own tokens. Four strategies differ in the tokens that a receiver
+takes:
+
+- up to the mean: least work, where replicas are cheap
+- half of the difference: fewest replicas
+- up to the mean, plus its own experts' tokens that it can hand on: each owner sends few replicas,
+  and many owners send at once
+- local tokens: they relieve the rank that sends or receives most
+
+With local tokens, a rank computes all its own tokens of one expert; the pair with the largest net
+saving is chosen. The cost model rates each state, and the best state of all strategies wins. If
+balancing cannot pay, there are no replicas.
 """
 
 from __future__ import annotations
@@ -17,79 +23,116 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance.model import moved, rows, times_of
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
+from moesaic.policy.balance.cost_model import (
+    count_rank_tokens,
+    count_replica_transfers,
+    layer_times_from_tokens,
+)
 
 if TYPE_CHECKING:
-    from moesaic.policy.balance.gifts import State, Terms
+    from moesaic.policy.balance.quota_search import SearchCosts, SearchState
 
-_WORTH = 1.01
-"""As much slower a layer must be without copies for them to be made."""
+_MIN_SPEEDUP = 1.01
+"""Smallest speedup for which replicas are made."""
 
-_LOOKING, _LOOKING_EACH_S = 0.01, 4e-9
-"""Of a layer's time, what looking for copies for own rows may take; and about what it takes to look
-for one, for each rank and each expert."""
-_MANY = 1 << 16
-"""Ranks times experts beyond which these are not looked for."""
-
-
-def quota(counts: Ints, setting: Setting) -> Balance:
-    """The best state on the ways from everything at home to equal loads."""
-    at_home = rows(counts, setting.homes, unchanged())
-    plain_s = times_of(at_home, *moved(unchanged(), setting), setting).whole
-    if plain_s <= even_s(counts, setting) * _WORTH:
-        return unchanged()
-    from moesaic.policy.balance import gifts
-
-    start = gifts.State.of(counts, setting, at_home)
-    best = _searched(counts, start, gifts.Terms.of(counts, setting), plain_s / _WORTH)
-    return unchanged() if best is None else gifts.balance_of(best, start)
+_MAX_SEARCH_FRACTION, _SEARCH_S_PER_ENTRY = 0.01, 4e-9
+"""Fraction of a layer's time that the search for local tokens may take, and its seconds per
+replica, for each rank and each expert."""
+_MAX_SEARCH_ENTRIES = 1 << 16
+"""Ranks times experts beyond which local tokens are not searched."""
 
 
-def within(counts: Ints, setting: Setting, copies: Ints) -> Balance:
-    """The same where copies are there already, and cost nothing any more."""
-    if not len(copies):
-        return unchanged()
-    from moesaic.policy.balance import gifts
+def quota(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
+    """Return the fastest state of all strategies, from tokens on owner ranks to equal loads."""
+    on_owners = count_rank_tokens(counts, setting.owners, no_replicas())
+    unbalanced_s = layer_times_from_tokens(
+        on_owners, *count_replica_transfers(no_replicas(), setting), setting
+    ).total_s
+    if unbalanced_s <= balanced_layer_s(counts, setting) * _MIN_SPEEDUP:
+        return no_replicas()
+    from moesaic.policy.balance import quota_search
 
-    ordered = copies[np.lexsort((copies[:, 1], copies[:, 0]))]
-    paid = setting._replace(
-        expert_bytes=0.0, gradient_bytes=0.0, latency_s=0.0, room=None, sends=None, least_rows=1
+    start = quota_search.SearchState.from_counts(counts, setting, on_owners)
+    best = _best_replicas(
+        counts,
+        start,
+        quota_search.SearchCosts.from_setting(counts, setting),
+        unbalanced_s / _MIN_SPEEDUP,
     )
-    at_home = rows(counts, paid.homes, unchanged())
-    start = gifts.State.of(counts, paid, at_home)
-    start.has_ED[:] = True
-    start.has_ED[ordered[:, 0], ordered[:, 1]] = False
-    plain_s = times_of(at_home, *moved(unchanged(), paid), paid).whole
-    best = _searched(counts, start, gifts.Terms.of(counts, paid), plain_s)
-    diverted = unchanged().diverted if best is None else gifts.balance_of(best, start).diverted
-    return Balance(ordered, diverted)
+    return no_replicas() if best is None else quota_search.balance_from_replicas(best, start)
 
 
-def _searched(counts: Ints, start: State, terms: Terms, least_s: float) -> Ints | None:
-    """The best gifts on all ways, if any are better than that."""
-    from moesaic.policy.balance import gifts  # Compiled at first, then read from a cache.
+def assign_to_replicas(
+    counts: IntArray, setting: BalanceProblem, replicas: IntArray
+) -> BalanceDecision:
+    """Return the best assignment of tokens to existing replicas, which cost nothing any more."""
+    if not len(replicas):
+        return no_replicas()
+    from moesaic.policy.balance import quota_search
+
+    ordered = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
+    free_setting = setting._replace(
+        expert_bytes=0.0,
+        gradient_bytes=0.0,
+        latency_s=0.0,
+        max_replicas=None,
+        max_replicas_sent=None,
+        min_replica_tokens=1,
+    )
+    on_owners = count_rank_tokens(counts, free_setting.owners, no_replicas())
+    start = quota_search.SearchState.from_counts(counts, free_setting, on_owners)
+    start.has_replica_ED[:] = True
+    start.has_replica_ED[ordered[:, 0], ordered[:, 1]] = False
+    unbalanced_s = layer_times_from_tokens(
+        on_owners, *count_replica_transfers(no_replicas(), free_setting), free_setting
+    ).total_s
+    best = _best_replicas(
+        counts, start, quota_search.SearchCosts.from_setting(counts, free_setting), unbalanced_s
+    )
+    rerouted = (
+        no_replicas().rerouted
+        if best is None
+        else quota_search.balance_from_replicas(best, start).rerouted
+    )
+    return BalanceDecision(ordered, rerouted)
+
+
+def _best_replicas(
+    counts: IntArray, start: SearchState, costs: SearchCosts, limit_s: float
+) -> IntArray | None:
+    """Return the best replicas of all strategies, or None if none takes less than `limit_s`."""
+    # Numba compiles it at first use and caches the result.
+    from moesaic.policy.balance import quota_search
 
     best = None
-    for way in gifts.WAYS:
-        most = own_gifts(counts, least_s) if way == gifts.OWN_ROWS else counts.size
+    for strategy in quota_search.STRATEGIES:
+        most = (
+            max_local_replicas(counts, limit_s)
+            if strategy == quota_search.LOCAL_TOKENS
+            else counts.size
+        )
         if not most:
             continue
-        found, number, step_s = gifts.search(start.again(), terms, way, least_s, most)
+        found, number, step_s = quota_search.search_replicas(
+            start.clone(), costs, strategy, limit_s, most
+        )
         if number:
-            least_s, best = step_s, found[:number]
+            limit_s, best = step_s, found[:number]
     return best
 
 
-def own_gifts(counts: Ints, least_s: float) -> int:
-    """How many copies for own rows are looked for in a layer that takes so long without any: there
-    may be one of each expert on each rank, and everybody waits while they are looked for."""
-    if counts.size > _MANY:
+def max_local_replicas(counts: IntArray, layer_s: float) -> int:
+    """Return how many replicas for local tokens may be searched in a layer of `layer_s` seconds.
+
+    There may be one for each expert and rank, and all ranks wait for the search.
+    """
+    if counts.size > _MAX_SEARCH_ENTRIES:
         return 0
-    return int(_LOOKING * least_s / (_LOOKING_EACH_S * sum(counts.shape)))
+    return int(_MAX_SEARCH_FRACTION * layer_s / (_SEARCH_S_PER_ENTRY * sum(counts.shape)))
 
 
-def even_s(counts: Ints, setting: Setting) -> float:
-    """What rows take that are spread evenly and need not travel."""
-    each = int(counts.sum()) / setting.ranks
-    return setting.passes * (each / setting.rows_per_s + setting.matrices_s)
+def balanced_layer_s(counts: IntArray, setting: BalanceProblem) -> float:
+    """Return the seconds of evenly spread tokens without any traffic."""
+    each = int(counts.sum()) / setting.num_ranks
+    return setting.num_passes * (each / setting.expert_tokens_per_s + setting.weight_read_s)

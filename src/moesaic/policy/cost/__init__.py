@@ -1,4 +1,4 @@
-"""What a workload costs on a cluster: seconds and bytes, from measured curves where there are any.
+"""Cost model: seconds and bytes of a workload on a cluster, from measured curves where available.
 
-Everything that plans, places or balances asks here, so that there is one arithmetic.
+Planning, placement and balancing all use this one model.
 """

@@ -1,8 +1,7 @@
-"""Collective operations as messages between ranks: who sends to whom, how much, in how many turns.
+"""Algorithms of collectives, as rounds of messages between ranks.
 
-The usual algorithms: rings for sums and gathers, pairwise turns for exchanges, a tree whose first
-branches are the longest for a broadcast. Stages of a pipeline send; broadcasts are of no step yet:
-copies of experts will ask for them. What the messages cost on links is for `traffic`.
+Sums and gathers use rings, all-to-all pairwise rounds, broadcasts a binomial tree with the longest
+edges first. Pipeline stages use sends. `network` computes the time of these messages on links.
 """
 
 from __future__ import annotations
@@ -12,40 +11,44 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Burst:
-    """Messages that need not wait for one another, but for the latencies of their turns."""
+class CommRound:
+    """Messages that share their latencies and do not wait for one another otherwise."""
 
-    turns: int
-    """Latencies, one after another."""
-    share: float
-    """What each edge carries in all its turns, as a share of the operation's size."""
+    num_latencies: int
+    """Number of successive latencies."""
+    size_fraction: float
+    """Bytes per edge over the whole round, as a fraction of the collective's size."""
     edges: Sequence[tuple[int, int]] | None
-    """From and to, as positions in the group; None: from each to each other."""
+    """Pairs (from, to) as positions in the group; None for all ordered pairs."""
 
 
-def bursts(operation: str, ranks: int) -> list[Burst]:
-    """How `operation` is carried out by `ranks` ranks; sizes count as in `Message.num_bytes`."""
-    if ranks < 2:
+def collective_rounds(operation: str, num_ranks: int) -> list[CommRound]:
+    """Return the rounds of `operation` on `num_ranks` ranks; sizes are in
+    `CollectiveCall.num_bytes`."""
+    if num_ranks < 2:
         return []
-    others = ranks - 1
-    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    others = num_ranks - 1
+    ring = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
     if operation == "all_reduce":
-        return [Burst(2 * others, 2 * others / ranks, ring)]
+        return [CommRound(2 * others, 2 * others / num_ranks, ring)]
     if operation in ("all_gather", "reduce_scatter"):
-        return [Burst(others, others / ranks, ring)]
+        return [CommRound(others, others / num_ranks, ring)]
     if operation == "all_to_all":
-        return [Burst(others, 1.0 / ranks, None)]
+        return [CommRound(others, 1.0 / num_ranks, None)]
     if operation == "broadcast":
-        return [Burst(1, 1.0, edges) for edges in _branches(ranks)]
+        return [CommRound(1, 1.0, edges) for edges in _broadcast_tree(num_ranks)]
     if operation == "send":
-        return [Burst(1, 1.0, [(0, others)])]
+        return [CommRound(1, 1.0, [(0, others)])]
     raise AssertionError(f"no algorithm for {operation}")
 
 
-def _branches(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """A tree from the first of `ranks`: all who have the bytes send to as many who do not."""
-    span = 1 << (ranks - 1).bit_length()
+def _broadcast_tree(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the rounds of a binomial tree from the first of `num_ranks`.
+
+    In each round, every rank that has the bytes sends them to one that does not.
+    """
+    span = 1 << (num_ranks - 1).bit_length()
     while span > 1:
         half = span // 2
-        yield [(rank, rank + half) for rank in range(0, ranks - half, span)]
+        yield [(rank, rank + half) for rank in range(0, num_ranks - half, span)]
         span = half

@@ -1,79 +1,88 @@
-"""Seconds of computing on one device: matrix products, passes over memory, calls.
+"""Seconds of computing on one device: matmuls, elementwise kernels and launches.
 
-A product takes what the device's measured grid says. Where none was measured it takes the longer of
-two floors: its flops at a share of the peak, its operands at the memory's bandwidth.
+A matmul takes the time of the device's measured grid. Without a grid, it takes the longer of two
+bounds: its flops at a fraction of the peak, and its operands at memory bandwidth.
 """
 
 from __future__ import annotations
 
 from moesaic.facts.cluster import Calibration, Device
-from moesaic.facts.workload import SLOTS, Op, Product
+from moesaic.facts.workload import GROUPED_MM, MatmulShape, Op
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of a number by its type."""
+"""Bytes per element by dtype."""
 
-PEAK_SHARE = 0.75
-"""Share of a data sheet's speed that large products reach, where none were measured."""
+PEAK_FRACTION = 0.75
+"""Fraction of the data sheet's flops that large matmuls reach, if no measurement exists."""
 
 
-def product_s(device: Device, dtype: str, product: Product, *, slots: bool = False) -> float:
-    """Seconds of `product.count` equal products, one after another, without starting them; those
-    of `slots` are done together, or, where that was not measured, started one by one."""
-    speed = device.speed(dtype)
-    rows, columns, inner = product.rows, product.columns, product.inner
+def matmul_s(device: Device, dtype: str, matmul: MatmulShape, *, is_grouped: bool = False) -> float:
+    """Return the seconds of `matmul.count` equal matmuls in sequence, without their launches.
+
+    `is_grouped` matmuls run in one kernel if that was measured, else with one launch each.
+    """
+    speed = device.matmul_speed(dtype)
+    rows, columns, inner = matmul.rows, matmul.columns, matmul.inner
     if not (rows and columns and inner):
         return 0.0
-    if slots and speed.slots is not None:
-        return product.count * speed.slots.at(rows, columns, inner)
-    starting_s = product.count * device.call_s if slots else 0.0
-    if speed.products is not None:
-        return starting_s + product.count * speed.products.at(rows, columns, inner)
-    arithmetic_s = product.flops / (PEAK_SHARE * speed.flops)
-    memory_s = product.elements * ITEM_BYTES[dtype] / device.memory_bandwidth
-    return starting_s + max(arithmetic_s, memory_s)
+    if is_grouped and speed.grouped_times is not None:
+        return matmul.count * speed.grouped_times.at(rows, columns, inner)
+    launch_s = matmul.count * device.launch_s if is_grouped else 0.0
+    if speed.times is not None:
+        return launch_s + matmul.count * speed.times.at(rows, columns, inner)
+    arithmetic_s = matmul.flops / (PEAK_FRACTION * speed.flops)
+    memory_s = matmul.elements * ITEM_BYTES[dtype] / device.memory_bandwidth
+    return launch_s + max(arithmetic_s, memory_s)
 
 
-def passes_s(device: Device, moved_bytes: float, calls: int, kind: str = "") -> float:
-    """Seconds of `calls` passes of `kind` that read and write `moved_bytes` in all."""
-    if not calls or not moved_bytes:
-        return calls * device.call_s
-    each = moved_bytes / calls
-    times = device.times_of(kind)
+def elementwise_s(device: Device, moved_bytes: float, num_calls: int, kind: str = "") -> float:
+    """Return the seconds of `num_calls` kernels of `kind` that move `moved_bytes` in total."""
+    if not num_calls or not moved_bytes:
+        return num_calls * device.launch_s
+    each = moved_bytes / num_calls
+    times = device.elementwise_times(kind)
     if times is not None:
-        return calls * max(device.call_s, times.at(each))  # A call is in what was measured.
-    return calls * (device.call_s + each / device.memory_bandwidth)
+        # The measurement includes the launch.
+        return num_calls * max(device.launch_s, times.at(each))
+    return num_calls * (device.launch_s + each / device.memory_bandwidth)
 
 
 def attention_s(device: Device, op: Op) -> float | None:
-    """Seconds of attention, where it was measured; without what it passes over before and after."""
-    measured = device.speed(op.type).attention
-    if measured is None:
+    """Return the measured seconds of attention without its elementwise kernels, or None."""
+    times = device.matmul_speed(op.dtype).attention
+    if times is None:
         return None
-    scores = op.products[0]
+    scores = op.matmuls[0]
     if not scores.flops:
         return 0.0
-    return scores.count * measured.at(
+    return scores.count * times.at(
         scores.rows, scores.inner, backward=op.kind == "attention backward",
-        masked=op.causal_share == 1.0,
+        masked=op.causal_fraction == 1.0,
     )  # fmt: skip
 
 
-def op_s(device: Device, op: Op, slower: Calibration | None = None) -> float:
-    """Seconds of one operation; `slower` is what runs have shown of the device."""
-    return sum(apart_s(device, op, slower))
+def op_s(device: Device, op: Op, calibration: Calibration | None = None) -> float:
+    """Return the seconds of one operation, multiplied by the factors of `calibration`."""
+    return sum(matmul_and_elementwise_s(device, op, calibration))
 
 
-def apart_s(device: Device, op: Op, slower: Calibration | None = None) -> tuple[float, float]:
-    """Seconds of its products, one after another, and of its passes and functions."""
-    products_by = 1.0 if slower is None else slower.products
-    passes_by = 1.0 if slower is None else slower.passes
+def matmul_and_elementwise_s(
+    device: Device, op: Op, calibration: Calibration | None = None
+) -> tuple[float, float]:
+    """Return the seconds of an operation's matmuls, in sequence, and of its elementwise kernels."""
+    matmul_factor = 1.0 if calibration is None else calibration.matmul
+    elementwise_factor = 1.0 if calibration is None else calibration.elementwise
     if op.kind.startswith("attention"):
         seconds = attention_s(device, op)
         if seconds is not None:
-            passes = passes_s(device, op.moved_bytes, op.calls)
-            return products_by * seconds, passes_by * passes
-    slots = op.kind == SLOTS
-    products = sum(product_s(device, op.type, product, slots=slots) for product in op.products)
-    passes = passes_s(device, op.moved_bytes, op.calls, op.kind)
-    specials = op.specials * device.special_s
-    return products_by * products * op.causal_share, passes_by * (passes + specials)
+            elementwise_seconds = elementwise_s(device, op.moved_bytes, op.num_kernels)
+            return matmul_factor * seconds, elementwise_factor * elementwise_seconds
+    is_grouped = op.kind == GROUPED_MM
+    matmul_seconds = sum(
+        matmul_s(device, op.dtype, matmul, is_grouped=is_grouped) for matmul in op.matmuls
+    )
+    elementwise_seconds = elementwise_s(device, op.moved_bytes, op.num_kernels, op.kind)
+    transcendental_seconds = op.num_transcendentals * device.transcendental_s
+    return matmul_factor * matmul_seconds * op.causal_fraction, elementwise_factor * (
+        elementwise_seconds + transcendental_seconds
+    )

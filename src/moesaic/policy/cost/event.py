@@ -1,8 +1,7 @@
-"""A step as events: what every rank computes for itself, what ranks do together, and what one hands
-to another.
+"""Events of a step: computing of each rank, collectives, and transfers between pipeline stages.
 
-Events stand in the order in which each rank meets them; a rank that an event does not concern takes
-no time over it.
+Events stand in the order in which each rank runs them. A rank outside an event spends no time on
+it.
 """
 
 from __future__ import annotations
@@ -20,76 +19,81 @@ Ranks = NDArray[np.int64]
 Number = TypeVar("Number", np.int64, np.float64)
 
 PIPELINE = "pipeline"
-"""The phase in which the parts of a pipeline compute forward and backward."""
+"""Phase of forward and backward in a pipeline."""
 
 
 @dataclass(frozen=True, eq=False)
-class Handover:
-    """What ranks of one part of a pipeline hand to as many of another, each to its counterpart."""
+class StageTransfer:
+    """A transfer from the ranks of one pipeline rank to their counterparts of another."""
 
     senders: Ranks
     receivers: Ranks
-    ahead: bool
-    """Whether it travels as soon as it has left; else when both of them are there for it."""
+    is_eager: bool
+    """True to start when the sender is done, false to start when both ends are ready."""
 
 
 @dataclass(frozen=True, eq=False)
-class Trip:
-    """A message under way beside what its ranks do, who are told from others by it alone."""
+class AsyncMessage:
+    """A collective that runs while its ranks go on; compared by identity."""
 
 
-class Members:
-    """Groups of ranks, laid out so that all of them are looked at together."""
+class RankGroups:
+    """Groups of ranks as flat arrays, for vectorized reductions."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._sizes = np.fromiter(map(len, groups), np.int64, len(groups))
         ends = self._sizes.cumsum()
-        self._first = ends - self._sizes
+        self._starts = ends - self._sizes
         self._ranks = np.fromiter(itertools.chain.from_iterable(groups), np.int64, ends[-1])
 
-    def most(self, values: NDArray[Number]) -> NDArray[Number]:
-        """Of values by rank, the largest of each group."""
-        found: NDArray[Number] = np.maximum.reduceat(values[self._ranks], self._first)
+    def group_max(self, values: NDArray[Number]) -> NDArray[Number]:
+        """Return the maximum of each group, from values by rank."""
+        found: NDArray[Number] = np.maximum.reduceat(values[self._ranks], self._starts)
         return found
 
-    def spread(self, each: ArrayLike, others: Seconds) -> Seconds:
-        """By rank, what is said of its group, or, as of `others`, if it is in none."""
-        values = others.copy()
-        values[self._ranks] = np.asarray(each).repeat(self._sizes)
+    def scatter(self, group_values: ArrayLike, default: Seconds) -> Seconds:
+        """Return values by rank from values by group; ranks outside all groups keep `default`."""
+        values = default.copy()
+        values[self._ranks] = np.asarray(group_values).repeat(self._sizes)
         return values
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happens on ranks."""
+    """One operation, collective or transfer on all ranks that take part."""
 
     name: str
-    """What it is: an op, or a message."""
+    """Name of the op or collective."""
     phase: str
-    """The phase of the step that it belongs to, as `train.phases` names it."""
+    """Phase of the step, as in `train.phases`."""
     block: str
-    """The block of the model; `step`: none."""
+    """Block of the model; `step` if it belongs to none."""
     seconds: Seconds
-    """How long it takes, by rank."""
+    """Duration by rank, [ranks]."""
     groups: Sequence[Sequence[int]] = field(default_factory=tuple)
-    """Ranks that do it together: they begin when the last of them has come."""
+    """Groups of ranks that start together, when their last rank is ready; empty for computing."""
     skew_s: float = 0.0
-    """How much later the last of them comes than each by itself would, after a second of computing;
-    as the square root of other times."""
-    takes: Handover | None = None
-    """What ranks take over in it, which has left in an earlier event; `seconds` on the way."""
-    leaves: Handover | None = None
-    """What leaves ranks when they are done with it. They do not wait until it has come."""
-    beside: Trip | None = None
-    """Of a message: ranks go on at once, and it begins as soon as none of theirs is under way."""
-    inside: bool = False
-    """Of a message: it is carried inside hosts, whatever is under way between them."""
-    over: tuple[str, ...] = ("",)
-    """Of a message: ways that it takes. Messages of a rank over the same way take turns."""
-    awaits: Trip | None = None
-    """What has to be over before it begins; of several of the same trip, the last one."""
+    """Expected lateness of a group's last rank after one second of computing.
+
+    It grows with the square root of the computing time.
+    """
+    receives: StageTransfer | None = None
+    """Transfer that ranks receive here, sent by an earlier event; `seconds` is its duration."""
+    sends: StageTransfer | None = None
+    """Transfer that ranks send when this event ends; senders do not wait for it."""
+    launches: AsyncMessage | None = None
+    """For a collective: it runs asynchronously, and starts when the channels of its ranks are free.
+    """
+    is_intra_host: bool = False
+    """For a collective: it stays inside hosts and does not wait for channels."""
+    channels: tuple[str, ...] = ("",)
+    """For a collective: channels that it occupies; collectives on the same channel run in sequence.
+    """
+    waits_for: AsyncMessage | None = None
+    """Asynchronous collective that must end first; for an exchange of several steps, its last one.
+    """
 
     @property
-    def is_message(self) -> bool:
-        """Whether ranks speak in it; else they compute."""
-        return bool(self.groups) or self.takes is not None
+    def is_communication(self) -> bool:
+        """True for collectives and transfers, false for computing."""
+        return bool(self.groups) or self.receives is not None

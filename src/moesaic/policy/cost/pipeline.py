@@ -1,12 +1,14 @@
-"""A step of a pipeline as events: each part in its own order, and what stages hand on.
+"""Events of a step with pipeline parallelism.
 
-All parts stand in one list. In it every part keeps its order (`facts.plan.order`), and nothing
-comes before what it waits for. An event concerns the ranks of one part; what ranks of several do
-together comes after the pipeline, as in any step.
+One list holds all pipeline ranks. Each rank keeps the order of its schedule
+(`facts.plan.pipeline_order`), and no event comes before one that it waits for. An event concerns
+one pipeline rank. Collectives that span several come after the pipeline, as in any step.
 
-What is an estimate: every backward of a micro-batch adds up an equal share of the gradients; of a
-backward in two halves the first one makes all passes over memory; and what a stage hands on is held
-up by what else leaves its part at that time, but by nothing else.
+Approximations:
+
+- Every backward of a micro-batch accumulates an equal share of the gradients.
+- In a split backward, the input half runs all elementwise kernels.
+- Stage transfers compete only with other transfers that leave the same pipeline rank at that time.
 """
 
 from __future__ import annotations
@@ -17,258 +19,303 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moesaic.facts.job.train import Schedule
-from moesaic.facts.plan import Action, order
-from moesaic.facts.workload import SLOTS, STEP, Block, Message, Op, Product, Work
-from moesaic.policy.cost.event import PIPELINE, Event, Handover, Seconds
-from moesaic.policy.cost.lanes import ORDER, Lanes
+from moesaic.facts.job.train import PipelineSchedule
+from moesaic.facts.plan import Action, pipeline_actions
+from moesaic.facts.workload import (
+    GROUPED_MM,
+    STEP,
+    Block,
+    BlockWork,
+    CollectiveCall,
+    MatmulShape,
+    Op,
+)
+from moesaic.policy.cost.cluster_costs import PHASE_ORDER, ClusterCosts
+from moesaic.policy.cost.event import PIPELINE, Event, Seconds, StageTransfer
 
-_OPENING = frozenset({"unshard", "parameters"})
-"""What a stage does once before its first forward: it puts its parameters together."""
-_CLOSING = frozenset({"reshard", "gradients", "copies"})
-"""What a stage does once after its last backward: it adds up and shares out their gradients."""
-_ADDING = frozenset({"accumulate"})
-"""What backwards do, and an update tells of all of them together."""
-_LAST = frozenset({"backward", "weight"})
-"""Kinds of actions with which a micro-batch is done with a stage."""
-_AHEAD = frozenset({"interleaved", "zero-bubble"})
-"""Schedules that ask for what comes before they need it."""
+_BEFORE_FIRST_FORWARD = frozenset({"unshard", "parameters"})
+"""Work of a stage before its first forward: parameter all-gathers."""
+_AFTER_LAST_BACKWARD = frozenset({"reshard", "gradients", "replicas"})
+"""Work of a stage after its last backward: gradient reductions."""
+_ACCUMULATE = frozenset({"accumulate"})
+"""Gradient accumulation: part of every backward, but listed once in the update."""
+_FINAL_ACTIONS = frozenset({"backward", "weight"})
+"""Kinds of actions that end a micro-batch on a stage."""
+_EAGER_SCHEDULES = frozenset({"interleaved", "zero-bubble"})
+"""Schedules that post receives ahead of time."""
 
 
 @dataclass(frozen=True)
-class Flow:
-    """What goes through a pipeline in a step."""
+class PipelineTraffic:
+    """Traffic of one step through a pipeline."""
 
     stages: Sequence[Sequence[str]]
-    """Names of the blocks of each stage, as a plan has them."""
-    micro_batches: int
-    stream_bytes: Sequence[int]
-    """What a rank hands on of a micro-batch, forward and back."""
+    """Names of the blocks of each stage, as in the plan."""
+    num_micro_batches: int
+    activation_bytes: Sequence[int]
+    """Bytes per micro-batch that each rank sends to the next stage, and back in backward."""
 
 
-def pipelined(
-    lanes: Lanes, flow: Flow, work: Mapping[int, Sequence[Block]], alike: Mapping[int, list[int]]
+def pipeline_events(
+    costs: ClusterCosts,
+    traffic: PipelineTraffic,
+    blocks_by_rank: Mapping[int, Sequence[Block]],
+    equal_ranks: Mapping[int, list[int]],
 ) -> list[Event]:
-    """One whole step.
+    """Return the events of one whole step.
 
     Args:
-        lanes: ranks on a cluster.
-        flow: what goes through them.
-        work: blocks of the first of each kind of ranks, those of its own stages.
-        alike: ranks of a part that have its work on its kind of device, by the first of them.
+        costs: costs of blocks on a cluster.
+        traffic: traffic of the pipeline.
+        blocks_by_rank: blocks of the rank's own stages, for the first rank of each kind.
+        equal_ranks: ranks of one pipeline rank with equal work and devices, by the first of them.
     """
-    parts = []
-    for index in range(lanes.plan.pp):
-        mine = {first: same for first, same in alike.items() if lanes.plan.part(first) == index}
-        rows = list(zip(*(work[first] for first in mine), strict=True))
-        parts.append(Part(lanes, flow, list(mine.values()), rows))
-    rest = [event for part in parts for event in part.after()]
-    rest += _across(lanes, parts)
-    rest.sort(key=lambda event: (ORDER.index(event.phase), bool(event.groups)))
+    pipeline_ranks = []
+    for index in range(costs.plan.pp):
+        own_kinds = {
+            first: ranks
+            for first, ranks in equal_ranks.items()
+            if costs.plan.pp_rank(first) == index
+        }
+        rows = list(zip(*(blocks_by_rank[first] for first in own_kinds), strict=True))
+        pipeline_ranks.append(PipelineRank(costs, traffic, list(own_kinds.values()), rows))
+    rest = [event for one in pipeline_ranks for event in one.events_after_pipeline()]
+    rest += _cross_stage_events(costs, pipeline_ranks)
+    rest.sort(key=lambda event: (PHASE_ORDER.index(event.phase), bool(event.groups)))
     first = sum(event.phase == "data" for event in rest)
-    return [*rest[:first], *_inside(lanes, flow, parts), *rest[first:]]
+    return [*rest[:first], *_micro_batch_events(costs, traffic, pipeline_ranks), *rest[first:]]
 
 
-def in_turn(
-    schedule: Schedule, parts: int, stages_per_part: int, micro_batches: int
+def merge_schedules(
+    schedule: PipelineSchedule, pp: int, stages_per_rank: int, num_micro_batches: int
 ) -> Iterator[Action]:
-    """What all parts compute, in an order that each of them keeps and where nothing comes early."""
-    last, done = parts * stages_per_part - 1, set[Action]()
+    """Yield the actions of all pipeline ranks in an order that respects all dependencies.
+
+    Each pipeline rank keeps its own order.
+    """
+    last, done = pp * stages_per_rank - 1, set[Action]()
     queues = [
-        deque(order(schedule, parts, stages_per_part, micro_batches, part)) for part in range(parts)
+        deque(pipeline_actions(schedule, pp, stages_per_rank, num_micro_batches, pp_rank))
+        for pp_rank in range(pp)
     ]
     while any(queues):
         count = len(done)
         for queue in queues:
-            while queue and ((before := awaited(queue[0], last)) is None or before in done):
+            while queue and ((before := prerequisite(queue[0], last)) is None or before in done):
                 done.add(queue[0])
                 yield queue.popleft()
-        assert len(done) > count, f"parts of schedule {schedule} wait for each other"
+        assert len(done) > count, f"pipeline ranks of schedule {schedule} deadlock"
 
 
-def awaited(action: Action, last: int) -> Action | None:
-    """What another stage has to hand over before `action`; `last` is the model's last stage."""
+def prerequisite(action: Action, last_stage: int) -> Action | None:
+    """Return the action of another stage that must precede `action`, if any.
+
+    `last_stage` is the index of the model's last stage.
+    """
     if action.kind == "forward":
         return action._replace(stage=action.stage - 1) if action.stage else None
-    if action.kind == "weight" or action.stage == last:
+    if action.kind == "weight" or action.stage == last_stage:
         return None
     return action._replace(stage=action.stage + 1)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part: what its ranks do in a micro-batch, and once a step."""
+class PipelineRank:
+    """One pipeline rank: its events per micro-batch and per step."""
 
-    lanes: Lanes
-    flow: Flow
+    costs: ClusterCosts
+    traffic: PipelineTraffic
     ranks: Sequence[list[int]]
-    """Its ranks that have equal work, kind by kind."""
-    rows: Sequence[Sequence[Block]]
-    """Its blocks, each on the first of every kind."""
-    _known: dict[tuple[str, int], list[Event]] = field(default_factory=dict)
-    """What is the same in all micro-batches, by kind of action and stage."""
+    """Ranks by kind; all ranks of a kind have equal work."""
+    blocks: Sequence[Sequence[Block]]
+    """Blocks, each as a row over the first rank of every kind."""
+    _cached_events: dict[tuple[str, int], list[Event]] = field(default_factory=dict)
+    """Cached events by kind of action and stage; they are equal for all micro-batches."""
 
-    def action(self, action: Action) -> list[Event]:
-        """One action, without what comes to it before."""
+    def action_events(self, action: Action) -> list[Event]:
+        """Return the events of one action, without its receive."""
         key = action.kind, action.stage
-        if key not in self._known:
-            self._known[key] = list(self._once(*key))
-        name = f"{action.kind} {action.batch}"
+        if key not in self._cached_events:
+            self._cached_events[key] = list(self._make_action_events(*key))
+        name = f"{action.kind} {action.micro_batch}"
         return [
-            event if event.is_message else replace(event, name=name) for event in self._known[key]
+            event if event.is_communication else replace(event, name=name)
+            for event in self._cached_events[key]
         ]
 
-    def once(self, stage: int, names: Container[str]) -> Iterator[Event]:
-        """What one of its stages does once a step in the pipeline, of such `names`."""
-        for row in self._of(stage):
-            works = [_only(block.update, names) for block in row]
-            yield from self.lanes.block_events(PIPELINE, row, works, self.ranks)
+    def step_events(self, stage: int, names: Container[str]) -> Iterator[Event]:
+        """Yield the once-per-step events of a stage in the pipeline, restricted to `names`."""
+        for row in self._stage_blocks(stage):
+            works = [_filter_work(block.update, names) for block in row]
+            yield from self.costs.block_events(PIPELINE, row, works, self.ranks)
 
-    def after(self) -> Iterator[Event]:
-        """What it does once a step by itself, but for what is done in the pipeline."""
-        inside = _OPENING | _CLOSING | _ADDING
-        for row in reversed(self.rows):
-            works = [self._own(block.update, inside) for block in row]
-            yield from self.lanes.block_events("", row, works, self.ranks)
+    def events_after_pipeline(self) -> Iterator[Event]:
+        """Yield its own once-per-step events that run after the pipeline."""
+        inside = _BEFORE_FIRST_FORWARD | _AFTER_LAST_BACKWARD | _ACCUMULATE
+        for row in reversed(self.blocks):
+            works = [self._work_after_pipeline(block.update, inside) for block in row]
+            yield from self.costs.block_events("", row, works, self.ranks)
 
-    def _own(self, update: Work, inside: Container[str]) -> Work:
-        return Work(
-            tuple(op for op in update.ops if op.name not in inside),
+    def _work_after_pipeline(self, update: BlockWork, excluded: Container[str]) -> BlockWork:
+        return BlockWork(
+            tuple(op for op in update.ops if op.name not in excluded),
             tuple(
-                message
-                for message in update.messages
-                if message.name not in inside and not self.lanes.crosses(message)
+                call
+                for call in update.collectives
+                if call.name not in excluded and not self.costs.spans_pipeline_ranks(call)
             ),
         )
 
-    def _of(self, stage: int) -> list[Sequence[Block]]:
-        """Its blocks of one stage; a layer has two of them."""
-        names = self.flow.stages[stage]
-        return [row for row in self.rows if ".".join(row[0].name.split(".")[:2]) in names]
+    def _stage_blocks(self, stage: int) -> list[Sequence[Block]]:
+        """Return the blocks of one stage; a layer has two blocks."""
+        names = self.traffic.stages[stage]
+        return [row for row in self.blocks if ".".join(row[0].name.split(".")[:2]) in names]
 
-    def _once(self, kind: str, stage: int) -> Iterator[Event]:
-        """The blocks of a stage one way, or one half of it: each computes, and then speaks; but for
-        what it says of chunks of tokens."""
-        lanes, ranks, times = self.lanes, self.ranks, self.flow.micro_batches
-        adds, rows = kind in _LAST, self._of(stage)
+    def _make_action_events(self, kind: str, stage: int) -> Iterator[Event]:
+        """Yield the events of one pass of a stage: each block computes, then communicates.
+
+        With overlapped dispatch, computing and exchanges of chunks are interleaved.
+        """
+        costs, ranks, num_micro_batches = self.costs, self.ranks, self.traffic.num_micro_batches
+        accumulates, rows = kind in _FINAL_ACTIONS, self._stage_blocks(stage)
         for row in rows if kind == "forward" else reversed(rows):
-            works = [one_way(block, kind, first=stage == 0) for block in row]
-            woven = lanes.plan.overlaps
-            computed = [() if woven else work.ops for work in works]
-            each = lanes.computing(computed, ranks)
-            if adds:
-                more = lanes.computing([_only(one.update, _ADDING).ops for one in row], ranks)
-                each = tuple(a + b / times for a, b in zip(each, more, strict=True))
-            yield Event(kind, PIPELINE, row[0].name, lanes.spread(each, ranks))
-            if woven:
-                yield from lanes.block_events(PIPELINE, row, works, ranks)
+            works = [action_work(block, kind, is_first_stage=stage == 0) for block in row]
+            interleaves = costs.plan.overlaps_dispatch
+            computed = [() if interleaves else work.ops for work in works]
+            each = costs.compute_s(computed, ranks)
+            if accumulates:
+                more = costs.compute_s(
+                    [_filter_work(one.update, _ACCUMULATE).ops for one in row], ranks
+                )
+                each = tuple(a + b / num_micro_batches for a, b in zip(each, more, strict=True))
+            yield Event(kind, PIPELINE, row[0].name, costs.seconds_by_rank(each, ranks))
+            if interleaves:
+                yield from costs.block_events(PIPELINE, row, works, ranks)
             else:
-                said = lanes.block_messages(PIPELINE, row[0].name, works, ranks)
-                yield from (event for _, event in said)
+                collectives = costs.block_collectives(PIPELINE, row[0].name, works, ranks)
+                yield from (event for _, event in collectives)
 
 
-def _only(work: Work, names: Container[str]) -> Work:
-    return Work(
+def _filter_work(work: BlockWork, names: Container[str]) -> BlockWork:
+    return BlockWork(
         tuple(op for op in work.ops if op.name in names),
-        tuple(message for message in work.messages if message.name in names),
+        tuple(call for call in work.collectives if call.name in names),
     )
 
 
-def one_way(block: Block, kind: str, *, first: bool) -> Work:
-    """What a kind of action does with a block: the `first` stage has its backward in `weight`."""
+def action_work(block: Block, kind: str, *, is_first_stage: bool) -> BlockWork:
+    """Return the work of an action on a block.
+
+    The first stage needs no input gradient, so its whole backward is in `weight`.
+    """
     if kind == "forward":
         return block.forward
-    if kind == "backward" or (first and kind == "weight"):
+    if kind == "backward" or (is_first_stage and kind == "weight"):
         return block.backward
-    if first:
-        return Work()
-    inputs, weights = halves(block)
-    return Work(inputs, block.backward.messages) if kind == "input" else Work(weights)
+    if is_first_stage:
+        return BlockWork()
+    inputs, weights = split_backward(block)
+    return BlockWork(inputs, block.backward.collectives) if kind == "input" else BlockWork(weights)
 
 
-def halves(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """The operations of a block's backward: for gradients of its input, and for those of weights.
+def split_backward(block: Block) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Return a block's backward operations for gradients of its input, and for those of weights.
 
-    Where forward multiplies [rows, inner] by a weight [inner, columns], the product over its rows
-    is the weight's gradient; those of slots say so themselves.
+    Forward multiplies [rows, inner] by a weight [inner, columns]. The matmul that sums over these
+    rows is the weight's gradient. Grouped matmuls mark their weight gradients themselves.
     """
-    forward: dict[str, list[Product]] = defaultdict(list)
+    forward: dict[str, list[MatmulShape]] = defaultdict(list)
     for op in block.forward.ops:
-        forward[op.name] += op.products
+        forward[op.name] += op.matmuls
     inputs, weights = list[Op](), list[Op]()
     for op in block.backward.ops:
-        found = [one for one in op.products if one.of_weights]
-        left = [one for one in op.products if not one.of_weights]
-        known = op.kind == SLOTS or op.kind.startswith("attention")
-        for one in () if known else forward[op.name]:
+        weight_matmuls = [one for one in op.matmuls if one.is_weight_gradient]
+        input_matmuls = [one for one in op.matmuls if not one.is_weight_gradient]
+        is_marked = op.kind == GROUPED_MM or op.kind.startswith("attention")
+        for one in () if is_marked else forward[op.name]:
             for sides in ((one.columns, one.inner), (one.inner, one.columns)):
-                product = Product(*sides, one.rows, one.count)
-                if product in left:
-                    left.remove(product)
-                    found.append(product)
+                gradient = MatmulShape(*sides, one.rows, one.count)
+                if gradient in input_matmuls:
+                    input_matmuls.remove(gradient)
+                    weight_matmuls.append(gradient)
                     break
-        inputs.append(replace(op, products=tuple(left)))
-        if found:
-            weights.append(Op(op.name, tuple(found), type=op.type, kind=op.kind))
+        inputs.append(replace(op, matmuls=tuple(input_matmuls)))
+        if weight_matmuls:
+            weights.append(Op(op.name, tuple(weight_matmuls), dtype=op.dtype, kind=op.kind))
     return tuple(inputs), tuple(weights)
 
 
-def _inside(lanes: Lanes, flow: Flow, parts: Sequence[Part]) -> Iterator[Event]:
-    """Forward and backward of all micro-batches."""
-    last, pp, schedule = len(flow.stages) - 1, len(parts), lanes.plan.schedule
-    actions = list(in_turn(schedule, pp, len(flow.stages) // pp, flow.micro_batches))
-    takers = {awaited(action, last): action for action in actions}
-    ways, coming = Ways(lanes, flow), dict[Action, Event]()
+def _micro_batch_events(
+    costs: ClusterCosts, traffic: PipelineTraffic, pipeline_ranks: Sequence[PipelineRank]
+) -> Iterator[Event]:
+    """Yield the events of forward and backward of all micro-batches."""
+    last, pp, schedule = len(traffic.stages) - 1, len(pipeline_ranks), costs.plan.schedule
+    actions = list(
+        merge_schedules(schedule, pp, len(traffic.stages) // pp, traffic.num_micro_batches)
+    )
+    receivers = {prerequisite(action, last): action for action in actions}
+    transfers, incoming = StageTransfers(costs, traffic), dict[Action, Event]()
     for action in actions:
-        part, first = parts[action.stage % pp], action.kind == "forward" and not action.batch
-        taking = [coming.pop(action)] if action in coming else []
-        opening = part.once(action.stage, _OPENING) if first else ()
-        yield from (*opening, *taking) if schedule in _AHEAD else (*taking, *opening)
-        events = part.action(action)
-        taker = takers.get(action)
-        if taker is not None:
-            coming[taker] = ways.taking(action, taker)
-            events[-1] = replace(events[-1], leaves=coming[taker].takes)
+        pipeline_rank, first = (
+            pipeline_ranks[action.stage % pp],
+            action.kind == "forward" and not action.micro_batch,
+        )
+        receive = [incoming.pop(action)] if action in incoming else []
+        first_events = (
+            pipeline_rank.step_events(action.stage, _BEFORE_FIRST_FORWARD) if first else ()
+        )
+        yield from (
+            (*first_events, *receive) if schedule in _EAGER_SCHEDULES else (*receive, *first_events)
+        )
+        events = pipeline_rank.action_events(action)
+        receiver = receivers.get(action)
+        if receiver is not None:
+            incoming[receiver] = transfers.receive_event(action, receiver)
+            events[-1] = replace(events[-1], sends=incoming[receiver].receives)
         yield from events
-        if action.kind in _LAST and action.batch == flow.micro_batches - 1:
-            yield from part.once(action.stage, _CLOSING)
+        if action.kind in _FINAL_ACTIONS and action.micro_batch == traffic.num_micro_batches - 1:
+            yield from pipeline_rank.step_events(action.stage, _AFTER_LAST_BACKWARD)
 
 
-class Ways:
-    """How what stages hand to one another travels."""
+class StageTransfers:
+    """Transfers between pipeline stages, with cached durations."""
 
-    def __init__(self, lanes: Lanes, flow: Flow) -> None:
-        self._lanes, self._flow = lanes, flow
-        self._chains = np.array(lanes.plan.chain_groups())
+    def __init__(self, costs: ClusterCosts, traffic: PipelineTraffic) -> None:
+        self._costs, self._traffic = costs, traffic
+        self._chains = np.array(costs.plan.pp_groups())
         self._seconds: dict[tuple[int, int], Seconds] = {}
 
-    def taking(self, action: Action, taker: Action) -> Event:
-        """Ranks take over for `taker` what `action` has left."""
-        plan = self._lanes.plan
-        here, there = action.stage % plan.pp, taker.stage % plan.pp
-        senders, receivers = self._chains[:, here], self._chains[:, there]
-        if (here, there) not in self._seconds:
+    def receive_event(self, action: Action, receiver: Action) -> Event:
+        """Return the event in which ranks receive the output of `action` for `receiver`."""
+        plan = self._costs.plan
+        source, target = action.stage % plan.pp, receiver.stage % plan.pp
+        senders, receivers = self._chains[:, source], self._chains[:, target]
+        if (source, target) not in self._seconds:
             pairs = list(zip(senders.tolist(), receivers.tolist(), strict=True))
-            num_bytes = [self._flow.stream_bytes[rank] for rank, _ in pairs]
-            self._seconds[here, there] = self._lanes.sending_s(pairs, num_bytes)
-        what = "activations" if action.kind == "forward" else "gradients"
+            num_bytes = [self._traffic.activation_bytes[rank] for rank, _ in pairs]
+            self._seconds[source, target] = self._costs.send_s(pairs, num_bytes)
+        kind = "activations" if action.kind == "forward" else "gradients"
         return Event(
-            f"{what} {action.batch}", PIPELINE, STEP, self._seconds[here, there],
-            takes=Handover(senders, receivers, plan.schedule in _AHEAD),
+            f"{kind} {action.micro_batch}", PIPELINE, STEP, self._seconds[source, target],
+            receives=StageTransfer(senders, receivers, plan.schedule in _EAGER_SCHEDULES),
         )  # fmt: skip
 
 
-def _across(lanes: Lanes, parts: Sequence[Part]) -> Iterator[Event]:
-    """What ranks of several parts do together, once a step."""
-    found: dict[tuple[str, int], tuple[list[Message], list[list[int]]]] = {}
-    for part in parts:
-        for kind, ranks in enumerate(part.ranks):
-            times: Counter[str] = Counter()
-            for message in (one for row in part.rows for one in row[kind].update.messages):
-                if lanes.crosses(message):
-                    known = found.setdefault((message.name, times[message.name]), ([], []))
-                    known[0].append(message)
-                    known[1].append(ranks)
-                    times[message.name] += 1
-    for messages, ranks_of_all in found.values():
-        yield lanes.message("", STEP, messages, ranks_of_all)
+def _cross_stage_events(
+    costs: ClusterCosts, pipeline_ranks: Sequence[PipelineRank]
+) -> Iterator[Event]:
+    """Yield the once-per-step collectives that span several pipeline ranks."""
+    calls_by_key: dict[tuple[str, int], tuple[list[CollectiveCall], list[list[int]]]] = {}
+    for pipeline_rank in pipeline_ranks:
+        for kind, ranks in enumerate(pipeline_rank.ranks):
+            num_calls: Counter[str] = Counter()
+            for call in (
+                one for row in pipeline_rank.blocks for one in row[kind].update.collectives
+            ):
+                if costs.spans_pipeline_ranks(call):
+                    entry = calls_by_key.setdefault((call.name, num_calls[call.name]), ([], []))
+                    entry[0].append(call)
+                    entry[1].append(ranks)
+                    num_calls[call.name] += 1
+    for calls, ranks_of_all in calls_by_key.values():
+        yield costs.collective_event("", STEP, calls, ranks_of_all)

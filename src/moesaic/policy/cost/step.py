@@ -1,6 +1,6 @@
-"""A step of a job on a cluster as events with their seconds: what `sim.timeline` runs.
+"""Events of a step of a job on a cluster, with their seconds; `sim.timeline` runs them.
 
-Without a pipeline every rank does the same things in the same order.
+Without a pipeline, every rank runs the same events in the same order.
 """
 
 from __future__ import annotations
@@ -10,143 +10,173 @@ from dataclasses import dataclass, field
 
 from numpy.typing import ArrayLike
 
-from moesaic.facts.cluster import Cluster, place
+from moesaic.facts.cluster import Cluster, place_ranks
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, stages
+from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.facts.workload import Block, Op, workload
 from moesaic.facts.workload.sizes import Sizes
-from moesaic.policy.cost import ahead, sums
+from moesaic.policy.cost import fsdp_overlap, gradient_reduction
+from moesaic.policy.cost.cluster_costs import PHASE_ORDER, ClusterCosts
 from moesaic.policy.cost.event import Event
-from moesaic.policy.cost.lanes import ORDER, Lanes
-from moesaic.policy.cost.pipeline import Flow, pipelined
-from moesaic.policy.cost.traffic import Traffic
+from moesaic.policy.cost.network import NetworkModel
+from moesaic.policy.cost.pipeline import PipelineTraffic, pipeline_events
 
 
 @dataclass(frozen=True)
-class Costs(Lanes):
-    """A job laid over a cluster."""
+class JobCosts(ClusterCosts):
+    """Costs of a job on a cluster."""
 
     job: Job = field(kw_only=True)
     loads: Sequence[ArrayLike] | None = field(default=None, kw_only=True)
-    """By expert layer, as `workload` takes them; None: even routing."""
-    late: bool = field(default=False, kw_only=True)
-    """Whether sums of gradients wait for the end of backward: so a few layers show what many do,
-    beside each of which there is little of those of embedding and head."""
-    _work: dict[int, list[Block]] = field(default_factory=dict, kw_only=True)
-    """Blocks by rank."""
+    """Load by expert layer, as in `workload`; None for even routing."""
+    reduces_after_backward: bool = field(default=False, kw_only=True)
+    """Gradient reductions wait for the end of backward.
+
+    A model of few layers, next to a large embedding and head, then predicts a deep one.
+    """
+    _blocks_by_rank: dict[int, list[Block]] = field(default_factory=dict, kw_only=True)
+    """Cached blocks by rank."""
 
     @classmethod
-    def of(
+    def from_job(
         cls,
         job: Job,
         plan: Plan,
         cluster: Cluster,
         loads: Sequence[ArrayLike] | None = None,
-        traffic: Traffic | None = None,
-    ) -> Costs:
-        """Ranks in the order of the cluster's places; `traffic` is of as many of them, if known."""
-        places = place(cluster, plan.ranks)
-        traffic = traffic or Traffic(cluster, places)
-        return cls(plan, cluster, places, traffic, job=job, loads=loads)
+        network: NetworkModel | None = None,
+    ) -> JobCosts:
+        """Place ranks in the order of the cluster's places.
+
+        `network` must cover as many ranks; None builds it.
+        """
+        places = place_ranks(cluster, plan.ranks)
+        network = network or NetworkModel(cluster, places)
+        return cls(plan, cluster, places, network, job=job, loads=loads)
 
     def events(self) -> list[Event]:
-        """One whole step."""
-        alike = self._alike()
-        work = {rank: self.work(rank) for rank in alike}
-        return self.events_of(work, alike)
+        """Return the events of one whole step."""
+        equal_ranks = self._equal_ranks()
+        work = {rank: self.blocks(rank) for rank in equal_ranks}
+        return self.events_from_blocks(work, equal_ranks)
 
     def ops(self, rank: int) -> list[Op]:
-        """Everything that `rank` computes in one whole step."""
-        work, micro_batches = self.work(rank), self.job.train.micro_batches
-        once = [op for block in work for way in (block.forward, block.backward) for op in way.ops]
-        return once * micro_batches + [op for block in work for op in block.update.ops]
+        """Return all operations of `rank` in one whole step."""
+        blocks, micro_batches = self.blocks(rank), self.job.train.micro_batches
+        once = [
+            op
+            for block in blocks
+            for blocks in (block.forward, block.backward)
+            for op in blocks.ops
+        ]
+        return once * micro_batches + [op for block in blocks for op in block.update.ops]
 
-    def work(self, rank: int) -> list[Block]:
-        """Its blocks."""
-        if rank not in self._work:
+    def blocks(self, rank: int) -> list[Block]:
+        """Return the blocks of `rank`."""
+        if rank not in self._blocks_by_rank:
             on_cpu = self.device(rank).kind == "cpu"
             found = workload(self.job, self.plan, rank, self.loads, on_cpu=on_cpu)
-            self._work[rank] = found
-        return self._work[rank]
+            self._blocks_by_rank[rank] = found
+        return self._blocks_by_rank[rank]
 
-    def events_of(
-        self, work: Mapping[int, Sequence[Block]], alike: Mapping[int, list[int]]
+    def events_from_blocks(
+        self, blocks_by_rank: Mapping[int, Sequence[Block]], equal_ranks: Mapping[int, list[int]]
     ) -> list[Event]:
-        """One whole step, of blocks of the first of each kind of ranks; those `alike`, by it."""
+        """Return the events of one whole step from given blocks.
+
+        Args:
+            blocks_by_rank: blocks of the first rank of each kind.
+            equal_ranks: ranks of each kind, by the first of them.
+        """
         micro_batches = self.job.train.micro_batches
         if self.plan.pp == 1:
-            return sequential(self, work, alike, micro_batches, late=self.late)
-        sizes = [Sizes.of(self.job, self.plan, rank) for rank in range(self.plan.span)]
-        stream_bytes = [one.stream * one.wide for one in sizes] * self.plan.pp
-        flow = Flow(stages(self.plan, self.job.model), micro_batches, stream_bytes)
-        return pipelined(self, flow, work, alike)
+            return sequential_events(
+                self,
+                blocks_by_rank,
+                equal_ranks,
+                micro_batches,
+                reduces_after_backward=self.reduces_after_backward,
+            )
+        sizes = [
+            Sizes.of_rank(self.job, self.plan, rank) for rank in range(self.plan.ranks_per_stage)
+        ]
+        stream_bytes = [one.stream_elements * one.stored_bytes for one in sizes] * self.plan.pp
+        traffic = PipelineTraffic(
+            stage_blocks(self.plan, self.job.model), micro_batches, stream_bytes
+        )
+        return pipeline_events(self, traffic, blocks_by_rank, equal_ranks)
 
-    def _alike(self) -> dict[int, list[int]]:
-        """Ranks that have equal work on equal devices, by the first of them."""
+    def _equal_ranks(self) -> dict[int, list[int]]:
+        """Return ranks with equal work on equal devices, by the first of them."""
         size = self.job.train.batch // self.job.train.micro_batches
         plan, found = self.plan, dict[tuple[object, ...], list[int]]()
-        groups = {rank: group for group in plan.expert_groups() for rank in group}
-        rows = [len(plan.rows(rank, size)) for rank in range(plan.ranks)]
-        arriving = {group[0]: tuple(rows[rank] for rank in group) for group in plan.expert_groups()}
+        groups = {rank: group for group in plan.ep_groups() for rank in group}
+        rows = [len(plan.sample_range(rank, size)) for rank in range(plan.ranks)]
+        group_rows = {group[0]: tuple(rows[rank] for rank in group) for group in plan.ep_groups()}
         for rank, kind in enumerate(self.device_kinds()):
-            # Experts are alike where routing is even; the first owners count the norm.
-            home = rank // plan.etp % plan.ep if self.loads is not None else 0
-            sent = arriving[groups[rank][0]]
-            first = (rank % plan.span < plan.ep * plan.etp, plan.replica(rank) < plan.shard)
-            where = (plan.part(rank), rank % plan.tp)
-            found.setdefault((rows[rank], home, sent, first, where, kind), []).append(rank)
+            # Under even routing all experts are equal. The norm runs on first owners only.
+            owner = rank // plan.etp % plan.ep if self.loads is not None else 0
+            rows_of_group = group_rows[groups[rank][0]]
+            first = (
+                rank % plan.ranks_per_stage < plan.ep * plan.etp,
+                plan.dp_rank(rank) < plan.dp_shard,
+            )
+            position = (plan.pp_rank(rank), rank % plan.tp)
+            found.setdefault((rows[rank], owner, rows_of_group, first, position, kind), []).append(
+                rank
+            )
         return {ranks[0]: ranks for ranks in found.values()}
 
 
-def sequential(
-    lanes: Lanes,
-    work: Mapping[int, Sequence[Block]],
-    alike: Mapping[int, list[int]],
-    micro_batches: int = 1,
+def sequential_events(
+    costs: ClusterCosts,
+    blocks_by_rank: Mapping[int, Sequence[Block]],
+    equal_ranks: Mapping[int, list[int]],
+    num_micro_batches: int = 1,
     *,
-    late: bool = False,
+    reduces_after_backward: bool = False,
 ) -> list[Event]:
-    """One whole step without a pipeline, micro-batch after micro-batch.
+    """Return the events of one whole step without a pipeline, micro-batch after micro-batch.
 
     Args:
-        lanes: ranks on a cluster.
-        work: blocks of the first of each kind of ranks.
-        alike: ranks that have its work on its kind of device, by the first of them.
-        micro_batches: of the step.
-        late: whether sums of gradients wait for the end of backward.
+        costs: costs of blocks on a cluster.
+        blocks_by_rank: blocks of the first rank of each kind.
+        equal_ranks: ranks with equal work and devices, by the first of them.
+        num_micro_batches: micro-batches of the step.
+        reduces_after_backward: whether gradient reductions wait for the end of backward.
     """
-    blocks = list(zip(*work.values(), strict=True))
-    ranks = list(alike.values())
+    blocks = list(zip(*blocks_by_rank.values(), strict=True))
+    ranks = list(equal_ranks.values())
     forward: list[Event] = []
     for row in blocks:
-        forward += lanes.block_events("forward", row, [block.forward for block in row], ranks)
+        forward += costs.block_events("forward", row, [block.forward for block in row], ranks)
     backward, update = list[Event](), list[Event]()
     for row in reversed(blocks):
-        backward += lanes.block_events("backward", row, [block.backward for block in row], ranks)
-        update += lanes.block_events("", row, [block.update for block in row], ranks)
-    update.sort(key=lambda event: (ORDER.index(event.phase), bool(event.groups)))
+        backward += costs.block_events("backward", row, [block.backward for block in row], ranks)
+        update += costs.block_events("", row, [block.update for block in row], ranks)
+    update.sort(key=lambda event: (PHASE_ORDER.index(event.phase), bool(event.groups)))
     last = backward
-    if lanes.plan.shard > 1 and lanes.hand_ahead:
-        last, update = ahead.with_copies(backward, update)
+    if costs.plan.dp_shard > 1 and costs.has_async_devices:
+        last, update = fsdp_overlap.add_replica_reductions(backward, update)
         forward, backward, last = (
-            ahead.forward(forward),
-            ahead.backward(backward),
-            ahead.backward(last),
+            fsdp_overlap.overlap_forward(forward),
+            fsdp_overlap.overlap_backward(backward),
+            fsdp_overlap.overlap_backward(last),
         )
-    if not late:
-        last, update = sums.under_backward(last, update, lanes)
+    if not reduces_after_backward:
+        last, update = gradient_reduction.overlap_reductions(last, update, costs)
     first = sum(event.phase == "data" for event in update)
-    several = (micro_batches - 1) * [*forward, *backward]
+    several = (num_micro_batches - 1) * [*forward, *backward]
     return [*update[:first], *several, *forward, *last, *update[first:]]
 
 
-def replicated(blocks: Sequence[Block], ranks: int, cluster: Cluster) -> list[Event]:
-    """A step in which each of `ranks` ranks does all of `blocks` on samples of its own."""
-    plan = Plan(ranks=ranks, ep=1, shard=1, experts=0)
-    places = place(cluster, ranks)
-    lanes = Lanes(plan, cluster, places, Traffic(cluster, places))
+def replicated_events(blocks: Sequence[Block], num_ranks: int, cluster: Cluster) -> list[Event]:
+    """Return the events of a data-parallel step: each of `num_ranks` ranks runs all of `blocks`."""
+    plan = Plan(ranks=num_ranks, ep=1, dp_shard=1, experts=0)
+    places = place_ranks(cluster, num_ranks)
+    costs = ClusterCosts(plan, cluster, places, NetworkModel(cluster, places))
     found: dict[int, list[int]] = {}
-    for rank, kind in enumerate(lanes.device_kinds()):
+    for rank, kind in enumerate(costs.device_kinds()):
         found.setdefault(kind, []).append(rank)
-    alike = {same[0]: same for same in found.values()}
-    return sequential(lanes, dict.fromkeys(alike, blocks), alike)
+    equal_ranks = {same[0]: same for same in found.values()}
+    return sequential_events(costs, dict.fromkeys(equal_ranks, blocks), equal_ranks)

@@ -1,5 +1,5 @@
-// Draws the figures of #page-data. Colours are names of CSS variables, resolved when drawn, so that
-// light, dark and print share one figure; the layer selector fills the heat map of one layer.
+// Draw the figures of #page-data. Colours are names of CSS variables, resolved when drawn, so light,
+// dark and print share one figure. The layer selector fills the heat map of one layer.
 (() => {
   "use strict";
   const page = JSON.parse(document.getElementById("page-data").textContent);
@@ -108,7 +108,7 @@
   }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
-  // Printed pages are light and as wide as paper, whatever the screen is.
+  // Printed pages are light and as wide as paper.
   function print(on) {
     document.documentElement.classList.toggle("printing", on);
     document.body.style.width = on ? "1040px" : "";

@@ -1,4 +1,4 @@
-"""The charts of a report."""
+"""Charts of a report."""
 
 from moesaic.report.charts.figure import Figure
 

@@ -1,4 +1,4 @@
-"""How tokens spread over experts: utilisation by layer, expert and step, and its unevenness."""
+"""Expert charts: load by layer, expert and step, and its imbalance."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from moesaic.report.series import MAX_POINTS, sample, smooth
 from moesaic.report.wording import plural, stretch, three
 
 MAX_UTILISATION = 4.0
-"""End of the colour scale; 1, an even load, is its centre colour."""
+"""End of the colour scale; 1 is an even load."""
 SCALE = [
     [0.0, "var(--load-0)"], [0.125, "var(--load-half)"], [0.25, "var(--load-1)"],
     [0.5, "var(--load-2)"], [1.0, "var(--load-4)"],
 ]  # fmt: skip
-"""Utilisation 0, 0.5, 1, 2 and 4."""
-_CURVE_POINTS = 24_000
-"""Points of the curves of all layers together."""
+"""Colours of load 0, 0.5, 1, 2 and 4 over the even share."""
+_CURVE_POINTS = 5_000
+"""Most points of the curves of all layers together."""
 
 
 def heat_by_step(loads: Loads) -> Figure:
-    """Experts by steps for one layer; the page fills in the layer that is chosen."""
+    """Chart the experts of one layer by step; `page.js` fills in the chosen layer."""
     average = -(-len(loads.steps) // len(loads.first_step))
     trace = _heat()
     trace["x"] = column((loads.first_step + loads.last_step) / 2)
@@ -37,7 +37,8 @@ def heat_by_step(loads: Loads) -> Figure:
     return Figure(
         "expert-load",
         "Load by step",
-        "each row an expert, of the chosen layer",
+        "Tokens of each expert over an even share. Look for rows that stay dark blue (dead) or red "
+        "(hot).",
         f"Heat map of expert load over {stretch(int(loads.steps[0]), int(loads.steps[-1]))}, "
         f"{plural(loads.num_experts, 'expert')} in each of {plural(len(loads.layers), 'layer')}. "
         f"{_extremes(loads)}",
@@ -55,7 +56,7 @@ def heat_by_step(loads: Loads) -> Figure:
 
 
 def overview(loads: Loads) -> Figure:
-    """Layers by experts over the last quarter of recorded steps, dead and hot ones marked."""
+    """Chart layers by experts over the last quarter of recorded steps, with marks."""
     trace = _heat()
     trace["x"] = list(range(loads.num_experts))
     trace["y"] = loads.layers.tolist()
@@ -64,18 +65,18 @@ def overview(loads: Loads) -> Figure:
     trace["hovertemplate"] = (
         "layer %{y}, expert %{x}<br><b>%{z:.2f}</b>x an even share<extra></extra>"
     )
-    recent = loads.recent_steps
+    span = stretch(int(loads.recent_steps[0]), int(loads.recent_steps[-1]))
     return Figure(
         "expert-overview",
-        "All layers, lately",
-        f"{stretch(int(recent[0]), int(recent[-1]))}; click to choose",
+        "All layers, last quarter",
+        f"{span[0].upper()}{span[1:]}. Look for marks; click a layer.",
         f"Heat map of layers by experts over the last quarter recorded. {_extremes(loads)}",
         [trace, *_flags(loads)],
         layout(
             hovermode="closest",
             showlegend=False,
             margin={"l": 46, "r": 12, "t": 8, "b": 40},
-            # Said, for marks at the edge would make room for themselves.
+            # Explicit ranges: marks at the edge would extend them.
             xaxis=_expert_axis(loads.num_experts)
             | {"showgrid": False, "range": [-0.5, loads.num_experts - 0.5]},
             yaxis={"title": {"text": "layer", "standoff": 6},
@@ -89,8 +90,8 @@ def overview(loads: Loads) -> Figure:
 
 
 def imbalance(loads: Loads) -> Figure:
-    """The busiest expert over the mean, a line a layer; the chosen layer stands out."""
-    limit = min(MAX_POINTS, max(_CURVE_POINTS // len(loads.layers), 100))
+    """Chart the busiest expert over the mean, one line per layer."""
+    limit = min(MAX_POINTS, max(_CURVE_POINTS // len(loads.layers), 50))
     steps = loads.steps.astype(np.float64)
     data = []
     for at, layer in enumerate(loads.layers.tolist()):
@@ -102,7 +103,7 @@ def imbalance(loads: Loads) -> Figure:
     return Figure(
         "imbalance",
         "Busiest expert over the mean",
-        "smoothed; chosen layer in colour; 1 is even",
+        "1 is even. Look for layers that stay high or rise.",
         f"Load of the busiest expert over the mean, by step and layer: {three(mean)} on average in "
         "the last quarter recorded.",
         data,
@@ -113,7 +114,7 @@ def imbalance(loads: Loads) -> Figure:
 
 
 def page_data(loads: Loads) -> dict[str, Any]:
-    """What the page's script draws layers from: utilisation in hundredths, and the extremes."""
+    """Return what `page.js` draws layers from: load in hundredths, and the marks."""
     cells = np.round(loads.utilisation() * 100)
     extremes = [(extreme, "dead") for extreme in dead_experts(loads)]
     extremes += [(extreme, "hot") for extreme in hot_experts(loads)]
@@ -122,7 +123,7 @@ def page_data(loads: Loads) -> dict[str, Any]:
         flags.setdefault(extreme.layer, []).append({"expert": extreme.expert, "kind": kind})
     return {
         "layers": loads.layers.tolist(),
-        "chosen": _most_telling(loads),
+        "chosen": _worst_layer(loads),
         "hundredths": [
             [column(row) for row in cells[:, at, :].T] for at in range(len(loads.layers))
         ],
@@ -130,8 +131,8 @@ def page_data(loads: Loads) -> dict[str, Any]:
     }
 
 
-def _most_telling(loads: Loads) -> int:
-    """The row of the layer with most dead and hot experts, the least even among those."""
+def _worst_layer(loads: Loads) -> int:
+    """Return the index of the layer with most dead and hot experts, then least even."""
     utilisation = loads.recent_utilisation()
     extreme = ((utilisation < DEAD) | (utilisation > HOT)).sum(axis=1)
     return int(np.lexsort((np.nan_to_num(utilisation).max(axis=1), extreme))[-1])
@@ -178,4 +179,4 @@ def _whole_ticks(number: int) -> dict[str, Any]:
 
 def _extremes(loads: Loads) -> str:
     dead, hot = len(dead_experts(loads)), len(hot_experts(loads))
-    return f"In the last quarter {dead} dead and {hot} hot."
+    return f"In the last quarter {dead} dead and {hot} hot experts."

@@ -1,7 +1,7 @@
-"""Charts as plain JSON for Plotly, and the look they share.
+"""Charts as plain JSON for Plotly, with a shared look.
 
-Colours are names of CSS variables, which the page resolves: one figure serves light, dark and
-print. Text that comes from the run is escaped, because Plotly reads markup in labels.
+Colours are names of CSS variables, which the page resolves for light, dark and print. Text from
+the run is escaped, because Plotly renders markup in labels.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 SERIES = [f"var(--series-{number})" for number in range(8)]
-"""Colours that colour-blind readers can tell apart, dark and light."""
+"""Colours that colour-blind readers can distinguish."""
 PHASES = {
     "data": SERIES[4], "forward": SERIES[5], "backward": SERIES[0], "pipeline": SERIES[5],
     "reduce": SERIES[1], "clip": SERIES[6], "optimizer": SERIES[2], "log": SERIES[3],
     "other": SERIES[7],
 }  # fmt: skip
-"""Colours of the phases of a step; `other` is time in none of them."""
+"""Colours of the phases of a step; `other` is time outside of phases."""
 FAINT = 0.45
-"""Opacity of raw figures under their smoothed curve."""
+"""Opacity of raw values under their smoothed curve."""
 FEW = 12
-"""Curves of fewer points show each of them."""
+"""Curves with fewer points show a marker for each."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,29 @@ class Figure:
     """One chart of the page."""
 
     name: str
+    """Id of the element."""
     title: str
-    subtitle: str
-    """Unit and how to read it."""
+    """Heading of the card."""
+    guide: str
+    """Line under the title: what the chart shows and what a reader should look for."""
     alt: str
-    """What the chart shows, in words."""
+    """Text alternative with the main numbers."""
     data: list[dict[str, Any]]
+    """Plotly traces."""
     layout: dict[str, Any] = field(default_factory=dict)
+    """Plotly layout."""
     span: int = 6
-    """Columns of the page's twelve."""
+    """Width in the twelve columns of the page."""
     height: int = 260
-    """Pixels."""
+    """Height in pixels."""
 
     def to_json(self) -> dict[str, Any]:
-        """What the page's script needs."""
+        """Return what `page.js` draws."""
         return {"name": self.name, "data": self.data, "layout": self.layout}
 
 
 def curve(x: Floats, y: Floats, name: str, colour: str, **extra: Any) -> dict[str, Any]:
-    """A line over steps; `extra` goes to the trace, `width`, `opacity` to its look."""
+    """Return a line over steps; `extra` refines the trace."""
     line = {"color": colour, "width": extra.pop("width", 1.75), "simplify": False}
     few = {"mode": "lines+markers", "marker": {"size": 6, "color": colour}}
     return {
@@ -69,17 +73,17 @@ def curve(x: Floats, y: Floats, name: str, colour: str, **extra: Any) -> dict[st
 
 
 def column(values: Floats) -> list[float | int | None]:
-    """Numbers with five digits, integers as such, None where there is none."""
+    """Return numbers with five digits, integers as such, None if not finite."""
     return [_short(value) for value in values.tolist()]
 
 
 def label(text: str) -> str:
-    """Text from the run as Plotly shows it letter by letter."""
+    """Escape text from the run for Plotly."""
     return html.escape(text, quote=False)
 
 
 def layout(**parts: Any) -> dict[str, Any]:
-    """A layout over steps: `yaxis`, `xaxis` and other keys refine the shared one."""
+    """Return a layout over steps: `yaxis`, `xaxis` and other keys refine the shared one."""
     axes = {
         "xaxis": {"title": {"text": "step", "standoff": 6}, **parts.pop("xaxis", {})},
         "yaxis": {**parts.pop("yaxis", {})},
@@ -88,7 +92,7 @@ def layout(**parts: Any) -> dict[str, Any]:
 
 
 def marks(steps: Iterable[int]) -> list[dict[str, Any]]:
-    """Dotted lines, at the steps from which a run was resumed."""
+    """Return dotted lines at the steps from which the run was resumed."""
     return [
         {
             "type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper",
@@ -99,12 +103,12 @@ def marks(steps: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def phase_colour(phase: str, at: int) -> str:
-    """The colour of a phase; `at` is its place among those shown, for one that has none."""
+    """Return the colour of a phase; `at` is its index, for a phase without a fixed colour."""
     return PHASES.get(phase, SERIES[(at + 7) % len(SERIES)])
 
 
 def columns(named: Mapping[str, Floats]) -> Floats:
-    """Named columns side by side, [rows, names]."""
+    """Stack named columns, [steps, names]."""
     return np.stack(list(named.values()), axis=1) if named else np.zeros((0, 0))
 
 

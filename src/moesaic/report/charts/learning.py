@@ -1,4 +1,4 @@
-"""How the run learned: loss, learning rate, gradient norm, auxiliary losses."""
+"""Learning charts: loss, learning rate, gradient norm and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATES = {"done": "saved", "writing": "not committed", "failed": "failed"}
 
 
 def loss(run: RunFacts) -> Figure:
-    """Training loss raw and smoothed, validation, checkpoints as ticks, resumes dotted."""
+    """Chart the training loss, raw and smoothed, with validations, checkpoints and resumes."""
     steps = run.steps
     data = raw_and_smooth(steps.step, steps.loss, "training", SERIES[0])
     validations = [v for v in run.validations if np.isfinite(v.loss)][-MAX_POINTS:]
@@ -50,7 +50,8 @@ def loss(run: RunFacts) -> Figure:
     return Figure(
         "loss",
         "Loss",
-        "mean cross-entropy per token" + ("; dotted line: resumed" if resumed else ""),
+        "Cross-entropy per token. Look for jumps, and for validation that rises as training falls."
+        + (" Dotted lines are resumes." if resumed else ""),
         _loss_alt(run, len(validations)),
         data,
         layout(
@@ -63,13 +64,13 @@ def loss(run: RunFacts) -> Figure:
 
 
 def learning_rate(run: RunFacts) -> Figure:
-    """The learning rate that each step used."""
+    """Chart the learning rate of each step."""
     rates = run.steps.lr
     peak = float(np.nanmax(rates)) if np.isfinite(rates).any() else np.nan
     return Figure(
         "learning-rate",
         "Learning rate",
-        "",
+        "Rate of each step. Look for warmup and decay.",
         f"Learning rate by step: highest {three(peak)}, last {three(float(rates[-1]))}.",
         [
             curve(
@@ -83,22 +84,22 @@ def learning_rate(run: RunFacts) -> Figure:
 
 
 def gradient_norm(run: RunFacts) -> Figure:
-    """The global gradient norm before clipping."""
+    """Chart the global gradient norm before clipping."""
     steps, clip = run.steps, run.setting("train.clip")
     shapes: list[dict[str, Any]] = []
-    subtitle = "before clipping"
+    guide = "Before clipping. Look for peaks where the loss jumps."
     if isinstance(clip, (int, float)) and clip > 0:
         line = {"color": "var(--ink-soft)", "width": 1, "dash": "dash"}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": clip, "y1": clip,
                        "line": line})  # fmt: skip
-        subtitle = f"before clipping at {clip:g} (dashed)"
+        guide = f"Before clipping. Look for steps over {clip:g} (dashed)."
     finite = steps.grad_norm[np.isfinite(steps.grad_norm)]
     median = float(np.median(finite)) if len(finite) else np.nan
     wide = len(finite) > 0 and finite.min() > 0 and finite.max() / finite.min() > 30
     return Figure(
         "gradient-norm",
         "Gradient norm",
-        subtitle,
+        guide,
         f"Global gradient norm by step: median {three(median)}.",
         raw_and_smooth(steps.step, steps.grad_norm, "gradient norm", SERIES[3]),
         layout(
@@ -112,23 +113,28 @@ def gradient_norm(run: RunFacts) -> Figure:
 
 
 def auxiliary(run: RunFacts) -> list[Figure]:
-    """Balance and z loss, unweighted, as far as the run has them."""
+    """Chart the unweighted balance and z loss, if the run has them."""
     figures = []
-    for name, title, values in (
-        ("balance-loss", "Balance loss", run.steps.balance_loss),
-        ("z-loss", "Z loss", run.steps.z_loss),
+    for name, title, values, look_for in (
+        (
+            "balance-loss",
+            "Balance loss",
+            run.steps.balance_loss,
+            "If it is flat and loads are uneven",
+        ),
+        ("z-loss", "Z loss", run.steps.z_loss, "If it grows"),
     ):
         finite = values[np.isfinite(values)]
         if not len(finite) or not finite.any():
             continue
         key = name.replace("-", "_")
         weight = run.setting(f"routing.{key}")
-        part = f"; weight {weight:g} in training" if isinstance(weight, (int, float)) else ""
+        now = f" (now {weight:g})" if isinstance(weight, (int, float)) else ""
         figures.append(
             Figure(
                 name,
                 title,
-                f"unweighted{part}",
+                f"Unweighted. {look_for}, raise routing.{key}{now}.",
                 f"{title} by step: first {three(float(finite[0]))}, "
                 f"last {three(float(finite[-1]))}.",
                 raw_and_smooth(run.steps.step, values, title.lower(), SERIES[4]),
@@ -141,7 +147,7 @@ def auxiliary(run: RunFacts) -> list[Figure]:
 
 
 def raw_and_smooth(step: Floats, values: Floats, name: str, colour: str) -> list[dict[str, Any]]:
-    """A faint line through every value, spikes kept, and a strong one through their moving mean."""
+    """Return a faint line through every value, and a strong one through the moving mean."""
     form = "%{y:.4~g}"
     raw = curve(
         *keep_extremes(step, values), name, colour, width=1, opacity=FAINT, hovertemplate=form,

@@ -1,4 +1,4 @@
-"""Predicted and measured time of each phase, side by side."""
+"""Chart of predicted and measured phases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moesaic.report.wording import listing, time_unit, timing
 
 
 def phases(found: Prediction) -> Figure:
-    """Two bars a phase."""
+    """Chart the predicted and the measured time of each phase."""
     names = found.phases()
     both = (("predicted", found.predicted.phases_s), ("measured", found.measured.phases_s))
     scale, unit = time_unit(found.measured.step_s)
@@ -23,9 +23,9 @@ def phases(found: Prediction) -> Figure:
         }
         for (name, seconds), colour in zip(both, (SERIES[1], SERIES[0]), strict=True)
     ]  # fmt: skip
-    told = listing(
+    pairs = listing(
         [
-            f"{phase} {timing(found.measured.phases_s.get(phase, np.nan))} for "
+            f"{phase} {timing(found.measured.phases_s.get(phase, np.nan))}, predicted "
             f"{timing(found.predicted.phases_s.get(phase, np.nan))}"
             for phase in names
         ],
@@ -33,9 +33,9 @@ def phases(found: Prediction) -> Figure:
     )
     return Figure(
         "predicted-phases",
-        "A step as predicted",
-        f"{'seconds' if unit == 's' else 'milliseconds'} of each phase",
-        f"Measured time of each phase for the predicted one: {told}.",
+        "Phases, predicted and measured",
+        f"{unit} of a step on rank 0. Look for the pair that differs most.",
+        f"Measured time of each phase, and the predicted one: {pairs}.",
         data,
         layout(
             barmode="group", hovermode="closest",

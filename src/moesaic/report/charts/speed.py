@@ -1,4 +1,4 @@
-"""Where time and memory went: tokens per second, memory by rank, phases over steps and by rank."""
+"""Speed and memory charts: tokens per second, memory by rank, phases by step and by rank."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from moesaic.report.wording import (
 )
 
 MAX_LINES = 8
-"""Ranks with a curve of their own."""
+"""Ranks that get a curve."""
 MAX_BARS = 32
-"""Ranks with a bar of their own."""
+"""Ranks that get a bar."""
 _PHASE_COLUMNS = 300
-_MEMORY_POINTS = 600
+_MEMORY_POINTS = 250
 
 
 def tokens_per_second(run: RunFacts) -> Figure:
-    """Throughput of all ranks together."""
+    """Chart the throughput of all ranks together."""
     rate = run.steps.tokens_per_s
     resumed = [part.step for part in run.parts[1:]]
     return Figure(
         "tokens-per-second",
         "Tokens per second",
-        "all ranks together",
+        "All ranks together. Dips at saves and validations are normal; look for a lasting decline.",
         f"Tokens per second by step: median {count(middle(rate))}.",
         raw_and_smooth(run.steps.step, rate, "tokens/s", SERIES[2]),
         layout(showlegend=False, shapes=marks(resumed),
@@ -56,7 +56,7 @@ def tokens_per_second(run: RunFacts) -> Figure:
 
 
 def memory(run: RunFacts) -> Figure | None:
-    """Memory that each rank holds, and its peak where it is told."""
+    """Chart the memory of each rank, and its peak if it was logged."""
     ranks = [rank for rank in run.ranks if np.isfinite(rank.memory_bytes).any()]
     if not ranks:
         return None
@@ -78,12 +78,12 @@ def memory(run: RunFacts) -> Figure | None:
             )
             peak["line"]["dash"] = "dot"
             data.append(peak | {"showlegend": False})
-    some = f"the {MAX_LINES} fullest of {len(ranks)} ranks; " if len(ranks) > MAX_LINES else ""
-    dotted = "dotted: peak; " if len(data) > len(fullest) else ""
+    some = f", the {MAX_LINES} fullest of {len(ranks)} ranks" if len(ranks) > MAX_LINES else ""
+    dotted = ", peak dotted" if len(data) > len(fullest) else ""
     return Figure(
         "memory",
         "Memory by rank",
-        f"{some}{dotted}{unit}",
+        f"{unit} per rank{dotted}{some}. Look for growth, and for a rank near its limit.",
         f"Memory by step of {plural(len(ranks), 'rank')}: "
         f"at most {size(top)} on rank {fullest[0].rank}.",
         data,
@@ -92,7 +92,7 @@ def memory(run: RunFacts) -> Figure | None:
 
 
 def phases_over_steps(run: RunFacts) -> Figure | None:
-    """How each step of rank 0 divides into phases."""
+    """Chart the share of each phase in the steps of rank 0."""
     steps = run.steps
     if not steps.phases:
         return None
@@ -108,14 +108,14 @@ def phases_over_steps(run: RunFacts) -> Figure | None:
         trace["line"]["color"] = "var(--card)"
         trace["mode"] = "lines" if len(x) > 1 else "lines+markers"
     means = dict(zip(steps.phases, shares.mean(axis=0).tolist(), strict=True))
-    told = listing(
+    means_text = listing(
         [f"{name} {percent(means[name])}" for name in sorted(means, key=means.__getitem__)[::-1]]
     )
     return Figure(
         "phases",
         "Time by phase",
-        "share of a step on rank 0",
-        f"Share of each phase in a step: {told}.",
+        "Share of a step on rank 0. Look for data, reduce or clip growing: the rank waits there.",
+        f"Share of each phase in a step: {means_text}.",
         data,
         layout(
             yaxis={"range": [0, 100], "ticksuffix": "%", "fixedrange": True},
@@ -134,7 +134,7 @@ def phases_over_steps(run: RunFacts) -> Figure | None:
 
 
 def phases_by_rank(run: RunFacts) -> Figure | None:
-    """Mean time of each phase, a bar a rank."""
+    """Chart the mean time of each phase, one bar per rank."""
     ranks = [rank for rank in run.ranks if rank.phases] or _rank_zero(run)
     if not ranks:
         return None
@@ -144,11 +144,11 @@ def phases_by_rank(run: RunFacts) -> Figure | None:
     scale, unit = time_unit(max(totals.values()))
     names = list(dict.fromkeys(name for rank in shown for name in rank.phases))
     data = [_bar(name, at, shown, scale, unit) for at, name in enumerate(names)]
-    some = f"; the {MAX_BARS} slowest of {len(ranks)}" if len(ranks) > MAX_BARS else ""
+    some = f", the {MAX_BARS} slowest of {len(ranks)} ranks" if len(ranks) > MAX_BARS else ""
     return Figure(
         "phases-by-rank",
-        "A step, rank by rank",
-        f"mean {'seconds' if unit == 's' else 'milliseconds'} of each phase{some}",
+        "Phases by rank",
+        f"Mean {unit} of a step{some}. Look for a rank with long forward and backward.",
         "Mean time of a step by rank: "
         + listing([f"rank {rank.rank} {duration(totals[rank.rank])}" for rank in shown])
         + ".",

@@ -1,7 +1,7 @@
-"""The predicted step on a clock, and under it what was measured, on the same axis.
+"""Timeline chart: the predicted step above the measured one, on the same axis.
 
-A lane is a rank. In a predicted one tall bars are computing, half as tall ones messages, and thin
-ones waiting; a measured one has the phases alone, as a run does not say more of itself.
+A lane is a rank. In a predicted lane tall bars are computation, half as tall ones collectives, and
+thin ones waiting. A measured lane has phases alone, because a run logs nothing finer.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moesaic.facts.plan import ALL, RankSpan, RankTimeline
+from moesaic.facts.plan import ALL_BLOCKS, RankSpan, RankTimeline
 from moesaic.report.charts.figure import Figure, column, label, layout, phase_colour
 from moesaic.report.prediction import Prediction
 from moesaic.report.wording import listing, time_unit, timing
 
 _TALL = 0.72
-_HEIGHTS = {"computing": _TALL, "waiting": 0.08, "messages": _TALL / 2}
-"""Of a lane, by what the time goes to."""
+_HEIGHTS = {"computation": _TALL, "waiting": 0.08, "collectives": _TALL / 2}
+"""Height of a bar in its lane, by kind of work."""
 
 
 class _Bar(NamedTuple):
@@ -27,31 +27,31 @@ class _Bar(NamedTuple):
     start_s: float
     seconds: float
     height: float
-    what: str
-    """What it is, for who points at it."""
+    hover: str
+    """Text of the tooltip."""
 
 
 class _Lane(NamedTuple):
     name: str
     bars: list[_Bar]
     step_s: float
-    """When it is over."""
+    """End of the step."""
 
 
 def step(found: Prediction) -> Figure | None:
-    """The lanes of the prediction above that of the run; None where no timeline was predicted."""
-    told = found.predicted.timeline
-    if not told:
+    """Chart the predicted lanes above the measured one; None if no timeline was predicted."""
+    timeline = found.predicted.timeline
+    if not timeline:
         return None
-    lanes = [_predicted(at, one) for at, one in enumerate(told)]
-    lanes.append(_measured(len(told), found))
+    lanes = [_predicted(at, rank) for at, rank in enumerate(timeline)]
+    lanes.append(_measured(len(timeline), found))
     scale, unit = time_unit(max(lane.step_s for lane in lanes))
     return Figure(
         "step-timeline",
-        "A step on a clock",
-        "predicted, that is computed: tall computing, half as tall messages, thin waiting, and "
-        "what follows the first micro-batch added up by phase; measured: medians of phases",
-        f"Timeline of a step. {_told(lanes)}.",
+        "Timeline of a step",
+        "Tall bars compute, half bars communicate, thin bars wait. Compare the lengths of the "
+        "predicted and the measured lane.",
+        f"Timeline of a step. {_alt(lanes)}.",
         _traces(lanes, found.phases(), scale),
         layout(
             barmode="overlay", hovermode="closest", bargap=0,
@@ -67,24 +67,24 @@ def step(found: Prediction) -> Figure | None:
     )  # fmt: skip
 
 
-def _predicted(at: int, told: RankTimeline) -> _Lane:
+def _predicted(at: int, rank: RankTimeline) -> _Lane:
     now, bars = 0.0, []
-    for span in told.spans:
-        for what, seconds in _parts(span):
-            words = f"{_block(span)}, {span.phase}: {what}"
-            bars.append(_Bar(at, span.phase, now, seconds, _HEIGHTS[what], words))
+    for span in rank.spans:
+        for kind, seconds in _kinds(span):
+            hover = f"{_block(span)}, {span.phase}: {kind}"
+            bars.append(_Bar(at, span.phase, now, seconds, _HEIGHTS[kind], hover))
             now += seconds
-    return _Lane(f"predicted, rank {told.rank}", bars, told.seconds)
+    return _Lane(f"predicted, rank {rank.rank}", bars, rank.seconds)
 
 
-def _parts(span: RankSpan) -> Iterator[tuple[str, float]]:
-    """What a span consists of, in the order in which it comes."""
-    parts = zip(_HEIGHTS, (span.computing_s, span.waiting_s, span.messages_s), strict=True)
-    return ((what, seconds) for what, seconds in parts if seconds)
+def _kinds(span: RankSpan) -> Iterator[tuple[str, float]]:
+    """Yield the kinds of work in a span, in order, with their seconds."""
+    kinds = zip(_HEIGHTS, (span.computing_s, span.waiting_s, span.collectives_s), strict=True)
+    return ((kind, seconds) for kind, seconds in kinds if seconds)
 
 
 def _block(span: RankSpan) -> str:
-    words = "all blocks" if span.block in (ALL, "step") else span.block
+    words = "all blocks" if span.block in (ALL_BLOCKS, "step") else span.block
     return words + (f" of {span.micro_batches:,} micro-batches" if span.micro_batches > 1 else "")
 
 
@@ -94,13 +94,13 @@ def _measured(at: int, found: Prediction) -> _Lane:
         bars.append(_Bar(at, phase, now, seconds, _TALL, f"{phase}: median, waiting included"))
         now += seconds
     rest = found.measured.step_s - now
-    if rest > 0:  # Between the phases; and medians need not add up.
-        bars.append(_Bar(at, "other", now, rest, _HEIGHTS["waiting"], "other: in no phase"))
+    if rest > 0:  # Time between phases; also, medians do not add up.
+        bars.append(_Bar(at, "other", now, rest, _HEIGHTS["waiting"], "other: outside of phases"))
     return _Lane("measured, rank 0", bars, found.measured.step_s)
 
 
 def _traces(lanes: list[_Lane], phases: list[str], scale: float) -> list[dict[str, Any]]:
-    """One for each phase, through all lanes."""
+    """Return one trace per phase, through all lanes."""
     bars = [bar for lane in lanes for bar in lane.bars]
     names = dict.fromkeys([*phases, *(bar.phase for bar in bars)])
     return [
@@ -116,7 +116,7 @@ def _trace(name: str, colour: str, bars: list[_Bar], scale: float) -> dict[str, 
         "base": column(np.array([bar.start_s / scale for bar in bars])),
         "x": column(np.array([bar.seconds / scale for bar in bars])),
         "text": [
-            f"{label(bar.what)}<br><b>{timing(bar.seconds)}</b> from {timing(bar.start_s)} on"
+            f"{label(bar.hover)}<br><b>{timing(bar.seconds)}</b> from {timing(bar.start_s)}"
             for bar in bars
         ],
         "textposition": "none", "hovertemplate": "%{text}<extra></extra>",
@@ -124,7 +124,7 @@ def _trace(name: str, colour: str, bars: list[_Bar], scale: float) -> dict[str, 
     }  # fmt: skip
 
 
-def _told(lanes: list[_Lane]) -> str:
+def _alt(lanes: list[_Lane]) -> str:
     parts = []
     for lane in lanes:
         spent: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Findings in words: what a person should know of a run and could do about it."""
+"""Findings: what happened in a run, where, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ORDER: dict[Severity, int] = {"problem": 0, "warning": 1, "note": 2}
 
 
 def find(run: RunFacts) -> list[Finding]:
-    """Every finding of `run`, the gravest first."""
+    """Return every finding of `run`, most severe first."""
     candidates = [
         learning.not_a_number(run.steps),
         learning.stopped(run),

@@ -1,4 +1,4 @@
-"""What stands out in the routing of tokens: dead experts, hot experts, drops, flips."""
+"""Findings on routing: dead experts, hot experts, dropped assignments, and replay mismatches."""
 
 from __future__ import annotations
 
@@ -14,53 +14,58 @@ from moesaic.report.log import Steps
 from moesaic.report.wording import count, listing, percent, plural, stretch, three
 
 DEAD = 0.05
-"""Share of an even load under which an expert counts as dead."""
+"""Share of an even load below which an expert is dead."""
 HOT = 2.0
-"""Multiple of an even load over which an expert counts as hot."""
+"""Multiple of an even load above which an expert is hot."""
 ENOUGH = 20
-"""Tokens an expert on average; with fewer, chance alone makes experts dead or hot."""
+"""Mean tokens per expert below which chance alone makes experts dead or hot."""
 
 Settings = Callable[[str], Any]
-"""The value of a dotted key of the job, or None."""
+"""Lookup of a dotted key of the job; None if it is absent."""
 
 
 @dataclass(frozen=True)
 class Extreme:
-    """An expert far from its even share in the last quarter of recorded steps."""
+    """Dead or hot expert in the last quarter of recorded steps."""
 
     layer: int
+    """Layer of the expert."""
     expert: int
+    """Index of the expert in its layer."""
     utilisation: float
+    """Load over the even share."""
 
 
 def dead_experts(loads: Loads) -> list[Extreme]:
-    """Experts under `DEAD`, by layer and expert."""
+    """Return the experts under `DEAD`, by layer and expert."""
     return _where(loads, loads.recent_utilisation() < DEAD)
 
 
 def hot_experts(loads: Loads) -> list[Extreme]:
-    """Experts over `HOT`, the hottest first."""
+    """Return the experts over `HOT`, hottest first."""
     found = _where(loads, loads.recent_utilisation() > HOT)
     return sorted(found, key=lambda extreme: -extreme.utilisation)
 
 
 def dead(loads: Loads | None, setting: Settings) -> Finding | None:
-    """Dead experts, in one finding."""
+    """Report the dead experts."""
     found = dead_experts(loads) if loads else []
     if not loads or not found:
         return None
     if len(found) == 1:
         title = f"Expert {found[0].expert} of layer {found[0].layer} is dead"
-        text = f"It took {percent(found[0].utilisation)} of an even share over {_recent(loads)}"
-        whose, they = "its", "it stays"
+        text = f"It received {percent(found[0].utilisation)} of an even share in {_recent(loads)}"
+        subject = "it stays"
     else:
         title = f"{plural(len(found), 'expert')} are dead"
-        text = f"Under {DEAD:.0%} of an even share over {_recent(loads)}: {_by_layer(found)}"
-        whose, they = "their", "they stay"
+        text = (
+            f"They received under {DEAD:.0%} of an even share in {_recent(loads)}: "
+            f"{_by_layer(found)}"
+        )
+        subject = "they stay"
     text += (
-        f". The optimizer carries {whose} weights along but hardly trains them: "
-        f"{_balance(setting)} If {they} dead, a smaller model.experts would do as well in less "
-        "memory."
+        f". Dead experts take memory and hardly train. To revive them, {_spread_load(setting)} "
+        f"If {subject} dead, use a smaller model.experts."
     )
     return Finding("dead_experts", "warning", title, text)
 
@@ -68,62 +73,64 @@ def dead(loads: Loads | None, setting: Settings) -> Finding | None:
 def hot(
     loads: Loads | None, setting: Settings, plan: Mapping[str, Any] | None = None
 ) -> Finding | None:
-    """Hot experts, in one finding; the plan says where experts live."""
+    """Report the hot experts; the plan names their owner ranks."""
     found = hot_experts(loads) if loads else []
     if not loads or not found:
         return None
     top = found[0]
     worst = f"Expert {top.expert} of layer {top.layer}"
     title = f"{worst} is hot" if len(found) == 1 else f"{len(found):,} experts are hot"
-    holder = _home(top, setting, plan or {})
+    owner = _owner_rank(top, setting, plan or {})
     text = (
-        f"{'It' if len(found) == 1 else worst} took {three(top.utilisation)}x its even share over "
-        f"{_recent(loads)}. {_waiting(setting, holder)}"
+        f"{'It' if len(found) == 1 else worst} received {three(top.utilisation)}x its even share "
+        f"in {_recent(loads)}. {_effect(setting, owner)}"
     )
     if len(found) > 1:
-        text += f"Over {HOT:g}x in all: {_by_layer(found)}. "
-    text += f"To even it out, {_balance(setting)}"
-    if setting("routing.capacity") is None:
-        text += " Setting routing.capacity would bound its work, at the price of dropped tokens."
+        text += f"All over {HOT:g}x: {_by_layer(found)}. "
+    text += f"To spread the load, {_spread_load(setting)}"
+    if setting("routing.capacity_factor") is None:
+        text += " Or set routing.capacity_factor to bound its work; excess tokens are then dropped."
     return Finding("hot_experts", "warning", title, text)
 
 
 def drops(steps: Steps, setting: Settings) -> Finding | None:
-    """Assignments lost to capacity."""
+    """Report assignments that were dropped for capacity."""
     total = float(np.nansum(steps.dropped))
     if total <= 0:
         return None
     layers = (setting("model.layers") or 1) - (setting("model.dense_layers") or 0)
-    visits = (setting("model.top_k") or 1) * layers
+    assignments = (setting("model.top_k") or 1) * layers
     recent = slice(len(steps) - -(-len(steps) // 4), None)
     share, now = (
-        float(np.nansum(steps.dropped[part]) / max(np.nansum(steps.tokens[part]) * visits, 1.0))
+        float(
+            np.nansum(steps.dropped[part]) / max(np.nansum(steps.tokens[part]) * assignments, 1.0)
+        )
         for part in (slice(None), recent)
     )
-    capacity = setting("routing.capacity")
-    told = percent(share)
-    title = f"{told[0].upper()}{told[1:]} of assignments were dropped"
+    capacity = setting("routing.capacity_factor")
+    words = percent(share)
+    title = f"{words[0].upper()}{words[1:]} of assignments were dropped"
     text = (
-        f"{count(total)} times an expert was full and a token went on without it; in the last "
-        f"quarter of the run, {percent(now)}. Raise routing.capacity"
+        f"Full experts dropped {count(total)} assignments; in the last quarter of the run "
+        f"{percent(now)}. Raise routing.capacity_factor"
         f"{f' (now {capacity:g})' if isinstance(capacity, (int, float)) else ''}, or spread the "
-        f"load: {_balance(setting)}"
+        f"load: {_spread_load(setting)}"
     )
     return Finding("drops", "warning" if now >= 0.01 else "note", title, text)
 
 
 def flips(steps: Steps) -> Finding | None:
-    """Choices of the router that differ from the ones replayed."""
-    total = float(np.nansum(steps.flips))
+    """Report router choices that differ from the replayed ones."""
+    total = float(np.nansum(steps.num_replay_mismatches))
     if total <= 0:
         return None
-    rows = np.flatnonzero(steps.flips > 0)
+    rows = np.flatnonzero(steps.num_replay_mismatches > 0)
     first = int(steps.step[rows[0]])
     text = (
-        f"The router would have chosen otherwise {count(total)} times in "
-        f"{plural(len(rows), 'step')}, first at step {first:,}; the replayed choices were used. A "
-        "few come from rounding; many, from the first step on, mean that weights or data are not "
-        "those of the recorded run."
+        f"The router disagreed with the replayed choices {count(total)} times in "
+        f"{plural(len(rows), 'step')}, first at step {first:,}. The replayed choices were used. A "
+        "few come from rounding. If there are many from the first step on, compare weights and "
+        "data with the recorded run."
     )
     return Finding("flips", "note", "Routing differs from the recording", text)
 
@@ -151,40 +158,41 @@ def _by_layer(found: list[Extreme]) -> str:
     ) + (f"; and {plural(len(layers) - 8, 'more layer')}" if len(layers) > 8 else "")
 
 
-def _balance(setting: Settings) -> str:
+def _spread_load(setting: Settings) -> str:
+    """Return the setting that evens out the load, as the end of a sentence."""
     by_bias = setting("model.family") == "deepseek_v3"
-    key = "routing.bias_step" if by_bias else "routing.balance_loss"
+    key = "routing.bias_update_rate" if by_bias else "routing.balance_loss"
     value = setting(key)
     if not value:
-        return f"set {key}, to a hundredth for a start."
+        return f"set {key} = 0.01."
     now = f" (now {value:g})" if isinstance(value, (int, float)) else ""
     return f"raise {key}{now} by a factor of 2 to 10."
 
 
-def _waiting(setting: Settings, holder: str) -> str:
-    """What a hot expert makes of ranks."""
-    rank = f"The rank that holds it{holder}"
+def _effect(setting: Settings, owner: str) -> str:
+    """Return what a hot expert does to its owner rank."""
     if setting("balance.policy") in (None, "none"):
-        return f"{rank} works longest while the others wait. "
-    return (
-        f"{rank} would work longest while the others wait: copies on these (balance.policy) take "
-        "over what is too much, where that pays. "
-    )
+        return f"Its owner rank{owner} computes longest and the others wait. "
+    return f"Replicas (balance.policy) relieve its owner rank{owner} if they pay. "
 
 
-def _home(top: Extreme, setting: Settings, plan: Mapping[str, Any]) -> str:
-    """Which rank holds an expert, if that does not change; plans of old runs say no homes, which
-    then were in turn."""
+def _owner_rank(top: Extreme, setting: Settings, plan: Mapping[str, Any]) -> str:
+    """Name the owner rank of an expert, unless experts migrate.
+
+    Older plans have no expert placement: their experts lie in order.
+    """
     ep, experts, expert = setting("layout.ep"), setting("model.experts"), top.expert
     if not isinstance(ep, int) or not isinstance(experts, int) or ep < 2 or not experts:
         return ""
-    if setting("balance.rehome_every"):
+    if setting("balance.migrate_every"):
         return ""
-    rank, others = expert * ep // experts, plan.get("homes_of_layers")
-    homes = plan.get("homes")
-    if isinstance(others, dict):
-        homes = others.get(str(top.layer), homes)
-    if isinstance(homes, list):
-        held = [at for at, here in enumerate(homes) if isinstance(here, list) and expert in here]
-        rank = held[0] if held else rank
+    rank, by_layer = expert * ep // experts, plan.get("expert_placement_by_layer")
+    placement = plan.get("expert_placement")
+    if isinstance(by_layer, dict):
+        placement = by_layer.get(str(top.layer), placement)
+    if isinstance(placement, list):
+        owners = [
+            at for at, owned in enumerate(placement) if isinstance(owned, list) and expert in owned
+        ]
+        rank = owners[0] if owners else rank
     return f" (rank {rank} of its expert-parallel group)"

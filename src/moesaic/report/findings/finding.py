@@ -1,4 +1,4 @@
-"""One finding: a sentence that a person can act on."""
+"""One finding of a report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ Severity = Literal["problem", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, how grave it is, and what to do."""
+    """Event, severity and advice."""
 
     kind: str
     """Machine-readable name."""
     severity: Severity
-    """problem: figures or work are being lost. warning: worth a change. note: good to know."""
+    """problem: results or work are lost. warning: change something. note: good to know."""
     title: str
+    """Sentence on what happened, to which layer, rank or step."""
     text: str
+    """Numbers, and what to do: key and value."""

@@ -1,4 +1,4 @@
-"""What stands out in how a run learned and ended: broken figures, spikes, overfitting, a stop."""
+"""Findings on learning: NaN losses, skipped steps, spikes, overfitting, and how a run ended."""
 
 from __future__ import annotations
 
@@ -17,68 +17,72 @@ from moesaic.report.wording import listing, loss, percent, plural, three
 Floats = npt.NDArray[np.float64]
 
 _WINDOW = 24
-"""Steps before a step that say how much its loss may vary ..."""
+"""Earlier steps that estimate the noise of the loss."""
 _NEAR = 9
-"""... and the last of them that say what it should be."""
-_SPREADS = 8.0
-"""A spike is this many robust standard deviations over what it should be ..."""
-_RISE = 0.1
-"""... and this share of it."""
-_WORSE = 0.01
-"""Overfitting is a rise of the validation loss by this share ..."""
-_SIGMAS = 5.0
+"""Last steps of that window, whose median is the expected loss."""
+_SPIKE_SIGMAS = 8.0
+"""A spike exceeds the expected loss by this many robust standard deviations ..."""
+_SPIKE_RISE = 0.1
+"""... and by this share."""
+_OVERFIT_RISE = 0.01
+"""Overfitting raises the validation loss by this share ..."""
+_OVERFIT_SIGMAS = 5.0
 """... and by this many standard deviations of its noise."""
 _OFTEN = 0.05
-"""Share of skipped steps that is too large."""
+"""Share of skipped steps above which a note becomes a warning."""
 
 
 def not_a_number(steps: Steps) -> Finding | None:
-    """Losses that are infinite or no number."""
+    """Report losses that are NaN or infinite."""
     rows = np.flatnonzero(~np.isfinite(steps.loss) & ~(steps.skipped > 0))
     if not len(rows):
         return None
     step = int(steps.step[rows[0]])
     text = (
-        f"From step {step:,} on, {len(rows):,} of {len(steps):,} steps have no usable loss: the "
-        "weights after that are worthless. Resume from a checkpoint before it with a lower "
-        "optimizer.lr, a longer schedule.warmup or a smaller train.clip; where train.precision is "
-        "bf16, try fp32."
+        f"{len(rows):,} of {len(steps):,} steps from step {step:,} on have no finite loss, and "
+        "the weights after it are useless. Resume from an earlier checkpoint with a lower "
+        "optimizer.lr, a longer schedule.warmup or a smaller train.clip. If train.precision is "
+        '"bf16", try "fp32".'
     )
-    return Finding("not_a_number", "problem", f"The loss is not a number at step {step:,}", text)
+    return Finding(
+        "not_a_number", "problem", f"The loss diverged (NaN or infinite) at step {step:,}", text
+    )
 
 
 def skipped(steps: Steps) -> Finding | None:
-    """Steps of fp16 whose gradient overflowed."""
+    """Report fp16 steps that were skipped for an overflow."""
     rows = np.flatnonzero(steps.skipped > 0)
     if not len(rows):
         return None
     often = len(rows) > _OFTEN * len(steps)
     text = (
-        f"The last was step {int(steps.step[rows[-1]]):,}. Their gradients were beyond the range "
-        "of fp16: nothing was updated, and the scale of the loss halved each time; now it is "
-        f"{steps.loss_scale[-1]:g}. A few are how that scale is found, most of them at the start."
+        f"The last was step {int(steps.step[rows[-1]]):,}. Gradients overflowed fp16, the "
+        "optimizer did not run, and the loss scale halved each time; it is now "
+        f"{steps.loss_scale[-1]:g}. A few skips at the start are normal."
     )
     if often:
-        text += ' So many are not: lower optimizer.lr, or set train.precision = "bf16" or "fp32".'
-    title = f"{plural(len(rows), 'step')} of {len(steps):,} skipped for an overflow of fp16"
+        text += (
+            ' These are too many: lower optimizer.lr, or set train.precision = "bf16" or "fp32".'
+        )
+    title = f"{plural(len(rows), 'step')} of {len(steps):,} skipped for fp16 overflow"
     return Finding("skipped", "warning" if often else "note", title, text)
 
 
 def spike_rows(values: Floats) -> list[tuple[int, float]]:
-    """(row, median before it) of every value that leaps out; of neighbours, the highest."""
+    """Return (row, expected value) of every spike; of neighbours, the highest."""
     if len(values) <= _WINDOW:
         return []
     windows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW)[:-1]
     usual = np.median(windows[:, -_NEAR:], axis=1)
     over = values[_WINDOW:] - usual
-    # Differences see the noise of a loss that is still falling. A window is too short to be sure
-    # of it: the whole run's is the least that is assumed.
+    # Differences measure noise even while the loss falls. A window is short, so the noise of the
+    # whole run is the lower bound.
     jumps = np.abs(np.diff(values))
     general = jumps[np.isfinite(jumps)]
     local = np.median(np.abs(np.diff(windows, axis=1)), axis=1)
     spread = np.maximum(local, np.median(general) if len(general) else 0.0)
     spread *= 1.4826 / math.sqrt(2)
-    rows = np.flatnonzero((over > _SPREADS * spread) & (over > _RISE * np.abs(usual)))
+    rows = np.flatnonzero((over > _SPIKE_SIGMAS * spread) & (over > _SPIKE_RISE * np.abs(usual)))
     found: list[tuple[int, float]] = []
     last = -_WINDOW
     for row in rows.tolist():
@@ -92,30 +96,30 @@ def spike_rows(values: Floats) -> list[tuple[int, float]]:
 
 
 def spikes(steps: Steps, setting: Settings) -> Finding | None:
-    """Sudden rises of the training loss."""
+    """Report sudden rises of the training loss."""
     found = spike_rows(steps.loss)
     if not found:
         return None
     worst, usual = max(found, key=lambda pair: float(steps.loss[pair[0]]) - pair[1])
     where = listing([f"{int(steps.step[row]):,}" for row, _ in found], 8)
     text = (
-        f"At step {int(steps.step[worst]):,} it was {loss(float(steps.loss[worst]))}, "
-        f"just before {loss(usual)}"
+        f"It rose from {loss(usual)} to {loss(float(steps.loss[worst]))} at step "
+        f"{int(steps.step[worst]):,}"
     )
     norm, usual_norm = float(steps.grad_norm[worst]), middle(steps.grad_norm)
     if math.isfinite(norm):
-        text += f"; the gradient norm was {three(norm)} (median {three(usual_norm)})"
+        text += f", with gradient norm {three(norm)} (median {three(usual_norm)})"
     clip, rate = setting("train.clip"), setting("optimizer.lr")
-    text += ". One spike that heals is harmless. If they recur, lower optimizer.lr"
+    text += ". One spike that recovers is harmless. If spikes recur, lower optimizer.lr"
     text += f" (now {rate:g})" if isinstance(rate, (int, float)) else ""
     text += ", lengthen schedule.warmup, or "
     text += f"lower train.clip (now {clip:g})" if clip else "set train.clip = 1.0"
-    title = f"The loss leapt at {'step' if len(found) == 1 else 'steps'} {where}"
+    title = f"The loss spiked at {'step' if len(found) == 1 else 'steps'} {where}"
     return Finding("loss_spikes", "warning", title, text + ".")
 
 
 def overfitting(validations: list[Validation]) -> Finding | None:
-    """A validation loss that rises again, by more than its noise; medians of three passes count."""
+    """Report a validation loss that rises by more than its noise, in medians of three."""
     losses = np.array([validation.loss for validation in validations])
     if len(losses) < 6 or not np.isfinite(losses).all():
         return None
@@ -123,56 +127,56 @@ def overfitting(validations: list[Validation]) -> Finding | None:
     level, noise = np.median(threes, axis=1), _noise(losses)
     best = int(level.argmin())
     rise = float(level[-1] - level[best])
-    if len(level) - best < 3 or rise < max(_WORSE * level[best], _SIGMAS * noise):
+    if len(level) - best < 3 or rise < max(_OVERFIT_RISE * level[best], _OVERFIT_SIGMAS * noise):
         return None
     lowest = validations[best + int(losses[best : best + 3].argmin())]
     at = lowest.step
     text = (
         f"Validation loss was {loss(lowest.loss)} at step {at:,} and rose by about {loss(rise)} "
         f"({percent(rise / float(level[best]))}) by step {validations[-1].step:,}. "
-        f"Use the checkpoint nearest to step {at:,}; train on more text, for fewer steps, or with "
-        "more optimizer.weight_decay."
+        f"Use the checkpoint nearest to step {at:,}. Train on more data, for fewer train.steps, or "
+        "with a higher optimizer.weight_decay."
     )
     return Finding("overfitting", "warning", f"Overfitting since step {at:,}", text)
 
 
 def _noise(values: Floats) -> float:
-    """The standard deviation around a straight course, from second differences."""
+    """Return the standard deviation around a straight line, from second differences."""
     return float(1.4826 * np.median(np.abs(np.diff(values, 2))) / math.sqrt(6))
 
 
 def stopped(run: RunFacts) -> Finding | None:
-    """A run that fell silent before its end."""
+    """Report a run that stopped before its end."""
     if run.status != "stopped":
         return None
     planned = run.planned_steps
     goal = f" of {planned:,}" if planned else ""
     checkpoint = run.newest_checkpoint
-    text = "Its log has no end: the process was killed or crashed. "
+    text = "The log has no end event: the process was killed or crashed. "
     if run.ended:
-        text = f"It was {run.ended}. "
+        text = f"The run was {run.ended}. "
     if checkpoint is None:
         text += (
-            "No checkpoint was committed, so the work is lost. Look at the terminal or the "
-            "scheduler's log for the cause; set checkpoint.every for the next run."
+            "No checkpoint was committed, so the work is lost. Find the cause in the terminal or "
+            "the scheduler's log, and set checkpoint.every for the next run."
         )
     else:
         lost = run.last_step - checkpoint.step
         text += (
-            f"The newest committed checkpoint is of step {checkpoint.step:,}; resuming from it "
-            f"repeats {plural(lost, 'step')}."
+            f"Resume from the newest checkpoint, step {checkpoint.step:,}; it repeats "
+            f"{plural(lost, 'step')}."
         )
     return Finding("stopped", "problem", f"The run stopped at step {run.last_step:,}{goal}", text)
 
 
 def failed_saves(checkpoints: list[Checkpoint]) -> Finding | None:
-    """Checkpoints that could not be written."""
+    """Report checkpoints that failed."""
     failed = [checkpoint for checkpoint in checkpoints if checkpoint.state == "failed"]
     if not failed:
         return None
     where = listing([f"{checkpoint.step:,}" for checkpoint in failed])
     noun = "step" if len(failed) == 1 else "steps"
     error = failed[-1].error or "not recorded"
-    text = f"The last error was: {error}. Check space and rights on that disk."
-    title = f"{plural(len(failed), 'checkpoint')} could not be written ({noun} {where})"
+    text = f"The last error was: {error}. Check free space and permissions on that disk."
+    title = f"{plural(len(failed), 'checkpoint')} failed to write ({noun} {where})"
     return Finding("failed_saves", "problem", title, text)

@@ -1,4 +1,4 @@
-"""What stands out in where the time went: slow steps and the slowest phase."""
+"""Findings on speed: slow steps and the slowest phase."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from moesaic.report.series import middle
 from moesaic.report.wording import count, duration, listing, percent, plural
 
 SLOW = 2.0
-"""A step is slow at this multiple of the median."""
+"""Multiple of the median above which a step is slow."""
 _LOST = 0.01
-"""Slow steps are worth a word if they cost this share of the run."""
+"""Share of the run above which slow steps are reported."""
 
 _ADVICE: dict[str, tuple[Severity, str]] = {
     "data": (
         "warning",
-        "The ranks wait for text: put data.cache on a local disk, or shorten the documents.",
+        "The ranks wait for data: put data.cache on a local disk, or shorten the documents.",
     ),
-    "forward": ("note", "That is the model's own arithmetic."),
-    "backward": ("note", "That is the model's own arithmetic."),
+    "forward": ("note", "That is computation, not waiting."),
+    "backward": ("note", "That is computation, not waiting."),
     "pipeline": (
         "note",
-        "That is forward and backward of every micro-batch, and waiting for other parts, which is "
-        "a smaller share of it with more train.micro_batches.",
+        "It covers forward and backward of all micro-batches and the pipeline bubble. Raise "
+        "train.micro_batches to shrink the bubble.",
     ),
     "reduce": (
         "warning",
-        "Ranks wait for one another's gradients: a larger train.batch with more "
-        "train.micro_batches exchanges them less often; see below whether one rank is slower.",
+        "The ranks wait for gradients. Raise train.batch and train.micro_batches to reduce them "
+        "less often, and look for a slow rank under 'Phases by rank'.",
     ),
-    "clip": ("warning", "Reading the gradient norm waits for every rank: look for one slow rank."),
-    "optimizer": ("note", 'layout.shard = "all" shares the update out over the ranks.'),
-    "log": ("warning", "Raise log.loads_every, or switch off loggers that are not looked at."),
+    "clip": ("warning", "It waits for every rank: look for a slow rank under 'Phases by rank'."),
+    "optimizer": ("note", 'Set layout.dp_shard = "all" to shard the update over the ranks.'),
+    "log": ("warning", "Raise log.loads_every, or turn off loggers you do not read."),
 }  # fmt: skip
-_ELSE = "See the chart of phases for when it grew."
+_ELSE = "See 'Time by phase' for when it grew."
 
 
 def slow_steps(
     steps: Steps, parts: list[Part], checkpoints: list[Checkpoint], validations: list[Validation]
 ) -> Finding | None:
-    """Steps far longer than the median, with what they coincide with."""
+    """Report steps far above the median, and what they coincide with."""
     starts = {part.step + 1 for part in parts}
     warm = ~np.isin(steps.step, list(starts)) & np.isfinite(steps.step_s)
     if warm.sum() < 8:
@@ -56,8 +56,8 @@ def slow_steps(
         return None
     worst = int(rows[steps.step_s[rows].argmax()])
     text = (
-        f"They cost {duration(lost)} in all; the longest, step {int(steps.step[worst]):,}, took "
-        f"{duration(float(steps.step_s[worst]))} where {duration(median)} is usual."
+        f"They cost {duration(lost)} in total. The longest, step {int(steps.step[worst]):,}, took "
+        f"{duration(float(steps.step_s[worst]))}; the median is {duration(median)}."
     )
     phase = _grown_phase(steps, rows)
     text += f" Most of the excess is in '{phase}'." if phase else ""
@@ -69,7 +69,7 @@ def slow_steps(
 def slowest_phase(
     steps: Steps, device: str = "", setting: Callable[[str], Any] = lambda _: None
 ) -> Finding | None:
-    """The phase that takes most of a step on rank 0, the first aside, which pays for warming up."""
+    """Report the longest phase on rank 0; the first step is warmup and does not count."""
     later = slice(min(1, len(steps) - 1), None)
     totals = {name: float(np.nansum(seconds[later])) for name, seconds in steps.phases.items()}
     whole = sum(totals.values())
@@ -80,26 +80,28 @@ def slowest_phase(
     if name in ("forward", "backward"):
         advice = " ".join([advice, *_tips(device, setting)])
     text = (
-        f"{duration(totals[name] / len(steps.step[later]))} of every step, "
-        f"at {count(middle(steps.tokens_per_s))} tokens a second. {advice}"
+        f"It takes {duration(totals[name] / len(steps.step[later]))} of a step on rank 0, at "
+        f"{count(middle(steps.tokens_per_s))} tokens a second. {advice}"
     )
     title = f"'{name}' is the slowest phase: {percent(totals[name] / whole)} of a step"
     return Finding("slowest_phase", severity, title, text)
 
 
 def _tips(device: str, setting: Callable[[str], Any]) -> list[str]:
-    """What could make the arithmetic of a run faster, given its settings."""
+    """Return settings that could make computation faster."""
     precision = setting("train.precision")
     cpu, narrow = device.startswith("cpu"), precision in ("bf16", "fp16")
     tips = []
     if (setting("train.micro_batches") or 1) > 1:
-        tips.append("Larger micro-batches (fewer train.micro_batches) fill the device better.")
+        tips.append("Lower train.micro_batches: larger micro-batches use the device better.")
     if setting("train.recompute"):
-        tips.append("Without train.recompute, if memory allows, a step is about a quarter shorter.")
+        tips.append(
+            "If memory allows, turn off train.recompute: a step is about a quarter shorter."
+        )
     if narrow and cpu:
-        tips.append(f'Few CPUs are quick at {precision}: train.precision = "fp32" may be faster.')
+        tips.append(f'Few CPUs are fast at {precision}: try train.precision = "fp32".')
     if not narrow and not cpu:
-        tips.append('train.precision = "bf16" is faster where the device supports it.')
+        tips.append('Try train.precision = "bf16" if the device supports it.')
     return tips
 
 
@@ -125,13 +127,13 @@ def _coincidence(
 ) -> str:
     slow = {int(step) for step in steps.step[rows]}
     for noun, remedy, at in (
-        ("checkpoint", "saving every so often is the price; raise checkpoint.every to pay it less",
+        ("checkpoint", "raise checkpoint.every to save less often",
          {checkpoint.step for checkpoint in checkpoints}),
-        ("validation pass", "raise train.validate_every to pay for it less often",
+        ("validation pass", "raise train.validate_every to validate less often",
          {validation.step for validation in validations}),
     ):  # fmt: skip
         near = {step for step in slow if step in at or step - 1 in at}
         if len(near) > len(slow) / 2:
-            return f" {len(near)} of {len(slow)} stand at or just after a {noun}: {remedy}."
+            return f" {len(near)} of {len(slow)} come at or just after a {noun}: {remedy}."
     where = listing([f"{step:,}" for step in sorted(slow)], 5)
-    return f" They are steps {where}: look for other work on the machine at those times."
+    return f" These are steps {where}: look for other work on the machine at those times."

@@ -1,11 +1,11 @@
-"""Text to batches: tokenised once, packed, shuffled by a function of seed and sample index.
+"""Training data: text tokenised once, packed into samples, and shuffled by seed and sample index.
 
-`TextData.open` gives the samples of a job; a batch is any list of global sample indices, so the
-position in the data is one number and no rank's share of the work changes what is trained on.
+`TextData.open` returns the samples of a job. A batch is any list of global sample indices, so the
+position in the data is one number, and layouts train on the same samples.
 """
 
-from moesaic.train.data.batch import Batch, PackedSamples, Samples, documents_of
-from moesaic.train.data.textdata import TextData, check_text
+from moesaic.train.data.batch import Batch, PackedSamples, Samples, split_documents
+from moesaic.train.data.text_data import TextData, check_text
 
 __all__ = [
     "Batch",
@@ -13,5 +13,5 @@ __all__ = [
     "Samples",
     "TextData",
     "check_text",
-    "documents_of",
+    "split_documents",
 ]

@@ -1,10 +1,10 @@
-"""Samples of packed documents: cut from one stream of tokens, gathered a batch at a time.
+"""Samples of packed documents, cut from one token stream and gathered into batches.
 
-Sample i of a stream is its tokens [i * S, i * S + S] : S inputs and, one further, S targets. With
-`documents` packing every position carries the number of its document within the sample and its
-place in the part of that document that the sample holds, and the target after a document's last
-token is ignored. With `stream` packing a sample is one document. Everything is one gather over
-the batch; nothing loops over samples.
+Sample i of a stream is its tokens [i * S, i * S + S], S inputs and, shifted by one, S targets. With
+`documents` packing, each position has the number of its document within the sample. It also has its
+index in the part of the document that the sample holds. The target after a document's last token is
+ignored. With `stream` packing, a sample is one document. A batch is one gather without a loop over
+samples.
 """
 
 from __future__ import annotations
@@ -18,58 +18,62 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.nn.loss import IGNORED
+from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.train.data.corpus import Corpus
-from moesaic.train.data.order import Order
+from moesaic.train.data.shuffle import Shuffle
 
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples of S tokens, by row."""
+    """Batch of B samples of S tokens."""
 
     samples: Tensor
-    """int64 [B]: global sample indices."""
+    """Global sample indices, int64 [B]."""
     inputs: Tensor
-    """int64 [B, S]: token ids."""
+    """Token ids, int64 [B, S]."""
     targets: Tensor
-    """int64 [B, S]: the token after each input; -100 where there is nothing to learn."""
+    """Token after each input, int64 [B, S]; -100 where nothing is trained."""
     documents: Tensor
-    """int32 [B, S]: number of the document within the sample, from 0 upwards."""
+    """Document number within the sample, from 0, int32 [B, S]."""
     positions: Tensor
-    """int64 [B, S]: place within the part of the document that the sample holds."""
+    """Index within the part of the document that the sample holds, int64 [B, S]."""
 
 
-def documents_of(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
-    """The documents of one sample: the tokens of each, and which of them are targets."""
-    every, inputs, targets = batch.documents[row], batch.inputs[row], batch.targets[row]
-    for number in range(int(every.max()) + 1):
-        given, asked = inputs[every == number].tolist(), targets[every == number].tolist()
-        counted = [False, *(target != IGNORED for target in asked)]
-        # The last input's target is a token of the document too, unless it is another's.
-        tokens = [*given, asked[-1]] if counted[-1] else given
-        yield tokens, counted[: len(tokens)]
+def split_documents(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yield the documents of one sample: the tokens of each, and a flag per token that is a
+    target."""
+    documents, inputs, targets = batch.documents[row], batch.inputs[row], batch.targets[row]
+    for number in range(int(documents.max()) + 1):
+        input_ids, target_ids = (
+            inputs[documents == number].tolist(),
+            targets[documents == number].tolist(),
+        )
+        is_target = [False, *(target != IGNORE_INDEX for target in target_ids)]
+        # The last input's target belongs to the document too, unless it is ignored.
+        tokens = [*input_ids, target_ids[-1]] if is_target[-1] else input_ids
+        yield tokens, is_target[: len(tokens)]
 
 
 class Samples(Protocol):
-    """An endless sequence of samples over a finite text."""
+    """Endless sequence of samples over a finite text."""
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples per epoch."""
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
-        """The samples of the global `indices`: shuffled anew each epoch, or in the text's order."""
+        """Return the samples of the global `indices`, shuffled anew each epoch or in text order."""
 
 
-class Stream(NamedTuple):
-    """Chosen documents of a corpus, one after another, as one sequence of tokens."""
+class TokenStream(NamedTuple):
+    """Selected documents of a corpus, concatenated into one token sequence."""
 
     tokens: NDArray[Any]
     bounds: Integers
-    """Document d spans [bounds[d], bounds[d + 1]) of the stream."""
-    shifts: Integers | None
-    """What to add to a place in document d for its place in `tokens`; None: nothing."""
+    """Start of each document and end of the stream; document d spans [bounds[d], bounds[d + 1])."""
+    offsets: Integers | None
+    """Number to add to a position in document d for its index in `tokens`; None for zeros."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,40 +81,40 @@ class Stream(NamedTuple):
         return int(self.bounds[-1])
 
 
-def make_stream(corpus: Corpus, chosen: NDArray[np.bool_] | None = None) -> Stream:
-    """The documents of `corpus` for which `chosen` is true, in order; None chooses all."""
-    if chosen is None:
-        return Stream(corpus.tokens, corpus.bounds, None)
-    starts = corpus.bounds[:-1][chosen]
+def make_token_stream(corpus: Corpus, selected: NDArray[np.bool_] | None = None) -> TokenStream:
+    """Return the documents of `corpus` for which `selected` is true, in order; None selects all."""
+    if selected is None:
+        return TokenStream(corpus.tokens, corpus.bounds, None)
+    starts = corpus.bounds[:-1][selected]
     bounds = np.zeros(len(starts) + 1, np.int64)
-    np.cumsum(np.diff(corpus.bounds)[chosen], out=bounds[1:])
-    return Stream(corpus.tokens, bounds, starts - bounds[:-1])
+    np.cumsum(np.diff(corpus.bounds)[selected], out=bounds[1:])
+    return TokenStream(corpus.tokens, bounds, starts - bounds[:-1])
 
 
 class PackedSamples:
-    """`Samples` cut from a stream."""
+    """`Samples` cut from a token stream."""
 
     def __init__(
-        self, stream: Stream, sequence: int, packing: Literal["documents", "stream"], seed: int
+        self, stream: TokenStream, sequence: int, packing: Literal["documents", "stream"], seed: int
     ) -> None:
         self._stream, self._sequence, self._packing = stream, sequence, packing
         self._length = max(0, stream.num_tokens - 1) // sequence
-        self._order = Order(max(1, self._length), seed)
+        self._shuffle = Shuffle(max(1, self._length), seed)
 
     def __len__(self) -> int:
-        """See `Samples`."""
+        """Return the number of samples per epoch."""
         return self._length
 
     def batch(self, indices: Sequence[int], *, shuffled: bool = True) -> Batch:
-        """See `Samples`."""
+        """Return the samples of the global `indices`; see `Samples`."""
         samples = np.asarray(indices, np.int64).reshape(-1)
         if len(samples) and (samples.min() < 0 or (not shuffled and samples.max() >= self._length)):
             raise IndexError(f"samples {samples.min()} to {samples.max()} of {self._length}")
-        windows = self._order(samples) if shuffled else samples
+        windows = self._shuffle(samples) if shuffled else samples
         tokens, documents, positions = self._gather(windows)
-        targets = tokens[:, 1:].copy()  # inputs share the memory
+        targets = tokens[:, 1:].copy()  # Inputs share the memory.
         if self._packing == "documents":
-            targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
+            targets[documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
         else:
             documents = np.zeros_like(documents)
             positions = np.broadcast_to(np.arange(self._sequence + 1), documents.shape)
@@ -123,31 +127,32 @@ class PackedSamples:
         )
 
     def _gather(self, windows: Integers) -> tuple[Integers, Integers, Integers]:
-        """Tokens, documents and positions [B, S + 1] of the samples number `windows`."""
+        """Return tokens, documents and positions [B, S + 1] of the samples number `windows`."""
         width, bounds = self._sequence + 1, self._stream.bounds
         begins = windows * self._sequence
         first = np.searchsorted(bounds, begins, side="right") - 1
         last = np.searchsorted(bounds, begins + self._sequence, side="right") - 1
-        # A part is what one sample holds of one document; `row` is its sample.
-        row, number = enumerate_parts(last - first + 1)
+        # A part is the piece of one document in one sample; `row` is its sample.
+        row, number = enumerate_segments(last - first + 1)
         document = first[row] + number
         start = np.maximum(bounds[document], begins[row])
         stop = np.minimum(bounds[document + 1], begins[row] + width)
-        part, position = enumerate_parts(stop - start)
-        if self._stream.shifts is not None:
-            start = start + self._stream.shifts[document]
+        part, position = enumerate_segments(stop - start)
+        if self._stream.offsets is not None:
+            start = start + self._stream.offsets[document]
         tokens = self._stream.tokens[start[part] + position].astype(np.int64)
         shape = (len(windows), width)
         return tokens.reshape(shape), number[part].reshape(shape), position.reshape(shape)
 
 
-def enumerate_parts(counts: Integers) -> tuple[Integers, Integers]:
-    """For counts (2, 3): owners (0, 0, 1, 1, 1) and numbers (0, 1, 0, 1, 2)."""
+def enumerate_segments(counts: Integers) -> tuple[Integers, Integers]:
+    """Return the segment and the index within it of each element: counts (2, 3) give (0, 0, 1, 1,
+    1) and (0, 1, 0, 1, 2)."""
     owners = np.repeat(np.arange(len(counts)), counts)
     before = np.cumsum(counts) - counts
     return owners, np.arange(len(owners)) - before[owners]
 
 
 def to_tensor(values: NDArray[Any]) -> Tensor:
-    """`values` in memory of their own."""
+    """Return a tensor with a copy of `values`."""
     return torch.from_numpy(values.copy())

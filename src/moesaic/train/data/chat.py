@@ -1,13 +1,14 @@
-"""Conversations: from JSON lines or Parquet to tokens, and to which of them a model learns to say.
+"""Conversations: from JSON lines or Parquet to tokens with a loss mask.
 
-A line or row holds one conversation, in one of three forms:
+A line or row holds one conversation, in one of three formats:
 
     {"messages": [{"role": "user", "content": ...}, ...]}
     {"conversations": [{"from": "human", "value": ...}, ...]}
     {"prompt": ..., "completion": ...}
 
-Beside it may lie `tools`, what the assistant may call. The tokenizer's own chat template writes
-all that, and says what of it the assistant speaks. A token counts if it holds some of that.
+It may also hold `tools`, the functions that the assistant may call. The tokenizer's chat template
+renders a conversation and marks the assistant's text. A token is trained if it contains some of
+this text.
 """
 
 from __future__ import annotations
@@ -25,131 +26,147 @@ from numpy.typing import NDArray
 from moesaic.base import keys
 from moesaic.base.errors import DataError
 from moesaic.facts.job import DataConfig
-from moesaic.models.calls import CALLS, function_of
 from moesaic.models.tokenizer import FileTokenizer, Tokenizer
+from moesaic.models.tool_calls import TOOL_CALLS, function_of
 from moesaic.train.data.text import TextSource, read_records
 
 if TYPE_CHECKING:
-    from moesaic.models.chat import Span
+    from moesaic.models.chat import TextSpan
 
-FORMS = ("messages", "conversations", "prompt")
-"""The key by which each form is known; the first that a line has goes."""
-COLUMNS = (*FORMS, "completion", "tools", "functions")
+CHAT_FORMATS = ("messages", "conversations", "prompt")
+"""Key of each format; the first one that a line has decides."""
+CHAT_COLUMNS = (*CHAT_FORMATS, "completion", "tools", "functions")
 ROLES = ("system", "user", "assistant", "tool")
-OTHER_NAMES = {"human": "user", "gpt": "assistant"}
-_NEAR = 20
-"""Characters that are shown before one that is wrong."""
+ROLE_ALIASES = {"human": "user", "gpt": "assistant"}
+_SHOWN_CHARACTERS = 20
+"""Characters shown before a wrong one in an error message."""
 
-FORMER_NAMES = {"function": "tool", "developer": "system"}
-"""What others call roles, where more than the name may differ."""
-READING = 6
-"""Goes up when the same line comes to mean other tokens, or none."""
+DEPRECATED_ROLES = {"function": "tool", "developer": "system"}
+"""Current names of deprecated roles, whose messages may differ in more than the name."""
+ENCODING_VERSION = 6
+"""Version of the encoding, to raise whenever the same line gives other tokens or an error."""
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
 
-class Talk(NamedTuple):
-    """One conversation, written by the template."""
+class Conversation(NamedTuple):
+    """Conversation rendered by the template."""
 
     text: str
-    spans: list[Span]
-    """Where in it the assistant speaks."""
-    form: str
+    assistant_spans: list[TextSpan]
+    """Spans of `text` that the assistant wrote."""
+    chat_format: str
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """Documents as tokens."""
 
     tokens: NDArray[Any]
-    """All ids, one document after another."""
+    """Token ids of all documents, concatenated."""
     lengths: NDArray[np.int64]
-    """How many each document has."""
-    counted: NDArray[np.bool_] | None
-    """Which tokens are to be learnt; None: all."""
+    """Tokens per document."""
+    loss_mask: NDArray[np.bool_] | None
+    """True for tokens that are trained; None for all."""
 
 
-class Chat:
-    """How conversations become tokens."""
+class ChatEncoder:
+    """Encoder of conversations into tokens."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        from moesaic.models.chat import ChatTemplate  # Brings Jinja along, which other runs spare.
+        # It imports Jinja, which other runs do not need.
+        from moesaic.models.chat import ChatTemplate
 
         assert isinstance(tokenizer, FileTokenizer), "data.format = chat refuses bytes"
-        self._tokenizer, self._ends, self._system = tokenizer, tokenizer.added(), config.system
-        self._template = ChatTemplate(
-            Path(tokenizer.name).expanduser(), "choose another data.tokenizer", clock=False
+        self._tokenizer, self._end_tokens, self._system = (
+            tokenizer,
+            tokenizer.added_token_texts(),
+            config.system,
         )
-        stated = f"{READING} {self._template.digest} {self._system!r}"
-        self.digest = hashlib.sha256(stated.encode()).hexdigest()
-        """Hash of all that decides the tokens of a conversation, the tokenizer aside."""
+        self._template = ChatTemplate(
+            Path(tokenizer.name).expanduser(), "choose another data.tokenizer", has_clock=False
+        )
+        identity = f"{ENCODING_VERSION} {self._template.digest} {self._system!r}"
+        self.digest = hashlib.sha256(identity.encode()).hexdigest()
+        """Hash of everything besides the tokenizer that determines a conversation's tokens."""
 
-    def read(self, source: TextSource) -> Iterator[Talk]:
-        """The conversations of `source`, in the order of its lines."""
+    def read(self, source: TextSource) -> Iterator[Conversation]:
+        """Yield the conversations of `source`, in line order."""
         for file in source.files:
-            for where, record in read_records(file, COLUMNS):
-                form, messages = read_messages(record, where)
+            for where, record in read_records(file, CHAT_COLUMNS):
+                chat_format, messages = read_messages(record, where)
                 tools = read_tools(record, where)
                 check_calls(messages, tools, where)
                 if self._system is not None and messages[0]["role"] != "system":
                     messages = [{"role": "system", "content": self._system}, *messages]
-                yield self._write(form, messages, tools, where)
+                yield self._apply_template(chat_format, messages, tools, where)
 
-    def _write(
-        self, form: str, messages: list[Message], tools: list[Tool] | None, where: str
-    ) -> Talk:
+    def _apply_template(
+        self, chat_format: str, messages: list[Message], tools: list[Tool] | None, where: str
+    ) -> Conversation:
         try:
-            text, spans = self._template.answers(messages, self._ends, tools)
+            text, spans = self._template.render_with_answers(messages, self._end_tokens, tools)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-        _refuse_torn(text, where)
+        _check_surrogates(text, where)
         if not spans:
             raise DataError(
                 f"{where}: the chat template of '{self._tokenizer.name}' marks nothing of this "
-                "conversation as said by the assistant: mend its {% generation %} marks"
+                "conversation as written by the assistant: mend its {% generation %} marks"
             )
-        return Talk(text, spans, form)
+        return Conversation(text, spans, chat_format)
 
-    def encode(self, talks: Sequence[Talk]) -> Encoded:
-        """`talks` as tokens."""
-        rows = self._tokenizer.encode_places([talk.text for talk in talks])
-        counted = [_overlap(row[1], talk.spans) for row, talk in zip(rows, talks, strict=True)]
-        return Encoded(
-            np.concatenate([np.array(ids, np.uint32) for ids, _ in rows]),
-            np.array([len(ids) for ids, _ in rows], np.int64),
-            np.concatenate(counted),
+    def encode(self, conversations: Sequence[Conversation]) -> EncodedDocuments:
+        """Return `conversations` as tokens."""
+        encoded = self._tokenizer.encode_with_offsets(
+            [conversation.text for conversation in conversations]
+        )
+        loss_masks = [
+            _tokens_in_spans(row[1], conversation.assistant_spans)
+            for row, conversation in zip(encoded, conversations, strict=True)
+        ]
+        return EncodedDocuments(
+            np.concatenate([np.array(ids, np.uint32) for ids, _ in encoded]),
+            np.array([len(ids) for ids, _ in encoded], np.int64),
+            np.concatenate(loss_masks),
         )
 
 
-def _overlap(places: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which of the tokens at `places` hold some of `spans`; the first follows nothing."""
-    starts, stops = np.array(places, np.int64).reshape(-1, 2).T
-    counted = np.zeros(len(places), np.bool_)
+def _tokens_in_spans(
+    token_spans: Sequence[TextSpan], spans: Sequence[TextSpan]
+) -> NDArray[np.bool_]:
+    """Return true for tokens at `token_spans` that overlap `spans`, except the first, which nothing
+    predicts."""
+    starts, stops = np.array(token_spans, np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(token_spans), np.bool_)
     for start, stop in spans:
-        counted |= (stops > start) & (starts < stop)
-    counted[:1] = False
-    return counted
+        mask |= (stops > start) & (starts < stop)
+    mask[:1] = False
+    return mask
 
 
 def read_messages(record: dict[str, Any], where: str) -> tuple[str, list[Message]]:
-    """The form of a line, and its messages in the words of templates."""
-    form = next((key for key in FORMS if key in record), None)
-    if form is None or (form == "prompt" and "completion" not in record):
+    """Return the format of a line and its messages in the templates' terms."""
+    chat_format = next((key for key in CHAT_FORMATS if key in record), None)
+    if chat_format is None or (chat_format == "prompt" and "completion" not in record):
         raise DataError(
             f"{where} holds no conversation but {', '.join(sorted(record)) or 'nothing'}: "
             "give it 'messages' (role, content), 'conversations' (from, value), or 'prompt' and "
             "'completion'"
         )
-    if form == "prompt":
-        pair = (("user", record["prompt"]), ("assistant", record["completion"]))
-        said: Any = [{"role": role, "content": text} for role, text in pair]
+    if chat_format == "prompt":
+        turns = (("user", record["prompt"]), ("assistant", record["completion"]))
+        entries: Any = [{"role": role, "content": text} for role, text in turns]
     else:
-        said = record[form]
-    if not isinstance(said, list) or not said:
+        entries = record[chat_format]
+    if not isinstance(entries, list) or not entries:
         raise DataError(
-            f"{where}: '{form}' holds {said!r:.80}, which is no list of messages: give it some"
+            f"{where}: '{chat_format}' holds {entries!r:.80}, which is no list of messages: "
+            "give it some"
         )
-    messages = [_message(one, f"{where}, message {i}") for i, one in enumerate(said, start=1)]
+    messages = [
+        _parse_message(entry, f"{where}, message {i}") for i, entry in enumerate(entries, start=1)
+    ]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(
@@ -161,70 +178,72 @@ def read_messages(record: dict[str, Any], where: str) -> tuple[str, list[Message
             f"{where} begins with an answer, and nothing was asked: put the user's message before "
             "it, or remove it"
         )
-    return form, messages
+    return chat_format, messages
 
 
 def check_calls(messages: Sequence[Message], tools: Sequence[Tool] | None, where: str) -> None:
-    """Refuse calls of what is not among `tools`, and results of what nobody called.
+    """Raise for calls of functions that are not in `tools`, and for results without a call.
 
-    Where nothing is said of tools, or calls stand in the text of answers, nothing is known of that.
+    Without tools, or with calls inside the text of answers, nothing can be checked.
     """
-    offered = {function_of(tool)["name"] for tool in tools or ()}
-    called, answered = list[Any](), False
+    offered_names = {function_of(tool)["name"] for tool in tools or ()}
+    call_ids, has_answer = list[Any](), False
     for number, message in enumerate(messages, start=1):
-        named, role = f"{where}, message {number}", message["role"]
-        for call in message.get(CALLS) or () if role == "assistant" else ():
+        label, role = f"{where}, message {number}", message["role"]
+        for call in message.get(TOOL_CALLS) or () if role == "assistant" else ():
             name = function_of(call)["name"]
-            if offered and name not in offered:
+            if offered_names and name not in offered_names:
                 raise DataError(
-                    f"{named} calls '{name}', which is not among 'tools' "
-                    f"({', '.join(sorted(offered))}): add it, or mend the call"
+                    f"{label} calls '{name}', which is not among 'tools' "
+                    f"({', '.join(sorted(offered_names))}): add it, or mend the call"
                 )
-            called.append(call.get("id"))
-        answered |= role == "assistant"
-        of = message.get("tool_call_id")
-        if role == "tool" and (not answered or not _known(of, called)):
-            what = "a result" if of is None else f"the result of tool_call_id = {of!r}"
+            call_ids.append(call.get("id"))
+        has_answer |= role == "assistant"
+        call_id = message.get("tool_call_id")
+        if role == "tool" and (not has_answer or not _matches_call(call_id, call_ids)):
+            described = (
+                "a result" if call_id is None else f"the result of tool_call_id = {call_id!r}"
+            )
             raise DataError(
-                f"{named} is {what}, and nobody called for it: put the assistant's call before it, "
-                "or remove it"
+                f"{label} is {described} without a call: put the assistant's call before it, or "
+                "remove it"
             )
 
 
-def _known(of: Any, called: Sequence[Any]) -> bool:
-    """Whether a result is that of one of the calls, as far as either says which it is."""
-    return of is None or not called or None in called or of in called
+def _matches_call(call_id: Any, call_ids: Sequence[Any]) -> bool:
+    """Return true if a result may belong to one of the calls; missing ids match anything."""
+    return call_id is None or not call_ids or None in call_ids or call_id in call_ids
 
 
 def read_tools(record: dict[str, Any], where: str) -> list[Tool] | None:
-    """What the assistant of a line may call; None where it does not say.
+    """Return the tools of a line, or None.
 
-    Text is taken for JSON: as columns, tables could not hold tools of unlike parameters.
+    Tools may be JSON text, because a table column cannot hold tools with different parameters.
     """
     tools = record.get("tools")
     if isinstance(tools, str):
-        with suppress(ValueError, RecursionError):  # Text that is no JSON is no list either.
+        with suppress(ValueError, RecursionError):  # Text that is not JSON is no list either.
             tools = json.loads(tools) if tools.strip() else None
     if record.get("functions"):
         raise DataError(f"{where} holds 'functions': write 'tools', which came in its place")
     if tools is None:
         return None
-    found = _objects(tools, f"{where}: 'tools'", "or its JSON, or none")
-    for number, tool in enumerate(found, start=1):
-        _function(tool, f"{where}, tool {number}")
-    return found
+    checked = _check_objects(tools, f"{where}: 'tools'", "or its JSON, or none")
+    for number, tool in enumerate(checked, start=1):
+        _check_function(tool, f"{where}, tool {number}")
+    return checked
 
 
-def _objects(value: Any, named: str, otherwise: str) -> list[dict[str, Any]]:
+def _check_objects(value: Any, label: str, remedy: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise DataError(
-            f"{named} holds {value!r:.80}, which is no list of objects: give it one, {otherwise}"
+            f"{label} holds {value!r:.80}, which is no list of objects: give it one, {remedy}"
         )
     return value
 
 
-def _function(one: dict[str, Any], where: str) -> dict[str, Any]:
-    """The function of a call or tool, which has a name; of what JSON knows, as templates ask."""
+def _check_function(one: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the named function of a call or tool; raise if it cannot be JSON."""
 
     def refuse(value: Any) -> None:
         raise DataError(f"{where} holds {value!r:.80}, which JSON does not know: give it as text")
@@ -246,46 +265,46 @@ def _function(one: dict[str, Any], where: str) -> dict[str, Any]:
     return function
 
 
-def _calls(value: Any, where: str) -> None:
-    """Refuse what are no calls of functions."""
-    found = _objects(value, f"{where}: '{CALLS}'", "or leave it out")
-    for number, call in enumerate(found, start=1):
-        named = f"{where}, call {number}"
-        function = _function(call, named)
+def _check_tool_calls(value: Any, where: str) -> None:
+    """Raise unless `value` is a list of function calls."""
+    calls = _check_objects(value, f"{where}: '{TOOL_CALLS}'", "or leave it out")
+    for number, call in enumerate(calls, start=1):
+        label = f"{where}, call {number}"
+        function = _check_function(call, label)
         arguments = function.get("arguments")
-        if arguments is None:  # As columns, tables do not tell what is null from what is missing.
-            raise DataError(f"{named} has no 'arguments': give {{}} if there are none")
-        holds = f"{named}: 'arguments' holds {arguments!r:.80}, which is"
+        if arguments is None:  # Tables cannot distinguish null from missing.
+            raise DataError(f"{label} has no 'arguments': give {{}} if there are none")
+        prefix = f"{label}: 'arguments' holds {arguments!r:.80}, which is"
         if not isinstance(arguments, (dict, str)):
-            raise DataError(f"{holds} neither an object nor text: give {{}} if there are none")
-        if isinstance(arguments, str) and not _is_object(arguments):
-            raise DataError(f"{holds} no object in JSON: mend it, or give {{}} if there are none")
+            raise DataError(f"{prefix} neither an object nor text: give {{}} if there are none")
+        if isinstance(arguments, str) and not _is_json_object(arguments):
+            raise DataError(f"{prefix} no object in JSON: mend it, or give {{}} if there are none")
 
 
-def _is_object(text: str) -> bool:
-    """Whether `text` is an object in JSON."""
+def _is_json_object(text: str) -> bool:
+    """Return true if `text` is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def _message(one: Any, where: str) -> Message:
+def _parse_message(one: Any, where: str) -> Message:
     if not isinstance(one, dict):
         raise DataError(f"{where} is no object: give it a role and content")
     rest = {key: value for key, value in one.items() if key not in ("from", "value")}
-    role, content = _role(one, where), one.get("content", one.get("value"))
+    role, content = _parse_role(one, where), one.get("content", one.get("value"))
     if one.get("function_call") is not None:
         raise DataError(
-            f"{where} holds 'function_call': write '{CALLS}', a list, which came in its place"
+            f"{where} holds 'function_call': write '{TOOL_CALLS}', a list, which came in its place"
         )
     if role == "assistant":
-        _refuse_left_out(one, where)
-    calls = one.get(CALLS)
+        _check_not_excluded(one, where)
+    calls = one.get(TOOL_CALLS)
     if calls and role != "assistant":
-        raise DataError(f"{where} is of role '{role}' and holds '{CALLS}': remove them")
+        raise DataError(f"{where} is of role '{role}' and holds '{TOOL_CALLS}': remove them")
     if calls:
-        _calls(calls, where)
+        _check_tool_calls(calls, where)
         if content is None:
             return {**rest, "role": role}
     if not isinstance(content, str):
@@ -297,36 +316,37 @@ def _message(one: Any, where: str) -> Message:
     return {**rest, "role": role, "content": content}
 
 
-def _role(one: Message, where: str) -> str:
-    """Whose a message is, in the words of templates."""
+def _parse_role(one: Message, where: str) -> str:
+    """Return the role of a message in the templates' terms."""
     role = one.get("role", one.get("from"))
-    role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
-    if isinstance(role, str) and role in FORMER_NAMES:
-        raise DataError(f"{where} is of role '{role}': write '{FORMER_NAMES[role]}'")
+    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str) and role in DEPRECATED_ROLES:
+        raise DataError(f"{where} is of role '{role}': write '{DEPRECATED_ROLES[role]}'")
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(
-            f"{where} is of role {role!r}: write {keys.listed(list(ROLES))} (or "
-            f"{keys.listed(list(OTHER_NAMES))})"
+            f"{where} is of role {role!r}: write {keys.join_words(list(ROLES))} (or "
+            f"{keys.join_words(list(ROLE_ALIASES))})"
         )
     return role
 
 
-def _refuse_torn(text: str, where: str) -> None:
-    """Raise for halves of a character, which have no bytes."""
+def _check_surrogates(text: str, where: str) -> None:
+    """Raise for unpaired surrogates, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        near = text[max(0, error.start - _NEAR) : error.start + 1]
+        shown = text[max(0, error.start - _SHOWN_CHARACTERS) : error.start + 1]
         raise DataError(
-            f"{where} holds half of a character, at the end of {near!r}: write the character, or "
+            f"{where} holds half of a character, at the end of {shown!r}: write the character, or "
             "remove the half"
         ) from None
 
 
-def _refuse_left_out(message: Message, where: str) -> None:
-    """Raise for an answer that other programs would not learn."""
+def _check_not_excluded(message: Message, where: str) -> None:
+    """Raise for an answer that other programs would exclude from training."""
     for key in ("weight", "train"):
-        if message.get(key, 1) not in (1, None):  # As a number or a truth; 0.5 of it is not learnt.
+        # A number or a boolean; fractional weights are not supported.
+        if message.get(key, 1) not in (1, None):
             raise DataError(
                 f"{where} is an answer with '{key}' = {message[key]!r}, and all answers are learnt "
                 "here: let the user say it, or remove the key"

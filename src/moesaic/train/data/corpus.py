@@ -1,10 +1,10 @@
-"""Text as token ids on disk: tokenised once, then mapped into memory by every rank and run.
+"""Token cache: text tokenised once, then memory-mapped by every rank and run.
 
-A corpus is a directory of the cache: `tokens.bin` (all documents, one after another), `bounds.bin`
-(where each begins, and the end), `corpus.json` (what they are), and of conversations `counted.bin`
-(which tokens are to be learnt). Its name is a hash of the files, their sizes and times, the
-tokenizer and the column or the chat template. It is written under another name and renamed
-when whole; a lock keeps two writers of one machine apart.
+A corpus is a directory of the cache: `tokens.bin` (all documents, concatenated), `bounds.bin`
+(start of each, and the end) and `corpus.json` (metadata). Conversations also have `counted.bin`,
+their loss mask. The directory's name is a hash of the files, their sizes and times, the tokenizer,
+and the column or chat template. It is written under another name and renamed when complete; a lock
+serialises writers on one machine.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.base.errors import DataError, StoreError
-from moesaic.base.lock import Held, leave, locked
-from moesaic.base.tensorfile import sync_directory
+from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
+from moesaic.base.safetensors_file import sync_directory
 from moesaic.models.tokenizer import Tokenizer
-from moesaic.train.data.chat import Chat, Encoded
+from moesaic.train.data.chat import ChatEncoder, EncodedDocuments
 from moesaic.train.data.text import TextSource, fingerprint, read_text
 
 FORMAT = 1
 DEFAULT_CACHE = "~/.cache/moesaic/tokens"
 
 T = TypeVar("T")
-Beat = Callable[[int, int], None]
-"""Told of (documents, tokens) done so far, again and again."""
+ProgressCallback = Callable[[int, int], None]
+"""Callback that receives the documents and tokens done so far, repeatedly."""
 
 _BATCH_CHARACTERS = 1 << 22
 _POLL_S = 0.1
@@ -46,21 +46,22 @@ _FILES = ("tokens.bin", "bounds.bin", "counted.bin")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised documents, mapped from disk."""
+    """Tokenised documents, memory-mapped."""
 
     tokens: NDArray[Any]
     bounds: NDArray[np.int64]
-    """Document d is `tokens[bounds[d]:bounds[d + 1]]`; its last token is the end token."""
+    """Start of each document and end of the last; document d is `tokens[bounds[d]:bounds[d + 1]]`,
+    and its last token is the end token."""
     digest: str
-    """Hash of tokens, bounds and what counts."""
-    counted: NDArray[np.bool_] | None = None
-    """Of conversations: which tokens are to be learnt."""
-    forms: dict[str, int] = field(default_factory=dict)
-    """Of conversations: how many came in each form."""
+    """Hash of tokens, bounds and loss mask."""
+    loss_mask: NDArray[np.bool_] | None = None
+    """True for tokens that are trained, in conversations; None for text."""
+    chat_formats: dict[str, int] = field(default_factory=dict)
+    """Conversations per format; empty for text."""
 
     @property
     def num_documents(self) -> int:
-        """Documents with text in them."""
+        """Number of documents that are not empty."""
         return len(self.bounds) - 1
 
 
@@ -68,30 +69,31 @@ def open_corpus(
     source: TextSource,
     tokenizer: Tokenizer,
     cache: Path,
-    beat: Beat = lambda *_: None,
-    chat: Chat | None = None,
+    on_progress: ProgressCallback = lambda *_: None,
+    chat: ChatEncoder | None = None,
 ) -> Corpus:
-    """The tokens of `source`: from the cache, or made and left there.
+    """Return the tokens of `source` from the cache, after tokenising it into the cache if
+    necessary.
 
     Args:
         source: the text.
-        tokenizer: what makes tokens of it.
-        cache: the directory of all corpora.
-        beat: see `Beat`.
-        chat: how to read conversations, if `source` holds them.
+        tokenizer: tokenizer of the text.
+        cache: directory of all corpora.
+        on_progress: see `ProgressCallback`.
+        chat: encoder of conversations, if `source` holds them.
     """
 
     def wait(_holder: str) -> None:
-        beat(0, 0)
+        on_progress(0, 0)
         time.sleep(_POLL_S)
 
     try:
-        name = _name(source, tokenizer, chat)
+        name = _cache_key(source, tokenizer, chat)
         if not (cache / name).is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            with locked(cache / f"{name}{_LOCK}", wait):
+            with file_lock(cache / f"{name}{_LOCK}", wait):
                 if not (cache / name).is_dir():
-                    _build(source, tokenizer, cache / name, beat, chat)
+                    _build(source, tokenizer, cache / name, on_progress, chat)
         return _open(cache / name)
     except DataError as error:
         raise DataError(f"{source.key} = '{source.path}': {error}") from None
@@ -102,7 +104,7 @@ def open_corpus(
         ) from None
 
 
-def _name(source: TextSource, tokenizer: Tokenizer, chat: Chat | None) -> str:
+def _cache_key(source: TextSource, tokenizer: Tokenizer, chat: ChatEncoder | None) -> str:
     lines = [f"format {FORMAT}", tokenizer.digest, *fingerprint(source)]
     if chat is not None:
         lines.append(chat.digest)
@@ -110,28 +112,32 @@ def _name(source: TextSource, tokenizer: Tokenizer, chat: Chat | None) -> str:
 
 
 def _build(
-    source: TextSource, tokenizer: Tokenizer, place: Path, beat: Beat, chat: Chat | None
+    source: TextSource,
+    tokenizer: Tokenizer,
+    directory: Path,
+    on_progress: ProgressCallback,
+    chat: ChatEncoder | None,
 ) -> None:
-    cache = place.parent
-    _sweep(cache)
-    partial = cache / f"{place.name}{_PARTIAL}"
-    # Under the lock, what stands here was left by a killed writer.
+    cache = directory.parent
+    _remove_partial(cache)
+    partial = cache / f"{directory.name}{_PARTIAL}"
+    # We hold the lock, so a killed writer left this.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        forms: Counter[str] = Counter()
+        chat_formats: Counter[str] = Counter()
         if chat is None:
-            parts = _encode_text(read_text(source, cache / "datasets"), tokenizer)
+            documents = _encode_text(read_text(source, cache / "datasets"), tokenizer)
         else:
-            parts = _encode_chat(source, chat, forms)
+            documents = _encode_chat(source, chat, chat_formats)
         names = _FILES[: 2 if chat is None else 3]
         facts = {
             "format": FORMAT,
             "path": source.path,
-            **_write(partial, parts, tokenizer.size, beat, names),
+            **_write(partial, documents, tokenizer.size, on_progress, names),
         }
         if chat is not None:
-            facts["forms"] = forms
+            facts["forms"] = chat_formats
         if not facts["documents"]:
             raise DataError(
                 f"there is no text, every document of {len(source.files)} files is empty: give "
@@ -142,55 +148,64 @@ def _build(
             file.flush()
             os.fsync(file.fileno())
         sync_directory(partial)
-        os.replace(partial, place)
+        os.replace(partial, directory)
         sync_directory(cache)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sweep(cache: Path) -> None:
-    """Remove what killed writers of other corpora left: partial ones whose lock is free."""
+def _remove_partial(cache: Path) -> None:
+    """Remove partial corpora of killed writers, whose locks are free."""
     for partial in cache.glob(f"*{_PARTIAL}"):
-        with suppress(Held), locked(partial.with_suffix(_LOCK), leave):
+        with suppress(LockHeld), file_lock(partial.with_suffix(_LOCK), fail_if_locked):
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def _encode_text(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
     for texts in _batches(documents, len, _BATCH_CHARACTERS):
-        yield Encoded(*tokenizer.encode_documents(texts), None)
+        yield EncodedDocuments(*tokenizer.encode_documents(texts), None)
 
 
-def _encode_chat(source: TextSource, chat: Chat, forms: Counter[str]) -> Iterator[Encoded]:
-    # Where each token stands takes far more memory than its id.
+def _encode_chat(
+    source: TextSource, chat: ChatEncoder, chat_formats: Counter[str]
+) -> Iterator[EncodedDocuments]:
+    # Token offsets take far more memory than token ids.
     limit = _BATCH_CHARACTERS >> 4
-    for talks in _batches(chat.read(source), lambda talk: len(talk.text), limit):
-        forms.update(talk.form for talk in talks)
-        yield chat.encode(talks)
+    for conversations in _batches(
+        chat.read(source), lambda conversation: len(conversation.text), limit
+    ):
+        chat_formats.update(conversation.chat_format for conversation in conversations)
+        yield chat.encode(conversations)
 
 
 def _write(
-    directory: Path, parts: Iterable[Encoded], vocab: int, beat: Beat, names: Sequence[str]
+    directory: Path,
+    documents: Iterable[EncodedDocuments],
+    vocab: int,
+    on_progress: ProgressCallback,
+    names: Sequence[str],
 ) -> dict[str, Any]:
-    """Write the files `names` as tokens come; memory holds one batch of documents."""
-    kind = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    """Write the files `names` as documents arrive; return their metadata. Memory holds one batch of
+    documents."""
+    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     hashes = [hashlib.blake2b(digest_size=16) for _ in names]
     num_documents = num_tokens = 0
     with ExitStack() as stack:
         files = [stack.enter_context((directory / name).open("wb")) for name in names]
         _append(files[1], hashes[1], np.zeros(1, "<i8"))
-        for part in parts:
-            _append(files[0], hashes[0], part.tokens.astype(kind))
-            _append(files[1], hashes[1], (num_tokens + np.cumsum(part.lengths)).astype("<i8"))
-            if part.counted is not None:
-                _append(files[2], hashes[2], part.counted)
-            num_documents += len(part.lengths)
-            num_tokens += len(part.tokens)
-            beat(num_documents, num_tokens)
+        for chunk in documents:
+            _append(files[0], hashes[0], chunk.tokens.astype(dtype))
+            _append(files[1], hashes[1], (num_tokens + np.cumsum(chunk.lengths)).astype("<i8"))
+            if chunk.loss_mask is not None:
+                _append(files[2], hashes[2], chunk.loss_mask)
+            num_documents += len(chunk.lengths)
+            num_tokens += len(chunk.tokens)
+            on_progress(num_documents, num_tokens)
         for file in files:
             file.flush()
             os.fsync(file.fileno())
     digest = "".join(one.hexdigest() for one in hashes)
-    return {"documents": num_documents, "tokens": num_tokens, "dtype": kind.str, "digest": digest}
+    return {"documents": num_documents, "tokens": num_tokens, "dtype": dtype.str, "digest": digest}
 
 
 def _append(file: BinaryIO, digest: Any, values: NDArray[Any]) -> None:
@@ -212,23 +227,25 @@ def _batches(documents: Iterable[T], length: Callable[[T], int], limit: int) -> 
         yield batch
 
 
-def _open(place: Path) -> Corpus:
+def _open(directory: Path) -> Corpus:
     try:
-        facts = json.loads((place / "corpus.json").read_text(encoding="utf-8"))
-        tokens = np.memmap(place / "tokens.bin", np.dtype(facts["dtype"]), "r")
-        bounds = np.memmap(place / "bounds.bin", np.dtype("<i8"), "r")
-        whole = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
-        digest, forms, counted = str(facts["digest"]), facts.get("forms", {}), None
-        if forms:
-            counted = np.asarray(np.memmap(place / "counted.bin", np.bool_, "r"))
-            whole = whole and len(counted) == len(tokens)
+        facts = json.loads((directory / "corpus.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(directory / "tokens.bin", np.dtype(facts["dtype"]), "r")
+        bounds = np.memmap(directory / "bounds.bin", np.dtype("<i8"), "r")
+        is_complete = len(tokens) == facts["tokens"] and len(bounds) == facts["documents"] + 1
+        digest, chat_formats, loss_mask = str(facts["digest"]), facts.get("forms", {}), None
+        if chat_formats:
+            loss_mask = np.asarray(np.memmap(directory / "counted.bin", np.bool_, "r"))
+            is_complete = is_complete and len(loss_mask) == len(tokens)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(_damaged(place, str(error))) from None
-    if not whole:
-        raise StoreError(_damaged(place, "files shorter or longer than they were written"))
-    # A plain array over the same pages: every slice of a memmap object costs Python time.
-    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, counted, forms)
+        raise StoreError(_damage_message(directory, str(error))) from None
+    if not is_complete:
+        raise StoreError(
+            _damage_message(directory, "files shorter or longer than they were written")
+        )
+    # Plain arrays over the same pages: slicing a memmap object is slow.
+    return Corpus(np.asarray(tokens), np.asarray(bounds), digest, loss_mask, chat_formats)
 
 
-def _damaged(place: Path, reason: str) -> str:
-    return f"tokenised text in '{place}' is damaged ({reason}): remove it, and it is made anew"
+def _damage_message(directory: Path, reason: str) -> str:
+    return f"tokenised text in '{directory}' is damaged ({reason}): remove it, and it is made anew"

@@ -1,9 +1,14 @@
-"""Documents from files: plain text, JSON lines, Parquet, and what Hugging Face `datasets` reads.
+"""Documents from files: plain text, JSON lines, Parquet, and directories of Hugging Face
+`datasets`.
 
-`find_text` says what a path stands for and complains early; `read_text` streams its documents, in
-an order that depends on the files' names alone. Text, JSON lines and Parquet are read without
-`datasets`: it infers a type for every column, fails where metadata differ between lines, names
-no line, takes brackets in a file's name for a pattern and calls home on each load.
+`find_text` resolves a path and raises early; `read_text` streams its documents in an order that
+depends on file names alone. Text, JSON lines and Parquet are read without `datasets`, which has
+these faults:
+
+- it infers a type for every column and fails where metadata differ between lines;
+- its errors name no line;
+- it takes brackets in a file's name for a pattern;
+- it connects to its hub on each load.
 """
 
 from __future__ import annotations
@@ -29,50 +34,50 @@ Kind = Literal["text", "jsonl", "parquet", "dataset", "chat"]
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
 }  # fmt: skip
-TAKEN = {"auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"}}
-"""Values of data.format that take files of several kinds, those of a directory by their names."""
+ACCEPTED_KINDS = {"auto": {"text", "jsonl", "parquet"}, "chat": {"jsonl", "parquet"}}
+"""Suffix-based formats that each value of data.format accepts."""
 COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
-"""Suffixes after which text and JSON lines are unpacked on the way."""
+"""Suffixes of compressed text and JSON lines, which are decompressed while reading."""
 
-_SAVED = ("dataset_dict.json", "state.json")
-CONVERSATIONS = frozenset({"messages", "conversations"})
-"""Keys by which a file of conversations is known."""
-_ROWS = 1024
+_DATASET_FILES = ("dataset_dict.json", "state.json")
+CHAT_KEYS = frozenset({"messages", "conversations"})
+"""Keys that identify a file of conversations."""
+_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """What a path stands for."""
+    """Files of one text setting."""
 
     key: str
-    """The setting that names it."""
+    """Setting that names the text."""
     path: str
-    """As the user wrote it."""
+    """Path as the user wrote it."""
     kind: Kind
     files: tuple[Path, ...]
-    """Every file that holds a part of it."""
+    """All files of the text."""
     text_key: str
     split: str
 
 
 def find_text(key: str, path: str, kind: str, text_key: str, split: str) -> TextSource:
-    """What `path`, the value of the setting `key`, stands for; `kind` is data.format."""
-    place = Path(path).expanduser()
-    named = f"{key} = '{path}'"
-    if place.is_dir():
-        files, found = _scan(place, kind, named)
+    """Return the files of `path`, the value of the setting `key`; `kind` is data.format."""
+    location = Path(path).expanduser()
+    label = f"{key} = '{path}'"
+    if location.is_dir():
+        files, found_kind = _scan(location, kind, label)
     else:
-        files = [place] if place.is_file() else _glob(place, named)
-        found = "dataset" if kind == "dataset" else _kind_of(files, kind, named)
-    if found == "dataset" and not place.is_dir():
+        files = [location] if location.is_file() else _glob(location, label)
+        found_kind = "dataset" if kind == "dataset" else _detect_kind(files, kind, label)
+    if found_kind == "dataset" and not location.is_dir():
         raise DataError(
-            f"{named} is no directory, but data.format = 'dataset': give one, or 'auto'"
+            f"{label} is no directory, but data.format = 'dataset': give one, or 'auto'"
         )
-    return TextSource(key, path, found, tuple(files), text_key, split)
+    return TextSource(key, path, found_kind, tuple(files), text_key, split)
 
 
 def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
-    """The documents of `source`, one by one; those without text (empty, null) are passed over."""
+    """Yield the documents of `source`; empty and null ones are skipped."""
     if source.kind == "dataset":
         documents = _read_dataset(source, datasets_cache)
     else:
@@ -81,86 +86,86 @@ def read_text(source: TextSource, datasets_cache: Path) -> Iterator[str]:
     return (text for text in documents if text)
 
 
-def _glob(place: Path, named: str) -> list[Path]:
-    if not glob.has_magic(str(place)):
-        problem = "is neither a file nor a directory" if place.exists() else "does not exist"
-        raise DataError(f"{named} {problem}: give a file, a directory or a glob")
-    files = [Path(found) for found in sorted(glob.glob(str(place), recursive=True))]
+def _glob(pattern: Path, label: str) -> list[Path]:
+    if not glob.has_magic(str(pattern)):
+        problem = "is neither a file nor a directory" if pattern.exists() else "does not exist"
+        raise DataError(f"{label} {problem}: give a file, a directory or a glob")
+    files = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
     files = [file for file in files if file.is_file()]
     if not files:
-        raise DataError(f"{named} matches no file: mend the pattern")
+        raise DataError(f"{label} matches no file: mend the pattern")
     return files
 
 
-def _scan(place: Path, kind: str, named: str) -> tuple[list[Path], Kind]:
-    """The files of a directory and below that belong to the kind asked for, in order of name."""
+def _scan(directory: Path, kind: str, label: str) -> tuple[list[Path], Kind]:
+    """Return the files of a directory tree that match `kind`, ordered by name, and their format."""
     try:
-        found = [file.relative_to(place) for file in place.rglob("*") if file.is_file()]
+        paths = [file.relative_to(directory) for file in directory.rglob("*") if file.is_file()]
     except OSError as error:
-        raise DataError(f"{named} cannot be searched ({error}): give a narrower one") from None
-    shown = [file for file in found if not any(part.startswith(".") for part in file.parts)]
-    every = [place / file for file in sorted(shown, key=lambda file: file.as_posix())]
-    if kind == "dataset" or (kind == "auto" and _is_dataset(place)):
-        if not every:
-            raise DataError(f"{named} is an empty directory: there is no text in it")
-        return every, "dataset"
-    taken = TAKEN.get(kind, {kind})
-    files = [file for file in every if SUFFIXES.get(_suffix(file)) in taken]
+        raise DataError(f"{label} cannot be searched ({error}): give a narrower one") from None
+    visible = [file for file in paths if not any(part.startswith(".") for part in file.parts)]
+    all_files = [directory / file for file in sorted(visible, key=lambda file: file.as_posix())]
+    if kind == "dataset" or (kind == "auto" and _is_dataset(directory)):
+        if not all_files:
+            raise DataError(f"{label} is an empty directory: there is no text in it")
+        return all_files, "dataset"
+    accepted = ACCEPTED_KINDS.get(kind, {kind})
+    files = [file for file in all_files if SUFFIXES.get(_suffix(file)) in accepted]
     if not files:
-        wanted = [suffix for suffix, one in SUFFIXES.items() if one in taken]
+        suffixes = [suffix for suffix, one in SUFFIXES.items() if one in accepted]
         raise DataError(
-            f"{named} holds no file named *{', *'.join(wanted)}: give a directory that does, or "
+            f"{label} holds no file named *{', *'.join(suffixes)}: give a directory that does, or "
             "a glob of the files and data.format"
         )
-    return files, _kind_of(files, kind, named)
+    return files, _detect_kind(files, kind, label)
 
 
-def _is_dataset(place: Path) -> bool:
-    """Whether `datasets` saved this directory, or it is a repository with a dataset card."""
-    if any((place / name).is_file() for name in _SAVED):
+def _is_dataset(directory: Path) -> bool:
+    """Return true for a directory saved by `datasets`, or a repository with a dataset card."""
+    if any((directory / name).is_file() for name in _DATASET_FILES):
         return True
-    card = place / "README.md"
+    card = directory / "README.md"
     return card.is_file() and card.read_bytes()[:4].startswith(b"---")
 
 
-def _kind_of(files: Iterable[Path], kind: str, named: str) -> Kind:
-    if kind not in TAKEN:
+def _detect_kind(files: Iterable[Path], kind: str, label: str) -> Kind:
+    if kind not in ACCEPTED_KINDS:
         return cast(Kind, kind)
     kinds: dict[Kind, Path] = {}
     for file in files:
         if kind == "chat":
-            found: Kind | None = "parquet" if _is_table(file) else "jsonl"
+            file_kind: Kind | None = "parquet" if _is_table(file) else "jsonl"
         else:
-            found = SUFFIXES.get(_suffix(file))
-        if found is None:
+            file_kind = SUFFIXES.get(_suffix(file))
+        if file_kind is None:
             raise DataError(
-                f"{named}: the name of '{file}' does not say what it holds: set data.format to "
+                f"{label}: the name of '{file}' does not say what it holds: set data.format to "
                 "'text', 'jsonl' or 'parquet'"
             )
-        kinds.setdefault(found, file)
+        kinds.setdefault(file_kind, file)
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise DataError(
-            f"{named} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
+            f"{label} mixes {one} ('{first.name}') and {other} ('{second.name}'): give a glob of "
             f"one of them{', or set data.format' if kind == 'auto' else ''}"
         )
     return "chat" if kind == "chat" else next(iter(kinds))
 
 
 def _suffix(file: Path) -> str:
-    """The suffix that tells the format, under that of a compression."""
+    """Return the suffix that identifies the format, without that of a compression."""
     packed = file.suffix.lower() in COMPRESSED
     return (file.with_suffix("") if packed else file).suffix.lower()
 
 
 def _is_table(file: Path) -> bool:
-    """Whether conversations of `file` are rows; all others are lines."""
+    """Return true if conversations of `file` are Parquet rows; in other files they are lines."""
     return _suffix(file) == ".parquet"
 
 
 @contextmanager
-def _readable(file: Path, what: str) -> Iterator[None]:
-    """Turn what the file system and the decoders say about `file` into an error of the user's."""
+def _wrap_read_errors(file: Path, format_name: str) -> Iterator[None]:
+    """Convert errors of the file system and decoders about `file` to `DataError`."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -169,38 +174,38 @@ def _readable(file: Path, what: str) -> Iterator[None]:
             "set data.format to what it is"
         ) from None
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"'{file}' cannot be read as {what}: {error}") from None
+        raise DataError(f"'{file}' cannot be read as {format_name}: {error}") from None
 
 
 def _read_plain(file: Path, source: TextSource) -> Iterator[str]:
     del source
-    with _readable(file, "text"), pa.input_stream(str(file)) as stream:
+    with _wrap_read_errors(file, "text"), pa.input_stream(str(file)) as stream:
         text = stream.read().decode("utf-8-sig")
     yield text
 
 
 def _read_json_lines(file: Path, source: TextSource) -> Iterator[str]:
     for where, record in _read_lines(file):
-        yield _text_of(record, where, source.text_key)
+        yield _get_text(record, where, source.text_key)
 
 
 def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file, lines of JSON or rows of Parquet, each with where it stands, in words.
+    """Yield each object of a file, a JSON line or a Parquet row, with its location in words.
 
-    Of Parquet only `columns` are read, all if it has none of them.
+    Only `columns` of Parquet are read; all columns if none of them exist.
     """
     return _read_columns(file, columns) if _is_table(file) else _read_lines(file)
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _readable(file, "JSON lines"), pa.input_stream(str(file)) as stream:
+    with _wrap_read_errors(file, "JSON lines"), pa.input_stream(str(file)) as stream:
         for number, line in enumerate(io.BufferedReader(stream, 1 << 20), start=1):
             if not line.isspace():
                 where = f"line {number} of '{file}'"
-                yield where, _record_of(line, where)
+                yield where, _parse_record(line, where)
 
 
-def _record_of(line: bytes, where: str) -> dict[str, Any]:
+def _parse_record(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -212,11 +217,11 @@ def _record_of(line: bytes, where: str) -> dict[str, Any]:
 
 def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    with _readable(file, "Parquet"), pq.ParquetFile(file) as parquet:
+    with _wrap_read_errors(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         known = [name for name in columns if name in schema.names] or schema.names
-        read = _reader(pa.struct([_field(schema, name, file) for name in known]), "")
-        for batch in parquet.iter_batches(_ROWS, columns=known):
+        read = _make_converter(pa.struct([_unique_field(schema, name, file) for name in known]), "")
+        for batch in parquet.iter_batches(_BATCH_ROWS, columns=known):
             for row in batch.to_pylist():
                 number += 1
                 where = f"row {number} of '{file}'"
@@ -227,33 +232,33 @@ def _read_columns(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dic
                 yield where, record
 
 
-def _field(schema: pa.Schema, name: str, file: Path) -> pa.Field:
+def _unique_field(schema: pa.Schema, name: str, file: Path) -> pa.Field:
     if schema.names.count(name) > 1:
         raise DataError(f"'{file}' has more than one column '{name}': rename all but one")
     return schema.field(name)
 
 
-def _reader(kind: pa.DataType, name: str) -> Callable[[Any], Any]:
-    """What makes of a value of the type `kind`, under `name`, what it would be in a line of JSON.
+def _make_converter(kind: pa.DataType, name: str) -> Callable[[Any], Any]:
+    """Return a function that converts a Parquet value of type `kind` to its JSON equivalent.
 
-    All structs of a column have the same fields: those that one of them lacks are null in it, and
-    are left out again. What differs too much `datasets` keeps as text, of a type that says so.
+    All structs of a column have the same fields, and missing ones are null, so null fields are
+    dropped. Values of mixed types are stored by `datasets` as text with an `arrow.json` type.
     """
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
-        return partial(_unpack, name=name)
+        return partial(_parse_json_column, name=name)
     if pa.types.is_struct(kind):
-        fields = [(f.name, _reader(f.type, f"{name}.{f.name}".lstrip("."))) for f in kind]
+        fields = [(f.name, _make_converter(f.type, f"{name}.{f.name}".lstrip("."))) for f in kind]
         return lambda row: {key: r(row[key]) for key, r in fields if row[key] is not None}
     if pa.types.is_map(kind):
-        item = _reader(kind.item_type, name)
+        item = _make_converter(kind.item_type, name)
         return lambda pairs: {key: None if one is None else item(one) for key, one in pairs}
     if pa.types.is_nested(kind):
-        value = _reader(kind.value_type, name)
+        value = _make_converter(kind.value_type, name)
         return lambda many: [None if one is None else value(one) for one in many]
     return lambda value: value
 
 
-def _unpack(text: str, name: str) -> Any:
+def _parse_json_column(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -262,9 +267,9 @@ def _unpack(text: str, name: str) -> Any:
         ) from None
 
 
-def _text_of(record: dict[str, Any], where: str, text_key: str) -> str:
+def _get_text(record: dict[str, Any], where: str, text_key: str) -> str:
     if text_key not in record:
-        raise DataError(_no_column(where, text_key, record))
+        raise DataError(_missing_column_message(where, text_key, record))
     text = record[text_key]
     if text is not None and not isinstance(text, str):
         raise DataError(f"{where}: data.text_key = '{text_key}' holds {text!r}, which is no text")
@@ -272,12 +277,12 @@ def _text_of(record: dict[str, Any], where: str, text_key: str) -> str:
 
 
 def _read_parquet(file: Path, source: TextSource) -> Iterator[str]:
-    with _readable(file, "Parquet"), pq.ParquetFile(file) as parquet:
+    with _wrap_read_errors(file, "Parquet"), pq.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         if source.text_key not in schema.names:
-            raise DataError(_no_column(f"'{file}'", source.text_key, schema.names))
-        _check_type(_field(schema, source.text_key, file).type, f"'{file}'", source.text_key)
-        for batch in parquet.iter_batches(_ROWS, columns=[source.text_key]):
+            raise DataError(_missing_column_message(f"'{file}'", source.text_key, schema.names))
+        _check_type(_unique_field(schema, source.text_key, file).type, f"'{file}'", source.text_key)
+        for batch in parquet.iter_batches(_BATCH_ROWS, columns=[source.text_key]):
             yield from (text or "" for text in batch.column(0).to_pylist())
 
 
@@ -288,10 +293,10 @@ def _check_type(kind: pa.DataType, where: str, text_key: str) -> None:
         raise DataError(f"{where}: data.text_key = '{text_key}' holds {kind}, which is no text")
 
 
-def _no_column(where: str, text_key: str, names: Iterable[str]) -> str:
-    known = sorted(names)
-    shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-    if CONVERSATIONS & set(known):
+def _missing_column_message(where: str, text_key: str, names: Iterable[str]) -> str:
+    columns = sorted(names)
+    shown = ", ".join(columns[:12]) + (", ..." if len(columns) > 12 else "")
+    if CHAT_KEYS & set(columns):
         return (
             f"{where} has no '{text_key}', but {shown}: set data.format = \"chat\", or "
             "data.text_key to a column of text"
@@ -302,70 +307,70 @@ def _no_column(where: str, text_key: str, names: Iterable[str]) -> str:
 def _read_dataset(source: TextSource, cache: Path) -> Iterator[str]:
     import datasets
 
-    place = Path(source.path).expanduser().absolute()
-    named = f"dataset directory '{source.path}'"
-    # What `datasets` raises is a mixed bag; these are its own and those of the readers below it.
-    own = datasets.exceptions.DatasetsError
-    complaints = (own, ValueError, OSError, pa.ArrowException, StopIteration)
-    with _quiet(datasets):
+    directory = Path(source.path).expanduser().absolute()
+    label = f"dataset directory '{source.path}'"
+    # Exceptions of `datasets` vary; these are its own and those of its readers.
+    library_error = datasets.exceptions.DatasetsError
+    read_errors = (library_error, ValueError, OSError, pa.ArrowException, StopIteration)
+    with _without_progress_bars(datasets):
         try:
-            saved = any((place / name).is_file() for name in _SAVED)
-            whole = (
-                datasets.load_from_disk(str(place))
-                if saved
-                else datasets.load_dataset(str(place), streaming=True, cache_dir=str(cache))
+            is_saved = any((directory / name).is_file() for name in _DATASET_FILES)
+            dataset = (
+                datasets.load_from_disk(str(directory))
+                if is_saved
+                else datasets.load_dataset(str(directory), streaming=True, cache_dir=str(cache))
             )
-            rows = _choose_split(whole, source.split, named)
-            yield from _read_rows(rows, source.text_key, named)
+            rows = _choose_split(dataset, source.split, label)
+            yield from _read_rows(rows, source.text_key, label)
         except DataError:
             raise
-        except complaints as error:
+        except read_errors as error:
             detail = " ".join(str(error).split())
             raise DataError(
-                f"{named} cannot be read ({type(error).__name__}: {detail}): save it anew, or "
+                f"{label} cannot be read ({type(error).__name__}: {detail}): save it anew, or "
                 "give a glob of its files and data.format"
             ) from None
 
 
-def _choose_split(whole: Any, split: str, named: str) -> Any:
-    if not isinstance(whole, dict):
-        return whole
-    if split in whole:
-        return whole[split]
-    if len(whole) == 1:
-        return next(iter(whole.values()))
+def _choose_split(dataset: Any, split: str, label: str) -> Any:
+    if not isinstance(dataset, dict):
+        return dataset
+    if split in dataset:
+        return dataset[split]
+    if len(dataset) == 1:
+        return next(iter(dataset.values()))
     raise DataError(
-        f"{named} has no split '{split}': set data.split (data.validation_split) to one of "
-        f"{', '.join(map(str, whole))}"
+        f"{label} has no split '{split}': set data.split (data.validation_split) to one of "
+        f"{', '.join(map(str, dataset))}"
     )
 
 
-def _read_rows(rows: Any, text_key: str, named: str) -> Iterator[str]:
+def _read_rows(rows: Any, text_key: str, label: str) -> Iterator[str]:
     names = rows.column_names
     if names is not None and text_key not in names:
-        raise DataError(_no_column(named, text_key, names))
-    for table in rows.select_columns([text_key]).with_format("arrow").iter(_ROWS):
-        _check_type(table.schema.field(text_key).type, named, text_key)
+        raise DataError(_missing_column_message(label, text_key, names))
+    for table in rows.select_columns([text_key]).with_format("arrow").iter(_BATCH_ROWS):
+        _check_type(table.schema.field(text_key).type, label, text_key)
         yield from (text or "" for text in table.column(text_key).to_pylist())
 
 
 @contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Without the library's own progress bars: the caller draws one."""
-    shown = datasets.is_progress_bar_enabled()
+def _without_progress_bars(datasets: Any) -> Iterator[None]:
+    """Disable the library's progress bars, because the caller draws one."""
+    was_enabled = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             datasets.enable_progress_bars()
 
 
 def fingerprint(source: TextSource) -> list[str]:
-    """What tells this text from another, or from its own earlier state, without reading it."""
+    """Return strings that change with the text, without reading it."""
     lines = [f"{source.kind} {source.text_key} {source.split}"]
     for file in source.files:
-        with _readable(file, "text"):
+        with _wrap_read_errors(file, "text"):
             status = file.stat()
         lines.append(f"{os.path.abspath(file)} {status.st_size} {status.st_mtime_ns}")
     return lines

@@ -1,1 +1,1 @@
-"""What a run minimises: one file an objective."""
+"""Training objectives, one per file."""

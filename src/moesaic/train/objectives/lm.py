@@ -1,4 +1,5 @@
-"""Next-token prediction with attention inside documents, and the routers' auxiliary losses."""
+"""Language-modelling objective: next-token prediction with attention inside documents, plus the
+routers' auxiliary losses."""
 
 from __future__ import annotations
 
@@ -11,38 +12,38 @@ from torch import Tensor
 from moesaic.facts.job import Job
 from moesaic.models.lm import LanguageModel
 from moesaic.nn.context import Context
-from moesaic.nn.loss import IGNORED
+from moesaic.nn.loss import IGNORE_INDEX
 from moesaic.train.data import Batch
 
 
 @dataclass(frozen=True)
 class Losses:
-    """One micro-batch's losses on this rank; every rank's add up to the global ones."""
+    """Losses of one micro-batch on this rank; their sums over ranks are the global losses."""
 
     loss: Tensor
-    """Cross-entropy, already divided by the number of targets of the whole batch."""
-    balance: Tensor
-    z: Tensor
-    """Means over expert layers and micro-batches."""
+    """Cross-entropy, divided by the number of targets of the whole batch."""
+    balance_loss: Tensor
+    z_loss: Tensor
+    """Mean over expert layers and micro-batches, as is `balance_loss`."""
     context: Context
 
 
 def make_context(model: LanguageModel, batch: Batch, job: Job, step: int) -> Context:
-    """The context of one micro-batch, without targets."""
+    """Return the context of one micro-batch, without targets."""
     device = next(model.parameters()).device
     context = Context(model.rotary(batch.positions.to(device)))
-    context.mask = visible(batch.documents.to(device), model.config.window)
+    context.mask = attention_mask(batch.documents.to(device), model.config.window)
     context.seed, context.step = job.seed, step
     context.samples = batch.samples.to(device)
     context.positions = torch.arange(batch.inputs.shape[1], device=device)
-    context.run = model.slices.run(batch.inputs.numel())
+    context.token_slice = model.tp.shard_slice(batch.inputs.numel())
     return context
 
 
-def visible(documents: Tensor, window: int | None) -> Tensor | None:
-    """Causal attention that ends at document boundaries and looks back on `window` tokens.
+def attention_mask(documents: Tensor, window: int | None) -> Tensor | None:
+    """Return a causal mask that ends at document boundaries and spans `window` tokens.
 
-    None where there are no boundaries and no sequence is longer than the window.
+    None if there are no boundaries and no sequence is longer than the window.
     """
     length = documents.shape[1]
     mask = None
@@ -55,11 +56,11 @@ def visible(documents: Tensor, window: int | None) -> Tensor | None:
 
 
 def num_targets(batch: Batch) -> int:
-    """Tokens of a batch that count towards the loss."""
-    return int((batch.targets != IGNORED).sum())
+    """Return the number of tokens that count towards the loss."""
+    return int((batch.targets != IGNORE_INDEX).sum())
 
 
-def compute(
+def compute_loss(
     model: LanguageModel,
     batch: Batch,
     context: Context,
@@ -67,41 +68,42 @@ def compute(
     targets_total: int,
     scale: float = 1.0,
 ) -> tuple[Tensor, Losses]:
-    """What backward starts from for one of the job's micro-batches, and its losses.
+    """Return the loss to backpropagate for one of the job's micro-batches, and its losses.
 
-    The first is all of them, weighed, times `scale`.
+    The first is the weighted sum of all losses, times `scale`.
 
     Args:
         model: the model.
-        batch: this rank's rows of the micro-batch.
-        context: from `make_context`, with whatever the run adds.
+        batch: this rank's samples of the micro-batch.
+        context: from `make_context`, plus additions of the run.
         job: the job.
         targets_total: targets of the whole global batch.
-        scale: a power of two on what backward starts from. The head forms its gradient in forward,
-            in narrow types too, so it has to have it there.
+        scale: loss scale, a power of two. The head computes its gradient in forward, in fp16 too,
+            so the scale has to apply there already.
     """
     device = next(model.parameters()).device
-    aim(context, batch, targets_total, device, scale)
+    set_targets(context, batch, targets_total, device, scale)
     loss = model(batch.inputs.to(device), context)
-    balance, z = auxiliary(context, job.model.expert_layers, loss.new_zeros(()), job)
+    balance, z = auxiliary_losses(context, job.model.expert_layers, loss.new_zeros(()), job)
     routing = job.routing
     total = loss + scale * routing.balance_loss * balance + scale * routing.z_loss * z
     return total, Losses(loss.detach() / scale, balance.detach(), z.detach(), context)
 
 
-def aim(
+def set_targets(
     context: Context, batch: Batch, targets_total: int, device: torch.device, scale: float
 ) -> None:
-    """Have the head return `scale` times the loss of `batch`, of a global batch with
-    `targets_total` targets."""
+    """Make the head return `scale` times the loss of `batch`, divided by the global batch's
+    `targets_total`."""
     context.targets = batch.targets.to(device)
     context.loss_scale = scale / max(targets_total, 1)
 
 
-def auxiliary(
+def auxiliary_losses(
     context: Context, layers: Sequence[int], zero: Tensor, job: Job
 ) -> tuple[Tensor, Tensor]:
-    """What `layers` add to the balance loss and the z-loss of the job; `zero` if there are none."""
+    """Return the contribution of `layers` to the balance loss and the z-loss; `zero` without
+    layers."""
     parts = job.train.micro_batches * max(len(job.model.expert_layers), 1)
-    balance = sum((context.layers[layer].balance for layer in layers), start=zero) / parts
-    return balance, sum((context.layers[layer].z for layer in layers), start=zero) / parts
+    balance = sum((context.layer_facts[layer].balance_loss for layer in layers), start=zero) / parts
+    return balance, sum((context.layer_facts[layer].z_loss for layer in layers), start=zero) / parts

@@ -1,4 +1,4 @@
-"""Directories that transformers itself wrote, and the logits that it computes from them."""
+"""Model directories written by transformers, and the logits that it computes from them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A model as transformers wrote it, and what transformers says of it."""
+    """A model directory written by transformers, with its outputs."""
 
     directory: Path
     tokens: Tensor
@@ -89,7 +89,7 @@ class Peer:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Weights large enough that logits are of order one and routing is decided."""
+    """Set weights large enough for logits of order one and clear routing decisions."""
     draws = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -134,7 +134,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Peer]:
 
 @pytest.fixture(scope="session")
 def their_model() -> Callable[..., transformers.PreTrainedModel]:
-    """The model of a case, whose keys may be changed."""
+    """Return a builder of the model of a case, with changed keys."""
     return build
 
 

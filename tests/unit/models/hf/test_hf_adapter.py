@@ -1,4 +1,4 @@
-"""Adapters alone, put beside their base by peft, against the merged export of the same run."""
+"""Exported adapters, loaded by peft over their base, against the merged export of the same run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moesaic.cli.main import main
-from moesaic.models.hf.adapter import FILE_NAME
+from moesaic.models.hf.adapter import ADAPTER_WEIGHTS_NAME
 from moesaic.models.hf.config import ADAPTER_NAME
 
 RANK, ALPHA = 4, 6.5
@@ -50,12 +50,12 @@ lr = 0.03
 [log]
 tensorboard = false
 """
-GSHARD = 'router = "gshard"\ncapacity = 2.0'
+GSHARD = 'router = "gshard"\ncapacity_factor = 2.0'
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GATED = ["gate_proj", "up_proj", "down_proj"]
 CASES: list[tuple[str, list[str], list[str], list[str]]] = [
-    # case, targets, modules and parameters that peft is told
+    # case, targets, target_modules and target_parameters of peft
     ("llama", ["attention", "ffn"], [*PROJECTIONS, *GATED], []),
     ("mixtral", ["attention", "experts"], [*PROJECTIONS, "w1", "w2", "w3"], []),
     ("mixtral", ["experts"], ["w1", "w2", "w3"], []),
@@ -97,7 +97,7 @@ def run_job(
 
 @pytest.fixture
 def base(their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory `base` to train over, where the test is."""
+    """Create a directory `base` to train over, in the test's working directory."""
     monkeypatch.chdir(tmp_path)
     their_model("olmoe", vocab_size=260).save_pretrained("base")
 
@@ -118,7 +118,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(case[1])}")
-def test_base_and_adapter_say_in_peft_what_the_merged_model_says(
+def test_peft_with_adapter_matches_merged_model(
     case: tuple[str, list[str], list[str], list[str]],
     their_model: Callable[..., Any],
     tmp_path: Path,
@@ -131,7 +131,7 @@ def test_base_and_adapter_say_in_peft_what_the_merged_model_says(
     run_job(targets)
     assert main(["convert", "run", "--out", "merged"]) == 0
     assert main(["convert", "run", "--out", "adapter", "--set", "to=adapter"]) == 0
-    assert {path.name for path in Path("adapter").iterdir()} == {ADAPTER_NAME, FILE_NAME}
+    assert {path.name for path in Path("adapter").iterdir()} == {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
 
     config = json.loads(Path("adapter", ADAPTER_NAME).read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
@@ -158,7 +158,7 @@ def test_base_and_adapter_say_in_peft_what_the_merged_model_says(
         ("olmoe", "ep", ["attention", "experts"]),
     ],
 )
-def test_the_adapter_of_two_ranks_is_that_of_one(
+def test_adapter_of_two_ranks_matches_one_rank(
     name: str,
     axis: str,
     targets: list[str],
@@ -173,7 +173,7 @@ def test_the_adapter_of_two_ranks_is_that_of_one(
     run_job(targets, out="two", flags=[*exact, "--nproc", "2", "--set", f"layout.{axis}=2"])
     for run in ("one", "two"):
         assert main(["convert", run, "--out", f"{run}-alone", "--set", "to=adapter"]) == 0
-    one, two = (load_file(Path(f"{run}-alone", FILE_NAME)) for run in ("one", "two"))
+    one, two = (load_file(Path(f"{run}-alone", ADAPTER_WEIGHTS_NAME)) for run in ("one", "two"))
     assert one.keys() == two.keys()
     for key, tensor in one.items():
         assert tensor.any(), key
@@ -185,7 +185,7 @@ def test_the_adapter_of_two_ranks_is_that_of_one(
     assert distance(logits(adapted), merged) < 1e-5
 
 
-def test_types_on_file(
+def test_adapter_dtypes(
     their_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def test_types_on_file(
     for dtype in ("keep", "bf16"):
         sets = ["--set", "to=adapter", "--set", f"dtype={dtype}"]
         assert main(["convert", "run", "--out", dtype, *sets]) == 0
-    kept, narrow = (load_file(Path(name, FILE_NAME)) for name in ("keep", "bf16"))
+    kept, narrow = (load_file(Path(name, ADAPTER_WEIGHTS_NAME)) for name in ("keep", "bf16"))
     assert kept.keys() == narrow.keys()
     experts = "base_model.model.model.layers.1.mlp.experts.5"
     assert kept[f"{experts}.down_proj.lora_A.weight"].shape == (RANK, 48)
@@ -209,7 +209,7 @@ def test_types_on_file(
     assert 1e-5 < distance(logits(adapted), logits(exact)) < 1e-2
 
 
-def test_a_dry_run_counts_what_would_be_written(
+def test_dry_run_counts_adapter_parameters(
     their_model: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -221,16 +221,14 @@ def test_a_dry_run_counts_what_would_be_written(
     call = ["convert", "run", "--out", "adapter", "--set", "to=adapter", "--json"]
     capfd.readouterr()
     assert main([*call, "--dry-run"]) == 0
-    told = json.loads(capfd.readouterr().out)
+    output = json.loads(capfd.readouterr().out)
     assert not Path("adapter").exists()
     assert main(call) == 0
-    written = load_file(Path("adapter", FILE_NAME))
-    assert told["parameters"] == {"total": sum(tensor.numel() for tensor in written.values())}
+    written = load_file(Path("adapter", ADAPTER_WEIGHTS_NAME))
+    assert output["parameters"] == {"total": sum(tensor.numel() for tensor in written.values())}
 
 
-def test_a_size_of_files_has_no_effect_and_that_is_said(
-    base: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_max_shard_bytes_warns_for_adapters(base: None, capfd: pytest.CaptureFixture[str]) -> None:
     run_job(["experts"], steps=1)
     words = 'warning: max_shard_bytes has no effect: to = "adapter" writes one file\n'
     for to, sets, more, said in (
@@ -251,11 +249,11 @@ def test_a_size_of_files_has_no_effect_and_that_is_said(
     ("changes", "words"),
     [
         ({"method": "full"}, ('finetune.method = "full"', "the weights themselves")),
-        ({"router": "train"}, ('finetune.router = "train"', "routers that learnt")),
+        ({"router": "train"}, ('finetune.router = "train"', "trained routers")),
         ({"routing": GSHARD}, ('routing.router = "gshard"', "model.renormalise = false")),
     ],
 )
-def test_what_an_adapter_cannot_say_is_refused(
+def test_runs_beyond_adapters_are_rejected(
     changes: dict[str, str],
     words: tuple[str, ...],
     their_model: Callable[..., Any],
@@ -270,7 +268,9 @@ def test_what_an_adapter_cannot_say_is_refused(
     assert main(["convert", "run", "--out", "merged"]) == 0
 
 
-def test_whole_weights_hold_no_adapters(base: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_without_adapters_are_rejected(
+    base: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_job(["experts"], steps=1)
     assert main(["convert", "run", "--out", "merged", "--set", "to=checkpoint"]) == 0
     for source in ("base", "merged"):
@@ -281,7 +281,7 @@ def check_refused(source: str, words: tuple[str, ...], capfd: pytest.CaptureFixt
     for more in ([], ["--dry-run"]):
         capfd.readouterr()
         assert main(["convert", source, "--out", "adapter", "--set", "to=adapter", *more]) == 2
-        told = " ".join(capfd.readouterr().err.split())
+        output = " ".join(capfd.readouterr().err.split())
         for word in (*words, 'to = "adapter"', 'to = "huggingface"'):
-            assert word in told
+            assert word in output
         assert not Path("adapter").exists()

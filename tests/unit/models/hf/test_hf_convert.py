@@ -1,4 +1,4 @@
-"""Any form of a model into either target, in little memory, or not at all."""
+"""Conversion between model formats: results, errors and memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moesaic.base import direct
+from moesaic.base import direct_io
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
 from moesaic.dist.checkpoint import Checkpoint, Saver
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece, State
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, State, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig, Job, ModelConfig, RoutingConfig, TrainConfig
 from moesaic.facts.job.model import PRESETS
@@ -29,7 +29,7 @@ from moesaic.facts.workload import parameters
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME, HFSource
-from moesaic.models.hf.shards import PieceTensors
+from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import write_model
 
 TINY = ModelConfig(
@@ -46,55 +46,55 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
-def whole(model: ModelConfig, fill: Callable[[tuple[int, ...]], torch.Tensor]) -> list[Piece]:
+def whole(model: ModelConfig, fill: Callable[[tuple[int, ...]], torch.Tensor]) -> list[TensorShard]:
     return [
-        Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape), fill(p.shape), (0,))
+        TensorShard(PARAMETER, p.name, p.shape, (0,) * len(p.shape), fill(p.shape), (0,))
         for p in parameters(model)
     ]
 
 
-def halves(piece: Piece) -> list[Piece]:
-    """The same values as two pieces, as ranks that share a tensor out would have them."""
-    rows, rest = piece.shape[0] // 2, (0,) * (len(piece.shape) - 1)
+def halves(param: TensorShard) -> list[TensorShard]:
+    """Return the same values as two shards, as ranks that shard the tensor hold them."""
+    rows, rest = param.shape[0] // 2, (0,) * (len(param.shape) - 1)
     return [
-        Piece(piece.kind, piece.name, piece.shape, (0, *rest), piece.tensor[:rows], (0,)),
-        Piece(piece.kind, piece.name, piece.shape, (rows, *rest), piece.tensor[rows:], (0,)),
+        TensorShard(param.kind, param.name, param.shape, (0, *rest), param.tensor[:rows], (0,)),
+        TensorShard(param.kind, param.name, param.shape, (rows, *rest), param.tensor[rows:], (0,)),
     ]
 
 
 def save_run(
     run: Path, model: ModelConfig, routing: RoutingConfig | None = None, source: str | None = None
-) -> list[Piece]:
-    """A run directory with checkpoints of steps 3 and 5; returns the parameters of step 5."""
+) -> list[TensorShard]:
+    """Write a run with checkpoints of steps 3 and 5, and return the parameters of step 5."""
     job = Job(
         model=model, routing=routing or RoutingConfig(), data=DataConfig(path="text", sequence=8),
         train=TrainConfig(steps=5, batch=4), source=source,
     )  # fmt: skip
     facts = {"job": job.model_dump(mode="json"), "plan": {}}
     world = World.solo()
-    world.deadline = timedelta(seconds=20)
+    world.timeout = timedelta(seconds=20)
     with Saver(run / "checkpoints", world, keep=2) as saver:
         for step in (3, 5):
-            pieces = whole(model, torch.randn)
+            params = whole(model, torch.randn)
             moments = [
-                Piece(FIRST_MOMENT, p.name, p.shape, p.offset, torch.ones_like(p.tensor), p.owners)
-                for p in pieces
+                TensorShard(
+                    FIRST_MOMENT, p.name, p.shape, p.offset, torch.ones_like(p.tensor), p.owners
+                )
+                for p in params
             ]
-            cut = [half for piece in [*pieces, *moments] for half in halves(piece)]
-            saver.save(State(cut, {"step": step}), step, facts)
-    return pieces
+            half_shards = [half for param in [*params, *moments] for half in halves(param)]
+            saver.save(State(half_shards, {"step": step}), step, facts)
+    return params
 
 
-def equal(directory: Path, model: ModelConfig, pieces: list[Piece]) -> None:
+def equal(directory: Path, model: ModelConfig, params: list[TensorShard]) -> None:
     with HFSource(directory, model) as source:
-        for piece in pieces:
-            assert torch.equal(source.read(piece.name), piece.tensor), piece.name
+        for param in params:
+            assert torch.equal(source.read(param.name), param.tensor), param.name
 
 
 @pytest.mark.parametrize("case", ["llama-tied-wide", "mixtral", "olmoe-renormalised"])
-def test_through_a_checkpoint_and_back(
-    case: str, peer: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_checkpoint_round_trip(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
     convert(peer(case).directory, source, max_shard_bytes=30_000)
     (source / "tokenizer.json").write_text("{}")
@@ -105,15 +105,15 @@ def test_through_a_checkpoint_and_back(
     assert digests(tmp_path / "back") == digests(source)
 
 
-def test_fused_names_shards_and_dtype_are_changed_on_the_way(
+def test_conversion_changes_fusion_shards_and_dtype(
     peer: Callable[[str], Any], tmp_path: Path
 ) -> None:
     source = peer("mixtral").directory
     fused = tmp_path / "fused"
     fused.mkdir()
     (fused / "config.json").write_bytes((source / "config.json").read_bytes())
-    held = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
-    save_file({name: tensor.clone() for name, tensor in held.items()}, fused / SINGLE_NAME)
+    state_dict = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    save_file({name: tensor.clone() for name, tensor in state_dict.items()}, fused / SINGLE_NAME)
 
     convert(fused, tmp_path / "out", dtype="bf16", max_shard_bytes=20_000)
     assert (tmp_path / "out" / INDEX_NAME).is_file()
@@ -126,10 +126,10 @@ def test_fused_names_shards_and_dtype_are_changed_on_the_way(
         assert torch.equal(found[name], tensor.bfloat16()), name
 
 
-def test_nobody_hashes_a_directory(
+def test_exports_are_not_hashed(
     peer: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No one would read the hash of its files, and it takes as long as a quick disk."""
+    """Nothing reads a hash of the exported files, and hashing takes as long as writing."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("hashed")
@@ -141,11 +141,11 @@ def test_nobody_hashes_a_directory(
         convert(source, tmp_path / "checkpoint", to="checkpoint")
 
 
-def test_a_run_becomes_a_directory_that_transformers_reads(
+def test_transformers_reads_a_converted_run(
     their_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    pieces = save_run(run, TINY)
+    params = save_run(run, TINY)
     (run / "tokenizer").mkdir()
     tokenizer = {"added_tokens": [{"id": 256, "content": "<end>"}], "model": {"vocab": {"a": 97}}}
     (run / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -154,7 +154,7 @@ def test_a_run_becomes_a_directory_that_transformers_reads(
 
     origin = convert(run, tmp_path / "out")
     assert origin.path == run / "checkpoints" / "step-00000005"
-    equal(tmp_path / "out", TINY, pieces)
+    equal(tmp_path / "out", TINY, params)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 256, 97)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -167,11 +167,11 @@ def test_a_run_becomes_a_directory_that_transformers_reads(
     assert digests(tmp_path / "same") == digests(tmp_path / "out")
     convert(run, tmp_path / "parameters", to="checkpoint", dtype="bf16")
     bare = Checkpoint.open(tmp_path / "parameters")
-    assert set(bare.tensors) == {f"{PARAMETER}/{piece.name}" for piece in pieces}
+    assert set(bare.tensors) == {f"{PARAMETER}/{param.name}" for param in params}
     assert {record.dtype for record in bare.tensors.values()} == {"BF16"}
 
 
-def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_rejected(tmp_path: Path) -> None:
     save_run(tmp_path / "run", TINY)
     newest = tmp_path / "run" / "checkpoints" / "step-00000005"
     victim = next(newest.glob("*.safetensors"))
@@ -186,19 +186,19 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_origin_fills_pieces_of_any_layout(dtype: torch.dtype, tmp_path: Path) -> None:
-    pieces = save_run(tmp_path / "run", TINY)
+def test_origin_fills_shards_of_any_layout(dtype: torch.dtype, tmp_path: Path) -> None:
+    params = save_run(tmp_path / "run", TINY)
     convert(tmp_path / "run", tmp_path / "directory")
     for path in (tmp_path / "run", tmp_path / "directory"):
         wanted = whole(TINY, lambda shape: torch.full(shape, float("nan"), dtype=dtype))
-        open_origin(path).fill([half for piece in wanted for half in halves(piece)])
-        for piece, expected in zip(wanted, pieces, strict=True):
-            assert torch.equal(piece.tensor, expected.tensor.to(dtype)), piece.name
+        open_origin(path).fill([half for param in wanted for half in halves(param)])
+        for param, expected in zip(wanted, params, strict=True):
+            assert torch.equal(param.tensor, expected.tensor.to(dtype)), param.name
 
 
-def test_routers_that_a_config_json_cannot_name(tmp_path: Path) -> None:
+def test_routers_without_a_config_json_key(tmp_path: Path) -> None:
     unscaled = TINY.model_copy(update={"renormalise": False})
-    save_run(tmp_path / "gshard", unscaled, RoutingConfig(router="gshard", capacity=1.2))
+    save_run(tmp_path / "gshard", unscaled, RoutingConfig(router="gshard", capacity_factor=1.2))
     assert convert(tmp_path / "gshard", tmp_path / "out").model.renormalise
     save_run(tmp_path / "softmax", unscaled)
     with pytest.raises(ConfigError, match=r"model\.renormalise"):
@@ -208,7 +208,7 @@ def test_routers_that_a_config_json_cannot_name(tmp_path: Path) -> None:
     assert "balanced" in warning
 
 
-def test_a_fine_tuned_run_keeps_the_generation_settings(tmp_path: Path) -> None:
+def test_fine_tuned_run_keeps_generation_settings(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "generation_config.json").write_text('{"top_p": 0.7}')
     save_run(tmp_path / "run", TINY, source=str(tmp_path / "base"))
@@ -219,14 +219,14 @@ def test_a_fine_tuned_run_keeps_the_generation_settings(tmp_path: Path) -> None:
     assert not (tmp_path / "without" / "generation_config.json").exists()
 
 
-def test_a_checkpoint_that_names_no_model_is_told(tmp_path: Path) -> None:
+def test_checkpoint_without_model_is_rejected(tmp_path: Path) -> None:
     with Saver(tmp_path, World.solo(), keep=1) as saver:
         saver.save(State(whole(TINY, torch.randn)), 1, {})
-    with pytest.raises(ConfigError, match="does not say what model it holds"):
+    with pytest.raises(ConfigError, match="names no model"):
         convert(tmp_path, tmp_path / "out")
 
 
-def test_what_is_no_model_is_told(tmp_path: Path) -> None:
+def test_path_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there"):
         convert(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(ConfigError, match="a checkpoint or a run directory"):
@@ -239,7 +239,7 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "full")
 
 
-def test_a_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     larger = TINY.model_copy(update={"vocab": 301})
     facts = {"model": larger.model_dump(mode="json")}
     with Saver(tmp_path, World.solo(), keep=1) as saver:
@@ -277,13 +277,13 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of about 200 MB in shards of at most 20 MB, the largest tensor 4 MB."""
+    """Write a directory of about 200 MB in shards of at most 20 MB, the largest tensor 4 MB."""
     directory = tmp_path_factory.mktemp("large") / "model"
     model = ModelConfig(
         **PRESETS["tiny-olmoe"] | {"vocab": 4000, "hidden": 256, "head_dim": 64, "ffn": 512,
                                    "layers": 7, "experts": 16}
     )  # fmt: skip
-    tensors = PieceTensors(whole(model, torch.rand))
+    tensors = InMemoryTensors(whole(model, torch.rand))
     write_model(directory, model, tensors, max_shard_bytes=20_000_000)
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     assert 180e6 < size < 220e6
@@ -291,29 +291,29 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_what_goes_through_once_goes_past_the_page_cache(tmp_path: Path) -> None:
-    """Tensors of a directory, and whole files of a checkpoint that is named."""
+def test_conversion_bypasses_the_page_cache(tmp_path: Path) -> None:
+    """Tensors of a directory and whole checkpoint files bypass the page cache."""
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
-    write_model(source, TINY, PieceTensors(whole(TINY, torch.rand)))
-    read, parts = direct.read, direct.parts
-    with mock.patch.object(direct, "read", wraps=read) as reads:
+    write_model(source, TINY, InMemoryTensors(whole(TINY, torch.rand)))
+    read, parts = direct_io.read, direct_io.read_blocks
+    with mock.patch.object(direct_io, "read", wraps=read) as reads:
         convert(source, checkpoint, to="checkpoint")
     assert reads.call_count == len(list(parameters(TINY)))
-    with mock.patch.object(direct, "parts", wraps=parts) as files:
+    with mock.patch.object(direct_io, "read_blocks", wraps=parts) as files:
         convert(checkpoint, tmp_path / "out")
     assert [call.args[0].name for call in files.call_args_list] == ["rank-0.safetensors"]
     assert digests(tmp_path / "out") == digests(source)
 
 
-def test_a_source_that_goes_away_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", TINY, PieceTensors(whole(TINY, torch.rand)))
-    source = HFSource(tmp_path / "source", TINY, once=True)
+def test_read_errors_are_not_reported_as_a_full_disk(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", TINY, InMemoryTensors(whole(TINY, torch.rand)))
+    source = HFSource(tmp_path / "source", TINY, reads_once=True)
     (tmp_path / "source" / SINGLE_NAME).unlink()
     with pytest.raises(StoreError) as caught:
         write_model(tmp_path / "out", TINY, source)
     assert f"'{tmp_path / 'source' / SINGLE_NAME}' cannot be read" in str(caught.value)
     assert "make room" not in str(caught.value)
-    tensors, gone = PieceTensors(whole(TINY, torch.rand)), tmp_path / "tokenizer.json"
+    tensors, gone = InMemoryTensors(whole(TINY, torch.rand)), tmp_path / "tokenizer.json"
     with pytest.raises(StoreError, match=r"tokenizer\.json' cannot be read \(No such file"):
         write_model(tmp_path / "out", TINY, tensors, companions=[gone])
     assert not (tmp_path / "out").exists()
@@ -321,9 +321,9 @@ def test_a_source_that_goes_away_is_not_taken_for_a_full_disk(tmp_path: Path) ->
 
 @pytest.mark.parametrize("route", ["directory", "checkpoint"])
 def test_memory_stays_below_two_shards(route: str, large: Path, tmp_path: Path) -> None:
-    # Tensors of a directory come one by one, a checkpoint's file as a whole into one memory: so one
-    # shard, one tensor, and what the allocator keeps. Two shards are a fifth of the
-    # model; holding it whole would take five times the bound.
+    # A directory is read tensor by tensor, a checkpoint file as a whole into one buffer: one shard,
+    # one tensor and the allocator's cache. Two shards are a fifth of the model, so holding it whole
+    # would take five times the bound.
     bound = 2 * 20_000_000
     if route == "directory":
         steps = [(large, tmp_path / "out", "huggingface")]
@@ -340,7 +340,7 @@ def test_memory_stays_below_two_shards(route: str, large: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("to", ["huggingface", "checkpoint"])
-def test_a_conversion_that_is_killed_leaves_no_target(to: str, large: Path, tmp_path: Path) -> None:
+def test_killed_conversion_leaves_no_target(to: str, large: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     assert run_script(large, target, to, 60).returncode == -signal.SIGKILL
     assert not target.exists()

@@ -1,4 +1,4 @@
-"""A text ends where transformers ends it, and exports name what their tokenizer ends by."""
+"""Text ends where transformers ends it, and exports name the end tokens of their tokenizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 import transformers
 
 from moesaic.cli.main import main
-from moesaic.models.chat import ChatTemplate, end_of_turn
+from moesaic.models.chat import ChatTemplate, end_of_turn_id
 from moesaic.models.hf.origin import open_origin
-from moesaic.models.hf.tokens import special_token_ids
+from moesaic.models.hf.special_tokens import special_token_ids
 from moesaic.models.tokenizer import FileTokenizer
-from moesaic.testing.talks import TEMPLATES, unmarked, write_tokenizer
+from moesaic.testing.chat_templates import TEMPLATES, without_generation_marks, write_tokenizer
 
 FIRST, END, START, TURN = range(256, 260)
-"""The ids of the special tokens of `testing.talks`."""
+"""Special token ids of `testing.chat_templates`."""
 PROMPT = "Why is it so?"
 
 
@@ -39,7 +39,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, their_model: Callable[...,
 
 @pytest.fixture
 def base(written: Path, tmp_path: Path) -> Path:
-    """A model with a tokenizer that names END, and a template that ends turns by TURN."""
+    """Create a model with a tokenizer that names END and a template that ends turns with TURN."""
     return Path(shutil.copytree(written, tmp_path / "base"))
 
 
@@ -71,17 +71,17 @@ def theirs(directory: Path, **settings: Any) -> list[int]:
     ("config", "generation"),
     [(0, None), (0, 1), (1, 0), (0, [2, 1]), ([3, 1], 2), ([2, 1], None), (END, [END, 1])],
 )
-def test_greedy_text_ends_as_theirs(
+def test_greedy_text_ends_as_in_transformers(
     config: Any, generation: Any, base: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`config` and `generation` name places of tokens in what would be said without an end."""
+    """`config` and `generation` are positions of tokens in the text generated without an end."""
     free = list(dict.fromkeys(theirs(base, eos_token_id=-1)[3:]))
     assert len(free) > 3
 
-    def token(place: Any) -> Any:
-        if isinstance(place, list):
-            return [token(one) for one in place]
-        return place if place is END else free[place]
+    def token(position: Any) -> Any:
+        if isinstance(position, list):
+            return [token(one) for one in position]
+        return position if position is END else free[position]
 
     file = base / "generation_config.json"
     file.unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def test_greedy_text_ends_as_theirs(
     assert ours(str(base), capfd) == expected
 
 
-def test_what_the_tokenizer_alone_names_is_no_end(
+def test_end_token_of_the_tokenizer_alone_is_ignored(
     base: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     free = list(dict.fromkeys(theirs(base, eos_token_id=-1)[3:]))
@@ -106,10 +106,10 @@ def test_what_the_tokenizer_alone_names_is_no_end(
 
 
 @pytest.mark.parametrize("generation", [{}, {"eos_token_id": None}])
-def test_a_text_ends_though_no_end_is_named(
+def test_end_token_without_generation_settings(
     generation: dict[str, Any], base: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By config.json; transformers would go on. Where that names none too, by the tokenizer."""
+    """The end is that of config.json, else of the tokenizer; transformers would go on."""
     free = theirs(base, eos_token_id=-1)
     (base / "generation_config.json").write_text(json.dumps(generation))
     write(base / "config.json", eos_token_id=free[4])
@@ -119,7 +119,7 @@ def test_a_text_ends_though_no_end_is_named(
     assert ours(str(base), capfd) == free[: free.index(free[4]) + 1]
 
 
-def test_an_end_that_is_no_id_is_told(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_end_token_is_rejected(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for text, words in (('{"eos_token_id": "</s>"}', "is no token id"), ("{", "is not JSON")):
         (base / "generation_config.json").write_text(text)
         assert main(["generate", str(base), "--prompt", "x", "--set", "max_tokens=1"]) == 2
@@ -130,12 +130,12 @@ def test_an_end_that_is_no_id_is_told(base: Path, capfd: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("marks", [True, False])
-def test_the_end_of_a_turn(name: str, marks: bool, tmp_path: Path) -> None:
-    template = TEMPLATES[name] if marks else unmarked(TEMPLATES[name])
+def test_end_of_turn_token(name: str, marks: bool, tmp_path: Path) -> None:
+    template = TEMPLATES[name] if marks else without_generation_marks(TEMPLATES[name])
     write_tokenizer(tmp_path, template)
     tokenizer = FileTokenizer(str(tmp_path))
     expected = TURN if name == "chatml" else END
-    assert end_of_turn(ChatTemplate(tmp_path, "restore it"), tokenizer) == expected
+    assert end_of_turn_id(ChatTemplate(tmp_path, "restore it"), tokenizer) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_the_end_of_a_turn(name: str, marks: bool, tmp_path: Path) -> None:
         "{{ raise_exception('none') }}",
     ],
 )
-def test_turns_without_an_end(template: str, tmp_path: Path) -> None:
+def test_templates_without_an_end_of_turn(template: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template)
     tokenizer = FileTokenizer(str(tmp_path))
-    assert end_of_turn(ChatTemplate(tmp_path, "restore it"), tokenizer) is None
+    assert end_of_turn_id(ChatTemplate(tmp_path, "restore it"), tokenizer) is None
 
 
 JOB = """
@@ -179,10 +179,10 @@ tensorboard = false
 TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
 
 
-def test_a_chat_ends_with_its_turn(
+def test_chat_stops_at_the_end_of_turn(
     base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after fine-tuning, where nothing but the template named that token."""
+    """After fine-tuning too, although only the template named that token."""
     monkeypatch.chdir(base.parent)
     write(base / "generation_config.json", top_k=5)
     Path("talks.jsonl").write_text(f"{json.dumps({'messages': TALK})}\n" * 4)
@@ -212,10 +212,10 @@ def test_a_chat_ends_with_its_turn(
     assert json.loads(Path("run/job.json").read_text())["data"]["tokenizer"] == "run/tokenizer"
 
 
-def test_a_runs_tokenizer_goes_before_the_base(
+def test_tokenizer_of_a_run_takes_precedence_over_its_base(
     base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where it names other tokens; files that name them already stay as they are."""
+    """The tokenizer replaces other ids; files that already name its tokens stay unchanged."""
     monkeypatch.chdir(base.parent)
     other = write_tokenizer(Path("other"), bos_token="<|start|>", eos_token="<|end|>")
     kept = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
@@ -248,7 +248,7 @@ def test_a_runs_tokenizer_goes_before_the_base(
     assert Path("exact", file.name).read_bytes() == file.read_bytes()
 
 
-def test_the_end_that_an_older_file_names(tmp_path: Path) -> None:
+def test_end_token_of_special_tokens_map(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     write(tmp_path / "tokenizer_config.json", eos_token=None)
     write(tmp_path / "special_tokens_map.json", eos_token="<|end|>", bos_token="<|start|>")

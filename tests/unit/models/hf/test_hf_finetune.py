@@ -1,4 +1,4 @@
-"""Adapters trained over a directory of transformers, merged, and read by transformers again."""
+"""Adapters trained over a transformers directory, merged, and read by transformers again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moesaic.cli.main import main
-from moesaic.dist.checkpoint import Checkpoint, candidates
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.checkpoint import Checkpoint, resume_candidates
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import lay_out
+from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import parameters
-from moesaic.facts.workload.finetune import A, B, adapter_stem
+from moesaic.facts.workload.adapters import A, B, adapter_prefix
 from moesaic.models.hf.config import CONFIG_NAME
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
@@ -56,8 +56,8 @@ tensorboard = false
 
 
 def logits_of(job: Job, checkpoint: Path, tokens: Tensor) -> Tensor:
-    """What base and adapters together say, never merged."""
-    plan = lay_out(job.layout, job.model, 1)
+    """Return the logits of base and adapters without merging them."""
+    plan = plan_from_layout(job.layout, job.model, 1)
     run = assemble(job, plan, World.solo(torch.device("cpu")), Checkpoint.open(checkpoint))
     run.model.eval()
     positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
@@ -77,7 +77,7 @@ def logits_of(job: Job, checkpoint: Path, tokens: Tensor) -> Tensor:
         ("deepseek-yarn", ["attention"]),
     ],
 )
-def test_the_merged_model_says_what_base_and_adapters_say(
+def test_merged_model_matches_base_with_adapters(
     case: str,
     targets: list[str],
     their_model: Callable[..., Any],
@@ -91,7 +91,7 @@ def test_the_merged_model_says_what_base_and_adapters_say(
     Path("text.txt").write_text("Of mosaics and their stones. " * 40)
     Path("job.toml").write_text(JOB.format(targets=json.dumps(targets)))
     assert main(["train", "job.toml", "--out", "run"]) == 0, capfd.readouterr().err
-    (checkpoint, *_) = candidates(Path("run/checkpoints"))
+    (checkpoint, *_) = resume_candidates(Path("run/checkpoints"))
     assert main(["convert", "run", "--out", "tuned"]) == 0, capfd.readouterr().err
     tokens = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
     job = Job.model_validate_json(Path("run/job.json").read_text())
@@ -111,7 +111,7 @@ def test_the_merged_model_says_what_base_and_adapters_say(
 
 
 def check_forms(checkpoint: Path) -> None:
-    """W + alpha / rank * B A element by element; a merged checkpoint is not merged again."""
+    """Each element is W + alpha / rank * B A; a merged checkpoint is not merged again."""
     convert(Path("run"), Path("again"), to="checkpoint")
     merged, again = (open_origin(Path(name)) for name in ("run", "again"))
     stored = Checkpoint.open(checkpoint)
@@ -119,11 +119,11 @@ def check_forms(checkpoint: Path) -> None:
     def read(name: str) -> Tensor:
         shape = tuple(stored.tensors[f"{PARAMETER}/{name}"].shape)
         tensor = torch.empty(shape)
-        stored.fill([Piece(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])
+        stored.fill([TensorShard(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])
         return tensor.double()
 
     for parameter in parameters(merged.model):
-        expected, stem = read(parameter.name), adapter_stem(parameter.name)
+        expected, stem = read(parameter.name), adapter_prefix(parameter.name)
         if f"{PARAMETER}/{stem}{A}" in stored.tensors:
             expected = expected + 8 / 4 * read(f"{stem}{B}") @ read(f"{stem}{A}")
         assert torch.equal(merged.tensors.read(parameter.name), expected.float()), parameter.name
@@ -143,7 +143,7 @@ def check_forms(checkpoint: Path) -> None:
         (["finetune.router=false"], ("finetune.router",)),
     ],
 )
-def test_mistakes_are_named(
+def test_finetune_errors(
     sets: list[str],
     words: tuple[str, ...],
     peer: Callable[[str], Any],
@@ -155,14 +155,12 @@ def test_mistakes_are_named(
     job.write_text(text)
     arguments = [word for item in sets for word in ("--set", item)]
     assert main(["train", str(job), "--dry-run", *arguments]) == 2
-    told = " ".join(capfd.readouterr().err.split())
+    message = " ".join(capfd.readouterr().err.split())
     for word in words:
-        assert word in told
+        assert word in message
 
 
-def test_weights_must_come_from_somewhere(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_finetune_requires_a_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.toml"
     job.write_text(
         JOB.format(targets='["experts"]').replace("from", "preset").replace("base", "tiny-olmoe")

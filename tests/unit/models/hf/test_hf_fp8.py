@@ -1,4 +1,4 @@
-"""Weights of eight bits with one scale a block: exact, from any slice; refused where unclear."""
+"""fp8 weights with one scale per block: exact in every slice, with errors for other formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moesaic.base.errors import ConfigError, WeightsError
 from moesaic.cli.main import main
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import Family
 from moesaic.facts.workload import expert_name, parameters
@@ -23,7 +23,7 @@ from moesaic.models.hf.config import config_text, from_huggingface
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
 from moesaic.models.hf.reader import SINGLE_NAME, HFSource
-from moesaic.models.pieces import pieces
+from moesaic.models.state import tensor_shards
 from moesaic.serve.loading import load_model
 
 SCHEME: dict[str, Any] = {
@@ -37,14 +37,14 @@ RAGGED = ModelConfig(
 
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
-        "layers": 2, "dense_layers": 1, "dense_ffn": 140, "shared": 1,
-        "latent": {"width": 10, "queries": 12, "rotary": 4, "value": 6},
+        "layers": 2, "dense_layers": 1, "dense_ffn": 140, "shared_experts": 1,
+        "latent": {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6},
     },
 }  # fmt: skip
 
 
 def quantise(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The eight bits and the scales of `weight`, block by block."""
+    """Return fp8 values and scales of `weight`, block by block."""
     rows, columns = (-(-extent // 128) for extent in weight.shape)
     bits = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(rows, columns, dtype=scale_dtype)
@@ -57,7 +57,7 @@ def quantise(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def meaning(bits: Tensor, scales: Tensor) -> Tensor:
-    """Element by element: the number times the scale of its block."""
+    """Return each element as its fp8 value times the scale of its block."""
     row, column = (torch.arange(extent) // 128 for extent in bits.shape)
     return bits.float() * scales.float()[row[:, None], column]
 
@@ -65,23 +65,23 @@ def meaning(bits: Tensor, scales: Tensor) -> Tensor:
 def put(
     directory: Path, model: ModelConfig, scale_dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A directory whose projections are quantised; returns what it means, by logical name."""
+    """Write a directory with quantised projections, and return its values by logical name."""
     draws = torch.Generator().manual_seed(3)
-    meant, tensors = {}, {}
+    expected_values, tensors = {}, {}
     for parameter in parameters(model):
         name = names.written_name(model, parameter)
         weight = torch.randn(parameter.shape, generator=draws) / 8
         if ".mlp." in name and ".gate." not in name:
             tensors[name], scales = quantise(weight, scale_dtype)
             tensors[f"{name}_scale_inv"] = scales
-            meant[parameter.name] = meaning(tensors[name], scales)
+            expected_values[parameter.name] = meaning(tensors[name], scales)
         else:
-            meant[parameter.name] = tensors[name] = weight.bfloat16()
+            expected_values[parameter.name] = tensors[name] = weight.bfloat16()
     directory.mkdir(exist_ok=True)
     raw = json.loads(config_text(model, "bfloat16"))
     (directory / "config.json").write_text(json.dumps({**raw, "quantization_config": SCHEME}))
     save_file(tensors, directory / SINGLE_NAME)
-    return meant
+    return expected_values
 
 
 def change(directory: Path, **changes: Tensor | None) -> None:
@@ -90,13 +90,11 @@ def change(directory: Path, **changes: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_every_element_is_its_number_times_its_scale(
-    scale_dtype: torch.dtype, tmp_path: Path
-) -> None:
-    meant = put(tmp_path, RAGGED, scale_dtype)
+def test_elements_are_values_times_scales(scale_dtype: torch.dtype, tmp_path: Path) -> None:
+    expected_values = put(tmp_path, RAGGED, scale_dtype)
     source = HFSource(tmp_path, RAGGED)
     assert source.notes == []
-    for name, expected in meant.items():
+    for name, expected in expected_values.items():
         assert source.dtype(name) == expected.dtype
         assert torch.equal(source.read(name), expected), name
 
@@ -105,7 +103,7 @@ def test_every_element_is_its_number_times_its_scale(
     ("rows", "columns"),
     [((0, 5), (0, 136)), ((127, 129), (120, 136)), ((128, 130), (3, 4)), ((60, 130), (130, 136))],
 )
-def test_a_piece_needs_its_own_blocks_only(
+def test_shard_reads_its_blocks_only(
     rows: tuple[int, int], columns: tuple[int, int], tmp_path: Path
 ) -> None:
     name = expert_name(0, 2, "up")
@@ -113,17 +111,19 @@ def test_a_piece_needs_its_own_blocks_only(
     tensor = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
     offset = (rows[0], columns[0])
     HFSource(tmp_path, RAGGED).fill(
-        [Piece(PARAMETER, name, tuple(whole.shape), offset, tensor, (0,))]
+        [TensorShard(PARAMETER, name, tuple(whole.shape), offset, tensor, (0,))]
     )
     assert torch.equal(tensor, whole[slice(*rows), slice(*columns)])
 
 
-def test_scales_may_lie_in_another_file_and_experts_be_fused(tmp_path: Path) -> None:
-    meant = put(tmp_path, RAGGED)
+def test_scales_in_another_file_and_fused_experts(tmp_path: Path) -> None:
+    expected_values = put(tmp_path, RAGGED)
     tensors = load_file(tmp_path / SINGLE_NAME)
     at, bits, scales = "model.layers.0.mlp.experts", [], []
     for expert in range(3):
-        weight = torch.cat([meant[expert_name(0, expert, part)] for part in ("gate", "up")])
+        weight = torch.cat(
+            [expected_values[expert_name(0, expert, part)] for part in ("gate", "up")]
+        )
         for part in ("gate", "up"):
             for suffix in ("weight", "weight_scale_inv"):
                 del tensors[f"{at}.{expert}.{part}_proj.{suffix}"]
@@ -131,7 +131,10 @@ def test_scales_may_lie_in_another_file_and_experts_be_fused(tmp_path: Path) -> 
         bits.append(pair[0])
         scales.append(pair[1])
         gate, up = meaning(*pair).chunk(2)
-        meant[expert_name(0, expert, "gate")], meant[expert_name(0, expert, "up")] = gate, up
+        (
+            expected_values[expert_name(0, expert, "gate")],
+            expected_values[expert_name(0, expert, "up")],
+        ) = gate, up
     tensors[f"{at}.gate_up_proj"] = torch.stack(bits)
     tensors[f"{at}.gate_up_proj_scale_inv"] = torch.stack(scales)
     (tmp_path / SINGLE_NAME).unlink()
@@ -141,13 +144,13 @@ def test_scales_may_lie_in_another_file_and_experts_be_fused(tmp_path: Path) -> 
     index = {"weight_map": file_of}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     source = HFSource(tmp_path, RAGGED)
-    for name, expected in meant.items():
+    for name, expected in expected_values.items():
         assert torch.equal(source.read(name), expected), name
 
 
-def test_values_equal_theirs(tmp_path: Path) -> None:
+def test_values_match_transformers(tmp_path: Path) -> None:
     bits, scales = quantise(torch.randn(256, 384), torch.float32)
-    # Of bare names, "weight", releases of transformers make a tensor or a list.
+    # Some releases of transformers return a tensor for the bare name "weight", others a list.
     stored = {"up.weight": [bits], "up.weight_scale_inv": [scales]}
     (theirs,) = Fp8Dequantize(None).convert(stored)["up.weight"]
     box = (slice(0, 256), slice(0, 384))
@@ -155,22 +158,22 @@ def test_values_equal_theirs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3"])
-def test_what_is_written_is_plain(family: Family, tmp_path: Path) -> None:
+def test_export_is_not_quantised(family: Family, tmp_path: Path) -> None:
     ragged = ModelConfig(**{**RAGGED.model_dump(), **MORE.get(family, {}), "family": family})
-    meant = put(tmp_path / "from", ragged)
-    for dtype, held in (("keep", None), ("bf16", torch.bfloat16)):
+    expected_values = put(tmp_path / "from", ragged)
+    for dtype, stored_dtype in (("keep", None), ("bf16", torch.bfloat16)):
         out = tmp_path / dtype
         convert(tmp_path / "from", out, dtype=dtype)
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
         source = HFSource(out, ragged)
-        for name, expected in meant.items():
-            assert torch.equal(source.read(name), expected.to(held or expected.dtype)), name
+        for name, expected in expected_values.items():
+            assert torch.equal(source.read(name), expected.to(stored_dtype or expected.dtype)), name
     model = load_model(open_origin(tmp_path / "from"), torch.device("cpu"), "bf16")
-    for piece in pieces(model):
-        assert torch.equal(piece.tensor, meant[piece.name].bfloat16()), piece.name
+    for shard in tensor_shards(model):
+        assert torch.equal(shard.tensor, expected_values[shard.name].bfloat16()), shard.name
     convert(tmp_path / "from", tmp_path / "checkpoint", to="checkpoint")
     kept = open_origin(tmp_path / "checkpoint").tensors
-    assert all(torch.equal(kept.read(name), expected) for name, expected in meant.items())
+    assert all(torch.equal(kept.read(name), expected) for name, expected in expected_values.items())
 
 
 JOB = """
@@ -196,14 +199,14 @@ tensorboard = false
 """
 
 
-def test_every_verb_takes_such_a_directory_and_names_what_it_leaves_out(
+def test_commands_read_fp8_and_report_skipped_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = RAGGED.model_copy(
         update={"vocab": 260, "extras": {"num_nextn_predict_layers": 1, "eos_token_id": None}}
     )
-    meant = put(Path("published"), model)
+    expected_values = put(Path("published"), model)
     raw = json.loads(Path("published/config.json").read_text())
     raw["num_nextn_predict_layers"] = 1
     Path("published/config.json").write_text(json.dumps(raw))
@@ -212,11 +215,11 @@ def test_every_verb_takes_such_a_directory_and_names_what_it_leaves_out(
     Path("job.toml").write_text(JOB)
     for line in ("inspect published", "convert published --out plain", "train job.toml --out run"):
         assert main(line.split()) == 0, capfd.readouterr().err
-        told = capfd.readouterr()
-        text = " ".join((told.out + told.err).split())
+        captured = capfd.readouterr()
+        text = " ".join((captured.out + captured.err).split())
         assert text.count("'model.layers.1.b.weight') are left out, and no export will") == 1
     plain, trained = (open_origin(Path(name)).tensors for name in ("plain", "run"))
-    for name, expected in meant.items():
+    for name, expected in expected_values.items():
         assert torch.equal(plain.read(name), expected), name
         assert (trained.read(name) - expected).abs().max() < 1e-20, name
 
@@ -236,7 +239,7 @@ UP = "model.layers.0.mlp.experts.1.up_proj.weight"
         ({UP: torch.ones(130, 136)}, (f"'{UP}_scale_inv' is not part of the model",)),
     ],
 )  # fmt: skip
-def test_scales_that_do_not_fit_are_refused(
+def test_mismatched_scales_are_rejected(
     changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     put(tmp_path, RAGGED)
@@ -259,7 +262,7 @@ def test_scales_that_do_not_fit_are_refused(
         ({"bits": 4}, "quantization_config.bits = 4"),
     ],
 )
-def test_other_schemes_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_other_quantisation_schemes_are_rejected(changes: dict[str, Any], words: str) -> None:
     raw = json.loads(config_text(RAGGED, "bfloat16"))
     from_huggingface({**raw, "quantization_config": {**SCHEME, "scale_fmt": "ue8m0"}}, "x")
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Every parameter has one name on file, and fused tensors are cut where transformers cuts them."""
+"""Every parameter has one written name, and fused tensors are split as in transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DENSE = ModelConfig(**PRESETS["tiny-dense"])
 DEEPSEEK = ModelConfig(**PRESETS["tiny-deepseek"], extras={"num_nextn_predict_layers": 2})
 
 
-def at(model: ModelConfig, logical: str) -> list[names.Place]:
-    return next(names.places(model, p) for p in parameters(model) if p.name == logical)
+def at(model: ModelConfig, logical: str) -> list[names.StoredSlice]:
+    return next(names.candidate_slices(model, p) for p in parameters(model) if p.name == logical)
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, OLMOE, QWEN3, DENSE, DEEPSEEK], ids=lambda m: m.family)
@@ -52,7 +52,7 @@ def test_names_are_one_to_one(model: ModelConfig) -> None:
 )
 def test_written_names(model: ModelConfig, logical: str, written: str) -> None:
     assert at(model, logical)[0].tensor == written
-    assert not at(model, logical)[0].fused
+    assert not at(model, logical)[0].is_fused
 
 
 @pytest.mark.parametrize(
@@ -74,51 +74,55 @@ def test_written_names(model: ModelConfig, logical: str, written: str) -> None:
 )
 def test_written_names_of_deepseek(inner: str, written: str) -> None:
     parameter = Parameter(f"layers.2.{inner}", (3, 5), "dense", 2)
-    (place,) = names.places(DEEPSEEK, parameter)
-    assert place == names.Place(f"model.layers.2.{written}", (3, 5), (0, 0), (3, 5))
+    (stored,) = names.candidate_slices(DEEPSEEK, parameter)
+    assert stored == names.StoredSlice(f"model.layers.2.{written}", (3, 5), (0, 0), (3, 5))
 
 
-def test_fused_places_cut_gate_and_up_apart() -> None:
+def test_fused_slices_split_gate_and_up() -> None:
     hidden, ffn, experts = OLMOE.hidden, OLMOE.ffn, OLMOE.experts
     fused = torch.arange(experts * 2 * ffn * hidden).view(experts, 2 * ffn, hidden)
     gate, up = fused[7].chunk(2, dim=0)
     for part, expected in (("gate", gate), ("up", up)):
-        place = at(OLMOE, expert_name(2, 7, part))[-1]
-        assert place.fused
-        assert place.tensor == "model.layers.2.mlp.experts.gate_up_proj"
-        assert place.shape == tuple(fused.shape)
-        box = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
+        stored = at(OLMOE, expert_name(2, 7, part))[-1]
+        assert stored.is_fused
+        assert stored.tensor == "model.layers.2.mlp.experts.gate_up_proj"
+        assert stored.shape == tuple(fused.shape)
+        box = [slice(o, o + n) for o, n in zip(stored.offset, stored.size, strict=True)]
         assert torch.equal(fused[tuple(box)].squeeze(0), expected)
 
 
-def test_mixtral_is_also_read_under_the_name_of_transformers_5() -> None:
-    router = [place.tensor for place in at(MIXTRAL, "layers.0.moe.router.weight")]
+def test_mixtral_reads_transformers_5_names() -> None:
+    router = [stored.tensor for stored in at(MIXTRAL, "layers.0.moe.router.weight")]
     assert router[1:] == ["model.layers.0.mlp.gate.weight"]
-    down = [place.tensor for place in at(MIXTRAL, expert_name(0, 1, "down"))]
+    down = [stored.tensor for stored in at(MIXTRAL, expert_name(0, 1, "down"))]
     assert down[-2:] == [
         "model.layers.0.block_sparse_moe.experts.down_proj",
         "model.layers.0.mlp.experts.down_proj",
     ]
 
 
-def test_a_written_name_is_chosen_before_a_fused_one() -> None:
+def test_written_name_takes_precedence_over_fused() -> None:
     on_file = dict.fromkeys(names.logical_names(OLMOE), 0)
     fused = {"model.layers.0.mlp.experts.gate_up_proj": 0, **on_file}
-    chosen = names.choose(OLMOE, fused)
-    assert not any(place is None or place.fused for place in chosen.values())
+    chosen = names.choose_slices(OLMOE, fused)
+    assert not any(stored is None or stored.is_fused for stored in chosen.values())
     del on_file["model.norm.weight"]
-    assert names.choose(OLMOE, on_file)["head.norm.weight"] is None
+    assert names.choose_slices(OLMOE, on_file)["head.norm.weight"] is None
 
 
-def test_spare_tensors() -> None:
+def test_skipped_tensors() -> None:
     tied = DENSE.model_copy(update={"tied": True})
-    assert "rope_theta" in str(names.spare(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq"))
-    assert names.spare(DENSE, "model.rotary_emb.inv_freq")
-    assert names.spare(tied, "lm_head.weight")
-    assert names.spare(DENSE, "lm_head.weight") is None
-    further = [names.spare(DEEPSEEK, f"model.layers.{layer}.eh_proj.weight") for layer in (4, 5)]
+    assert "rope_theta" in str(
+        names.reason_to_skip(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq")
+    )
+    assert names.reason_to_skip(DENSE, "model.rotary_emb.inv_freq")
+    assert names.reason_to_skip(tied, "lm_head.weight")
+    assert names.reason_to_skip(DENSE, "lm_head.weight") is None
+    further = [
+        names.reason_to_skip(DEEPSEEK, f"model.layers.{layer}.eh_proj.weight") for layer in (4, 5)
+    ]
     assert all("num_nextn_predict_layers = 2" in str(reason) for reason in further)
     for layer in (3, 6):
-        assert names.spare(DEEPSEEK, f"model.layers.{layer}.eh_proj.weight") is None
-    assert names.spare(OLMOE, "model.layers.4.eh_proj.weight") is None
-    assert names.spare(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq.x") is None
+        assert names.reason_to_skip(DEEPSEEK, f"model.layers.{layer}.eh_proj.weight") is None
+    assert names.reason_to_skip(OLMOE, "model.layers.4.eh_proj.weight") is None
+    assert names.reason_to_skip(DENSE, "model.layers.1.self_attn.rotary_emb.inv_freq.x") is None

@@ -1,4 +1,4 @@
-"""transformers is the oracle: same files, same logits, in both directions."""
+"""Parity with transformers: same files, same logits, in both directions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import parameters
 from moesaic.models.hf.config import read_config
-from moesaic.models.hf.names import choose
+from moesaic.models.hf.names import choose_slices
 from moesaic.models.hf.reader import HFSource
-from moesaic.models.hf.shards import PieceTensors
+from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 from moesaic.models.lm import LanguageModel
-from moesaic.models.pieces import held, pieces
+from moesaic.models.state import local_params, tensor_shards
 from moesaic.nn.context import Context
 from moesaic.serve.generate import generate
-from moesaic.train.objectives.lm import visible
+from moesaic.train.objectives.lm import attention_mask
 
 CASES = [
     "llama", "llama-tied-wide", "llama-linear", "llama-llama3", "mixtral", "mixtral-window",
@@ -40,7 +40,7 @@ def load(directory: Path) -> LanguageModel:
     model = LanguageModel(config)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    HFSource(directory, config).fill(pieces(model))
+    HFSource(directory, config).fill(tensor_shards(model))
     return model.eval()
 
 
@@ -52,13 +52,13 @@ def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
 def run(model: LanguageModel, tokens: Tensor) -> Tensor:
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     context = Context(rotary=model.rotary(positions))
-    context.mask = visible(torch.zeros_like(tokens), model.config.window)
+    context.mask = attention_mask(torch.zeros_like(tokens), model.config.window)
     logits: Tensor = model(tokens, context)
     return logits
 
 
 def export(model: LanguageModel, target: Path, **options: Any) -> None:
-    write_model(target, model.config, PieceTensors(pieces(model)), **options)
+    write_model(target, model.config, InMemoryTensors(tensor_shards(model)), **options)
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -68,44 +68,50 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_theirs_on_files_they_wrote(case: str, peer: Callable[[str], Any]) -> None:
+def test_logits_match_transformers(case: str, peer: Callable[[str], Any]) -> None:
     theirs = peer(case)
     ours = our_logits(load(theirs.directory), theirs.tokens)
-    assert theirs.logits.std() > 0.3  # else a tolerance of 1e-5 would say nothing
+    assert theirs.logits.std() > 0.3  # else a tolerance of 1e-5 would prove nothing
     torch.testing.assert_close(ours, theirs.logits, rtol=1e-5, atol=1e-5)
     assert (ours - theirs.logits).norm() <= 1e-5 * theirs.logits.norm()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_theirs(
+def test_gradients_match_transformers(
     case: str, peer: Callable[[str], Any], their_model: Callable[..., Any]
 ) -> None:
     ours, theirs = load(peer(case).directory), their_model(case)
-    tokens = peer(case).tokens.clamp(min=1)  # They give padding no gradient.
+    tokens = peer(case).tokens.clamp(min=1)  # transformers gives padding no gradient.
     loss = torch.nn.functional.cross_entropy
     for model, logits in ((ours, run(ours, tokens)), (theirs, theirs(tokens).logits)):
         model.zero_grad()
         loss(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     expected = dict(theirs.named_parameters())
     learnt = {p.name for p in parameters(ours.config) if p.kind != "bias"}
-    places = {name: p for name, p in choose(ours.config, expected).items() if name in learnt}
-    plan = Plan(ranks=1, ep=1, shard=1, experts=ours.config.experts)
-    found = [p for item in held(ours, plan, 0) for p in item.pieces("gradient", item.grad, 0)]
-    assert {piece.name for piece in found} == places.keys()
-    for piece in found:
-        place = places[piece.name]
-        assert place is not None
-        box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True))
-        gradient = expected[place.tensor].grad
+    stored_slices = {
+        name: p for name, p in choose_slices(ours.config, expected).items() if name in learnt
+    }
+    plan = Plan(ranks=1, ep=1, dp_shard=1, experts=ours.config.experts)
+    found = [
+        p
+        for item in local_params(ours, plan, 0)
+        for p in item.tensor_shards("gradient", item.grad, 0)
+    ]
+    assert {shard.name for shard in found} == stored_slices.keys()
+    for shard in found:
+        stored = stored_slices[shard.name]
+        assert stored is not None
+        box = tuple(slice(o, o + n) for o, n in zip(stored.offset, stored.size, strict=True))
+        gradient = expected[stored.tensor].grad
         assert gradient is not None
         assert gradient.norm() > 0
-        apart = piece.tensor - gradient[box].view(piece.tensor.shape)
-        assert apart.norm() <= 1e-5 * gradient[box].norm() + 1e-9, piece.name
+        difference = shard.tensor - gradient[box].view(shard.tensor.shape)
+        assert difference.norm() <= 1e-5 * gradient[box].norm() + 1e-9, shard.name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_equal_theirs(case: str, peer: Callable[[str], Any]) -> None:
-    """From prompts that are shorter and longer than a window, and on beyond it."""
+def test_greedy_tokens_match_transformers(case: str, peer: Callable[[str], Any]) -> None:
+    """Prompts are shorter and longer than the window, and generation continues beyond it."""
     ours = load(peer(case).directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(peer(case).directory).eval()
     theirs.generation_config.eos_token_id = None
@@ -125,10 +131,10 @@ def test_greedy_tokens_equal_theirs(case: str, peer: Callable[[str], Any]) -> No
         ("llama-linear", PLAIN), ("llama-llama3", PLAIN), ("qwen3-yarn", PLAIN),
     ],
 )  # fmt: skip
-def test_a_case_says_something(
+def test_cases_are_sensitive_to_their_option(
     case: str, changes: dict[str, Any], peer: Callable[[str], Any], their_model: Callable[..., Any]
 ) -> None:
-    """Without its window or scaling it gives other logits."""
+    """The case gives other logits without its window or scaling."""
     found = peer(case)
     with torch.no_grad():
         plain = their_model(case, **changes)(found.tokens).logits
@@ -136,7 +142,7 @@ def test_a_case_says_something(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_they_read_what_we_write(
+def test_transformers_reads_exports(
     case: str, peer: Callable[[str], Any], their_logits: Callable[..., Tensor], tmp_path: Path
 ) -> None:
     model = load(peer(case).directory)
@@ -148,7 +154,7 @@ def test_they_read_what_we_write(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_names_and_bytes_survive(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
+def test_names_and_bytes_round_trip(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
     source = peer(case).directory
     export(load(source), tmp_path / "out")
     before = load_file(source / "model.safetensors")
@@ -159,9 +165,7 @@ def test_names_and_bytes_survive(case: str, peer: Callable[[str], Any], tmp_path
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_export_of_import_of_export_is_file_identical(
-    case: str, peer: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_reexport_is_file_identical(case: str, peer: Callable[[str], Any], tmp_path: Path) -> None:
     for turn, source in (("first", peer(case).directory), ("second", tmp_path / "first")):
         model = load(source)
         carried = find_companions(source)
@@ -171,7 +175,7 @@ def test_export_of_import_of_export_is_file_identical(
     assert first == digests(tmp_path / "second")
 
 
-def test_bfloat16_files_keep_their_bits(
+def test_bfloat16_round_trip_is_bitwise(
     peer: Callable[[str], Any], their_logits: Callable[..., Tensor], tmp_path: Path
 ) -> None:
     model = load(peer("mixtral").directory)
@@ -184,10 +188,10 @@ def test_bfloat16_files_keep_their_bits(
         original = load_file(peer("mixtral").directory / "model.safetensors")[name]
         assert torch.equal(tensor, original.to(torch.bfloat16)), name
     theirs = their_logits(tmp_path / "bf16", peer("mixtral").tokens)
-    assert theirs.dtype == torch.bfloat16  # config.json states the dtype of the weights
+    assert theirs.dtype == torch.bfloat16  # config.json names the dtype of the weights
 
 
-def test_biases_of_routers_stay_in_fp32(
+def test_router_biases_stay_fp32(
     peer: Callable[[str], Any], their_logits: Callable[..., Tensor], tmp_path: Path
 ) -> None:
     source = peer("deepseek").directory

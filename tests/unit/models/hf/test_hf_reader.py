@@ -1,4 +1,4 @@
-"""What may stand in a directory: sharded, fused and spare tensors; what may not, by name."""
+"""Supported directory contents (sharded, fused and spare tensors), and errors for the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.base.errors import WeightsError
-from moesaic.dist.state import FIRST_MOMENT, PARAMETER, Piece
+from moesaic.dist.state import FIRST_MOMENT, PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
@@ -32,7 +32,7 @@ NORM = "model.norm.weight"
 
 
 def values(model: ModelConfig) -> dict[str, Tensor]:
-    """Random parameters by logical name."""
+    """Return random parameters by logical name."""
     return {p.name: torch.randn(p.shape) for p in parameters(model)}
 
 
@@ -48,7 +48,7 @@ def put(directory: Path, model: ModelConfig, tensors: dict[str, Tensor]) -> Path
 
 
 def put_sharded(directory: Path, model: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Every third tensor to the same of three files; returns the map."""
+    """Distribute the tensors over three files, and return the weight map."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(config_text(model, "float32"))
     file_of = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(tensors)}
@@ -62,10 +62,11 @@ def fill(
     directory: Path, model: ModelConfig, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     found = {p.name: torch.full(p.shape, float("nan"), dtype=dtype) for p in parameters(model)}
-    pieces = [
-        Piece(PARAMETER, name, tuple(t.shape), (0,) * t.dim(), t, (0,)) for name, t in found.items()
+    shards = [
+        TensorShard(PARAMETER, name, tuple(t.shape), (0,) * t.dim(), t, (0,))
+        for name, t in found.items()
     ]
-    HFSource(directory, model).fill(pieces)
+    HFSource(directory, model).fill(shards)
     return found
 
 
@@ -76,7 +77,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 def fused(model: ModelConfig, logical: dict[str, Tensor], block: str) -> dict[str, Tensor]:
-    """The tensors as transformers 5 has them in memory."""
+    """Return the tensors in the fused layout of transformers 5."""
     result = {}
     for parameter in parameters(model):
         at = f"model.layers.{parameter.layer}.{block}"
@@ -112,56 +113,54 @@ def test_fused_files(model: ModelConfig, block: str, tmp_path: Path) -> None:
             assert torch.equal(source.read(name), tensor), name
 
 
-def test_what_transformers_has_in_memory_is_what_fused_means(
-    peer: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_fused_layout_matches_transformers(peer: Callable[[str], Any], tmp_path: Path) -> None:
     directory = peer("mixtral").directory
-    held = transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
-    assert "model.layers.0.mlp.experts.gate_up_proj" in held
+    stored = transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in stored
     model, _ = read_config(directory)
-    put(tmp_path, model, {name: tensor.clone() for name, tensor in held.items()})
+    put(tmp_path, model, {name: tensor.clone() for name, tensor in stored.items()})
     same(fill(tmp_path, model), fill(directory, model))
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_a_piece_takes_its_box_only(fuse: bool, tmp_path: Path) -> None:
+def test_shard_reads_its_box_only(fuse: bool, tmp_path: Path) -> None:
     expected = values(OLMOE)
     tensors = fused(OLMOE, expected, "mlp") if fuse else on_file(OLMOE, expected)
     put(tmp_path, OLMOE, tensors)
-    pieces, wanted = [], []
+    shards, wanted = [], []
     for name in ("embed.weight", "layers.1.moe.experts.2.up", "layers.0.attention_norm.weight"):
         whole = expected[name]
         strided = torch.full((3, *whole.shape[1:], 2), float("nan"))[..., 0]
         offset = (2,) + (0,) * (whole.dim() - 1)
-        pieces.append(Piece(PARAMETER, name, tuple(whole.shape), offset, strided, (0,)))
+        shards.append(TensorShard(PARAMETER, name, tuple(whole.shape), offset, strided, (0,)))
         wanted.append(whole[2:5])
     output, name = expected["layers.0.attention.o.weight"], "layers.0.attention.o.weight"
     columns = torch.empty(len(output), 3)
-    pieces.append(Piece(PARAMETER, name, tuple(output.shape), (0, 2), columns, (0,)))
+    shards.append(TensorShard(PARAMETER, name, tuple(output.shape), (0, 2), columns, (0,)))
     wanted.append(output[:, 2:5])
     empty = torch.empty(0, 8)
-    pieces.append(Piece(PARAMETER, "embed.weight", (20, 8), (20, 0), empty, (0,)))
-    HFSource(tmp_path, OLMOE).fill(pieces)
-    for piece, rows in zip(pieces, wanted, strict=False):
-        assert torch.equal(piece.tensor, rows), piece.name
+    shards.append(TensorShard(PARAMETER, "embed.weight", (20, 8), (20, 0), empty, (0,)))
+    HFSource(tmp_path, OLMOE).fill(shards)
+    for shard, rows in zip(shards, wanted, strict=False):
+        assert torch.equal(shard.tensor, rows), shard.name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_values_take_the_dtype_of_the_piece(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_values_are_cast_to_the_shard_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = values(LLAMA)
     put(tmp_path, LLAMA, {n: t.to(torch.bfloat16) for n, t in on_file(LLAMA, expected).items()})
     same(fill(tmp_path, LLAMA, dtype), {n: t.bfloat16().to(dtype) for n, t in expected.items()})
     assert HFSource(tmp_path, LLAMA).dtype("embed.weight") == torch.bfloat16
 
 
-def test_moments_are_not_its_business(tmp_path: Path) -> None:
+def test_optimizer_moments_are_rejected(tmp_path: Path) -> None:
     put(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
-    moment = Piece(FIRST_MOMENT, "embed.weight", (20, 8), (0, 0), torch.empty(20, 8), (0,))
+    moment = TensorShard(FIRST_MOMENT, "embed.weight", (20, 8), (0, 0), torch.empty(20, 8), (0,))
     with pytest.raises(ValueError, match="parameters only"):
         HFSource(tmp_path, LLAMA).fill([moment])
 
 
-def test_spare_tensors_are_passed_over_and_told(tmp_path: Path) -> None:
+def test_skipped_tensors_are_reported(tmp_path: Path) -> None:
     tied = LLAMA.model_copy(update={"tied": True})
     expected = values(tied)
     tensors = on_file(tied, expected)
@@ -186,7 +185,7 @@ def test_spare_tensors_are_passed_over_and_told(tmp_path: Path) -> None:
         HFSource(tmp_path, tied)
 
 
-def test_layers_beyond_the_model_are_told_in_one_line(tmp_path: Path) -> None:
+def test_layers_beyond_the_model_are_reported_in_one_line(tmp_path: Path) -> None:
     expected = values(LLAMA)
     tensors = on_file(LLAMA, expected)
     beyond = {f"model.layers.2.{name}": torch.ones(2) for name in ("enorm", "hnorm", "a", "b")}
@@ -208,7 +207,7 @@ def test_layers_beyond_the_model_are_told_in_one_line(tmp_path: Path) -> None:
         HFSource(tmp_path, LLAMA)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+def test_missing_tensor_is_rejected(tmp_path: Path) -> None:
     tensors = on_file(MIXTRAL, values(MIXTRAL))
     del tensors[NORM]
     with pytest.raises(WeightsError, match=r"tensor 'model\.norm\.weight' is missing"):
@@ -219,7 +218,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         HFSource(put(tmp_path, MIXTRAL, tensors), MIXTRAL)
 
 
-def test_an_unused_tensor_is_named(tmp_path: Path) -> None:
+def test_unused_tensor_is_rejected(tmp_path: Path) -> None:
     tensors = on_file(LLAMA, values(LLAMA))
     bias = "model.layers.0.self_attn.q_proj.bias"
     with pytest.raises(WeightsError, match=r"q_proj\.bias' is not part of the model"):
@@ -230,14 +229,14 @@ def test_an_unused_tensor_is_named(tmp_path: Path) -> None:
         HFSource(untied, tied)
 
 
-def test_a_tensor_both_fused_and_apart_is_refused(tmp_path: Path) -> None:
+def test_tensor_both_fused_and_separate_is_rejected(tmp_path: Path) -> None:
     expected = values(OLMOE)
     both = {**fused(OLMOE, expected, "mlp"), **on_file(OLMOE, expected)}
     with pytest.raises(WeightsError, match=r"experts\.down_proj.* not part of the model"):
         HFSource(put(tmp_path, OLMOE, both), OLMOE)
 
 
-def test_a_misshaped_tensor_is_named(tmp_path: Path) -> None:
+def test_wrong_shape_is_rejected(tmp_path: Path) -> None:
     tensors = on_file(LLAMA, values(LLAMA))
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(8, 6)
     with pytest.raises(WeightsError) as caught:
@@ -250,7 +249,7 @@ def test_a_misshaped_tensor_is_named(tmp_path: Path) -> None:
         HFSource(put(tmp_path, OLMOE, expected), OLMOE)
 
 
-def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
+def test_int8_tensors_are_rejected(tmp_path: Path) -> None:
     tensors = on_file(LLAMA, values(LLAMA))
     tensors[NORM] = torch.ones(8, dtype=torch.int8)
     with pytest.raises(WeightsError, match=r"model\.norm\.weight' is of dtype I8"):
@@ -258,15 +257,17 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
-def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(keep: int, tmp_path: Path) -> None:
     file_of = put_sharded(tmp_path, LLAMA, on_file(LLAMA, values(LLAMA)))
     victim = tmp_path / sorted(set(file_of.values()))[1]
     victim.write_bytes(victim.read_bytes()[:keep])
-    with pytest.raises(WeightsError, match=r"part-1\.safetensors' is no whole safetensors file"):
+    with pytest.raises(
+        WeightsError, match=r"part-1\.safetensors' is not a complete safetensors file"
+    ):
         HFSource(tmp_path, LLAMA)
 
 
-def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
+def test_wrong_index_is_rejected(tmp_path: Path) -> None:
     tensors = on_file(LLAMA, values(LLAMA))
     file_of = put_sharded(tmp_path, LLAMA, tensors)
     index = tmp_path / INDEX_NAME
@@ -288,17 +289,17 @@ def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
             HFSource(tmp_path, LLAMA)
 
 
-def test_the_same_tensor_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_tensor_is_rejected(tmp_path: Path) -> None:
     tensors = on_file(LLAMA, values(LLAMA))
     file_of = put_sharded(tmp_path, LLAMA, tensors)
     other = next(file for file in file_of.values() if file != file_of[NORM])
-    held = load_file(tmp_path / other)
-    save_file({**held, NORM: tensors[NORM]}, tmp_path / other)
+    stored = load_file(tmp_path / other)
+    save_file({**stored, NORM: tensors[NORM]}, tmp_path / other)
     with pytest.raises(WeightsError, match=r"'model\.norm\.weight' is both in"):
         HFSource(tmp_path, LLAMA)
 
 
-def test_a_directory_without_safetensors(tmp_path: Path) -> None:
+def test_directory_without_safetensors_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no weights at all"):
         HFSource(tmp_path, LLAMA)
     (tmp_path / "pytorch_model.bin").touch()

@@ -1,4 +1,4 @@
-"""Sharding, dtypes, bytes that do not vary, and nothing half-written under the target's name."""
+"""Sharding, dtypes, reproducible bytes, and no partial output under the target's name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moesaic.base.errors import ConfigError, StoreError, WeightsError
-from moesaic.dist.state import PARAMETER, Piece
+from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.workload import parameters
 from moesaic.models.hf import names
 from moesaic.models.hf.reader import INDEX_NAME, SINGLE_NAME
 from moesaic.models.hf.settings import Precision
-from moesaic.models.hf.shards import PieceTensors
+from moesaic.models.hf.shards import InMemoryTensors
 from moesaic.models.hf.writer import find_companions, write_model
 
 OLMOE = ModelConfig(
@@ -30,12 +30,14 @@ OLMOE = ModelConfig(
 
 def weights(
     dtype: torch.dtype = torch.float32, wide: Iterable[str] = (), model: ModelConfig = OLMOE
-) -> PieceTensors:
-    pieces = []
+) -> InMemoryTensors:
+    tensor_shards = []
     for p in parameters(model):
         values = torch.randn(p.shape, dtype=torch.float32 if p.kind in wide else dtype)
-        pieces.append(Piece(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,)))
-    return PieceTensors(pieces)
+        tensor_shards.append(
+            TensorShard(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,))
+        )
+    return InMemoryTensors(tensor_shards)
 
 
 def read_back(directory: Path) -> dict[str, Tensor]:
@@ -45,7 +47,7 @@ def read_back(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-def same(directory: Path, tensors: PieceTensors, model: ModelConfig = OLMOE) -> None:
+def same(directory: Path, tensors: InMemoryTensors, model: ModelConfig = OLMOE) -> None:
     found = read_back(directory)
     mapping = names.logical_names(model)
     assert found.keys() == mapping.keys()
@@ -53,7 +55,7 @@ def same(directory: Path, tensors: PieceTensors, model: ModelConfig = OLMOE) -> 
         assert torch.equal(found[tensor], tensors.read(logical)), tensor
 
 
-def test_one_file_where_it_suffices(tmp_path: Path) -> None:
+def test_small_model_is_one_file(tmp_path: Path) -> None:
     tensors = weights()
     write_model(tmp_path / "out", OLMOE, tensors)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", SINGLE_NAME}
@@ -63,7 +65,7 @@ def test_one_file_where_it_suffices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 700, 2000])
-def test_shards_keep_to_the_limit(limit: int, tmp_path: Path) -> None:
+def test_shards_stay_below_the_limit(limit: int, tmp_path: Path) -> None:
     tensors = weights()
     write_model(tmp_path / "out", OLMOE, tensors, max_shard_bytes=limit)
     same(tmp_path / "out", tensors)
@@ -73,16 +75,16 @@ def test_shards_keep_to_the_limit(limit: int, tmp_path: Path) -> None:
     assert [file.name for file in files] == expected
     total = 0
     for file in files:
-        held = load_file(file)
-        assert all(index["weight_map"][name] == file.name for name in held)
-        num_bytes = sum(tensor.nbytes for tensor in held.values())
-        assert num_bytes <= limit or len(held) == 1
+        contents = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in contents)
+        num_bytes = sum(tensor.nbytes for tensor in contents.values())
+        assert num_bytes <= limit or len(contents) == 1
         total += num_bytes
     assert index["metadata"]["total_size"] == total
     assert len(index["weight_map"]) == len(names.logical_names(OLMOE))
 
 
-def test_tensors_are_aligned_and_config_states_the_dtype_of_most(tmp_path: Path) -> None:
+def test_tensors_are_aligned_and_config_names_the_main_dtype(tmp_path: Path) -> None:
     odd = ModelConfig(
         family="llama", vocab=3, hidden=7, layers=1, heads=1, kv_heads=1, head_dim=2, ffn=3
     )
@@ -101,11 +103,12 @@ def test_tensors_are_aligned_and_config_states_the_dtype_of_most(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype"), [("fp64", torch.float64), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [("fp64", torch.float64), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_dtype_is_converted(asked: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtype_is_converted(precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = weights()
-    write_model(tmp_path / "out", OLMOE, tensors, dtype=asked)  # type: ignore[arg-type]
+    write_model(tmp_path / "out", OLMOE, tensors, dtype=precision)  # type: ignore[arg-type]
     found = read_back(tmp_path / "out")
     for tensor, logical in names.logical_names(OLMOE).items():
         assert torch.equal(found[tensor], tensors.read(logical).to(dtype)), tensor
@@ -113,7 +116,7 @@ def test_dtype_is_converted(asked: str, dtype: torch.dtype, tmp_path: Path) -> N
     assert stated["dtype"] == stated["torch_dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_fp16_overflow_is_rejected(tmp_path: Path) -> None:
     tensors = weights()
     tensors.read("head.norm.weight")[3] = 70000.0
     with pytest.raises(WeightsError, match=r"'model\.norm\.weight'.*bf16"):
@@ -122,7 +125,7 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value", "asked"),
+    ("dtype", "value", "precision"),
     [
         (torch.float64, 1e300, "fp32"),
         (torch.float64, 1e300, "bf16"),
@@ -130,26 +133,26 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_becomes_infinite_is_refused_and_what_was_is_kept(
-    dtype: torch.dtype, value: float, asked: Precision, tmp_path: Path
+def test_overflow_is_rejected_and_infinities_are_kept(
+    dtype: torch.dtype, value: float, precision: Precision, tmp_path: Path
 ) -> None:
     tensors = weights(dtype=dtype)
     tensors.read("head.weight").view(-1)[3] = float("inf")
-    write_model(tmp_path / "kept", OLMOE, tensors, dtype=asked)
+    write_model(tmp_path / "kept", OLMOE, tensors, dtype=precision)
     assert read_back(tmp_path / "kept")["lm_head.weight"].isinf().sum() == 1
     tensors.read("head.weight").view(-1)[4] = value
-    with pytest.raises(WeightsError, match=r"lm_head\.weight.*cannot: set dtype to keep"):
-        write_model(tmp_path / "refused", OLMOE, tensors, dtype=asked)
+    with pytest.raises(WeightsError, match=r"lm_head\.weight.*overflow.*: set dtype to keep"):
+        write_model(tmp_path / "refused", OLMOE, tensors, dtype=precision)
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_companion_that_is_a_loose_link_is_told(tmp_path: Path) -> None:
+def test_dangling_companion_link_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").symlink_to("blobs/missing")
     with pytest.raises(WeightsError, match="is a link to 'blobs/missing', which is not there"):
         find_companions(tmp_path)
 
 
-def test_a_target_that_is_a_link_or_a_mount_point_is_refused(
+def test_link_or_mount_point_as_target_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -157,12 +160,12 @@ def test_a_target_that_is_a_link_or_a_mount_point_is_refused(
     with pytest.raises(ConfigError, match=r"'.*link' is a link.*: name a directory in it"):
         write_model(tmp_path / "link", OLMOE, weights())
     monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "empty")
-    with pytest.raises(ConfigError, match=r"'.*empty' is where something is mounted"):
+    with pytest.raises(ConfigError, match=r"'.*empty' is a mount point"):
         write_model(tmp_path / "empty", OLMOE, weights())
     assert not any((tmp_path / "empty").iterdir())
 
 
-def test_companions_are_carried_byte_for_byte(tmp_path: Path) -> None:
+def test_companions_are_copied_byte_for_byte(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for name in ("tokenizer.json", "generation_config.json", "merges.txt", "notes.txt"):
@@ -176,16 +179,18 @@ def test_companions_are_carried_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     write_model(
-        tmp_path / "out", OLMOE, weights(), progress=lambda done, total: told.append((done, total))
+        tmp_path / "out", OLMOE, weights(), progress=lambda done, total: calls.append((done, total))
     )
-    assert len(told) == len(names.logical_names(OLMOE))
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1] == sum(t.nbytes for t in read_back(tmp_path / "out").values())
+    assert len(calls) == len(names.logical_names(OLMOE))
+    assert calls == sorted(calls)
+    assert (
+        calls[-1][0] == calls[-1][1] == sum(t.nbytes for t in read_back(tmp_path / "out").values())
+    )
 
 
-def test_an_occupied_target_is_refused_and_an_empty_one_taken(tmp_path: Path) -> None:
+def test_nonempty_target_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write_model(tmp_path / "empty", OLMOE, weights())
     before = (tmp_path / "empty" / SINGLE_NAME).read_bytes()
@@ -197,10 +202,10 @@ def test_an_occupied_target_is_refused_and_an_empty_one_taken(tmp_path: Path) ->
         write_model(tmp_path / "file", OLMOE, weights())
 
 
-class Broken(PieceTensors):
-    """Fails half-way; looks at what stands under the target's name meanwhile."""
+class Broken(InMemoryTensors):
+    """Fails half-way, and checks meanwhile that the target does not exist."""
 
-    def __init__(self, tensors: PieceTensors, target: Path, error: Exception) -> None:
+    def __init__(self, tensors: InMemoryTensors, target: Path, error: Exception) -> None:
         self._tensors = {p.name: tensors.read(p.name) for p in parameters(OLMOE)}
         self._target, self._error = target, error
 
@@ -212,7 +217,7 @@ class Broken(PieceTensors):
 
 
 @pytest.mark.parametrize("error", [KeyError("gone"), OSError(28, "No space left on device")])
-def test_nothing_is_left_of_a_write_that_fails(error: Exception, tmp_path: Path) -> None:
+def test_failed_write_leaves_nothing(error: Exception, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
     expected = StoreError if isinstance(error, OSError) else KeyError
     with pytest.raises(expected) as caught:

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.train.data.batch import Batch, PackedSamples, make_stream
+from moesaic.train.data.batch import Batch, PackedSamples, make_token_stream
 from moesaic.train.data.corpus import Corpus
-from moesaic.train.data.order import Order
+from moesaic.train.data.shuffle import Shuffle
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 
 
 def make_corpus(lengths: list[int], dtype: type = np.uint16) -> Corpus:
-    """Documents of distinct tokens: the token is its place in the corpus."""
+    """Return documents of distinct tokens: each token is its index in the corpus."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return Corpus(np.arange(bounds[-1], dtype=dtype), bounds, "")
 
@@ -22,7 +22,7 @@ def make_corpus(lengths: list[int], dtype: type = np.uint16) -> Corpus:
 def slow_samples(
     documents: list[list[int]], sequence: int, packing: str
 ) -> list[tuple[list[int], ...]]:
-    """Token by token: (inputs, targets, documents, positions) of every sample."""
+    """Return (inputs, targets, documents, positions) of every sample, token by token."""
     stream = [(token, number) for number, document in enumerate(documents) for token in document]
     samples = []
     for begin in range(0, len(stream) - sequence, sequence):
@@ -50,7 +50,7 @@ def rows(batch: Batch) -> list[tuple[list[int], ...]]:
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.integers(2, 9), st.sampled_from(["documents", "stream"]), st.data())
-def test_samples_equal_the_slow_ones(
+def test_samples_equal_the_reference(
     lengths: list[int], sequence: int, packing: str, data: st.DataObject
 ) -> None:
     corpus = make_corpus(lengths)
@@ -59,19 +59,22 @@ def test_samples_equal_the_slow_ones(
     )
     parts = [part.tolist() for part in np.split(corpus.tokens, corpus.bounds[1:-1])]
     kept = [part for part, choice in zip(parts, chosen, strict=True) if choice]
-    for stream, documents in ((make_stream(corpus), parts), (make_stream(corpus, chosen), kept)):
+    for stream, documents in (
+        (make_token_stream(corpus), parts),
+        (make_token_stream(corpus, chosen), kept),
+    ):
         samples = PackedSamples(stream, sequence, packing, seed=3)  # type: ignore[arg-type]
         expected = slow_samples(documents, sequence, packing)
         assert len(samples) == len(expected)
         assert rows(samples.batch(range(len(samples)), shuffled=False)) == expected
 
 
-def test_shuffled_samples_go_on_for_ever() -> None:
-    samples = PackedSamples(make_stream(make_corpus([50, 51])), 5, "documents", seed=9)
+def test_shuffled_samples_never_end() -> None:
+    samples = PackedSamples(make_token_stream(make_corpus([50, 51])), 5, "documents", seed=9)
     assert len(samples) == 20
     indices = [3, 47, 3, 1_000_000]
     batch = samples.batch(indices)
-    order = Order(20, 9)(indices)
+    order = Shuffle(20, 9)(indices)
     assert batch.samples.tolist() == indices
     assert rows(batch) == rows(samples.batch(order.tolist(), shuffled=False))
     epochs = [samples.batch(range(20 * e, 20 * e + 20)).inputs[:, 0].tolist() for e in range(3)]
@@ -81,7 +84,9 @@ def test_shuffled_samples_go_on_for_ever() -> None:
 
 @pytest.mark.parametrize("cut", [1, 3, 8])
 def test_a_batch_is_the_sum_of_its_parts(cut: int) -> None:
-    samples = PackedSamples(make_stream(make_corpus([7, 1, 13, 2] * 9)), 6, "documents", seed=1)
+    samples = PackedSamples(
+        make_token_stream(make_corpus([7, 1, 13, 2] * 9)), 6, "documents", seed=1
+    )
     whole = samples.batch(range(40, 48))
     parts = [samples.batch(range(start, min(start + cut, 48))) for start in range(40, 48, cut)]
     assert rows(whole) == [row for part in parts for row in rows(part)]
@@ -90,7 +95,7 @@ def test_a_batch_is_the_sum_of_its_parts(cut: int) -> None:
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 @pytest.mark.parametrize("indices", [[], range(0), [0], range(4), np.array([2, 1])])
 def test_types_and_shapes(dtype: type, indices: list[int]) -> None:
-    samples = PackedSamples(make_stream(make_corpus([40], dtype)), 6, "documents", seed=1)
+    samples = PackedSamples(make_token_stream(make_corpus([40], dtype)), 6, "documents", seed=1)
     batch = samples.batch(indices)
     size = len(indices)
     assert batch.samples.shape == (size,)
@@ -102,23 +107,23 @@ def test_types_and_shapes(dtype: type, indices: list[int]) -> None:
     ):
         assert (field.shape, field.dtype) == ((size, 6), kind)
         assert field.is_contiguous()
-        field += 0  # writable memory of its own
+        field += 0  # Memory is writable and not shared.
     assert batch.samples.dtype == torch.int64
 
 
 @pytest.mark.parametrize("lengths", [[1], [6], [3, 3], [2] * 3])
 def test_too_little_for_a_sample(lengths: list[int]) -> None:
-    assert len(PackedSamples(make_stream(make_corpus(lengths)), 6, "documents", seed=1)) == 0
+    assert len(PackedSamples(make_token_stream(make_corpus(lengths)), 6, "documents", seed=1)) == 0
 
 
 def test_no_documents_chosen() -> None:
     corpus = make_corpus([5, 5])
-    stream = make_stream(corpus, np.zeros(2, np.bool_))
+    stream = make_token_stream(corpus, np.zeros(2, np.bool_))
     assert len(PackedSamples(stream, 2, "documents", seed=1)) == 0
 
 
-def test_samples_that_are_not_there() -> None:
-    samples = PackedSamples(make_stream(make_corpus([13])), 6, "documents", seed=1)
+def test_indices_out_of_range() -> None:
+    samples = PackedSamples(make_token_stream(make_corpus([13])), 6, "documents", seed=1)
     assert len(samples) == 2
     for indices in ([2], [0, -1]):
         with pytest.raises(IndexError):

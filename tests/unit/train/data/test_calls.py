@@ -1,7 +1,7 @@
-"""Conversations with tools, and conversations in Parquet: they are what transformers makes of them.
+"""Conversations with tools, and conversations in Parquet, compared with transformers.
 
-A table gives all its rows the same fields, so what is compared is never what was read from it, but
-the conversations that were written into it.
+A table gives all its rows the same fields. Results are therefore compared with the conversations
+that were written, not with those read back.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.models.hf.writer import copy_companions, find_companions
 from moesaic.models.tokenizer import open_tokenizer
-from moesaic.testing.talks import CHATML, TEMPLATES, write_tokenizer
+from moesaic.testing.chat_templates import CHATML, TEMPLATES, write_tokenizer
 from moesaic.train.data import TextData
-from moesaic.train.data.chat import Chat
+from moesaic.train.data.chat import ChatEncoder
 from moesaic.train.data.text import find_text
 
 Record = dict[str, Any]
 Rows = list[tuple[list[int], list[int]]]
-"""Ids and what counts of each conversation."""
+"""Token ids and loss mask of each conversation."""
 
 TOOLS = """{%- set first = messages[0].content + '\\n' if messages[0].role == 'system' else '' %}
 {%- if tools %}
@@ -66,7 +66,7 @@ TOOLS = """{%- set first = messages[0].content + '\\n' if messages[0].role == 's
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"""
-"""After the ways of Hermes and Qwen, with marks of what the model says."""
+"""Template in the style of Hermes and Qwen, with generation marks."""
 PLAIN = TOOLS.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 
 
@@ -141,7 +141,7 @@ LEARNT = [
     "Hello!<|end|>",
     "2<|end|>",
 ]
-"""What the assistant says in `RECORDS`, by `TOOLS`."""
+"""Text of the assistant in each of `RECORDS`, by `TOOLS`."""
 
 
 def configure(path: Path, **changes: Any) -> DataConfig:
@@ -158,7 +158,7 @@ def write_lines(path: Path, records: list[Record]) -> Path:
 
 
 def write_table(path: Path, records: list[Record], **more: Any) -> Path:
-    """As `datasets` publishes it."""
+    """Write Parquet as `datasets` publishes it."""
     keys = {key: None for record in records for key in record}
     rows = datasets.Dataset.from_list([{**keys, **record} for record in records], **more)
     rows.to_parquet(str(path))
@@ -167,16 +167,16 @@ def write_table(path: Path, records: list[Record], **more: Any) -> Path:
 
 def ours(path: Path, **more: Any) -> Rows:
     config = configure(path, **more)
-    chat = Chat(config, open_tokenizer(config.tokenizer))
+    chat = ChatEncoder(config, open_tokenizer(config.tokenizer))
     found = chat.encode(list(chat.read(find_text("data.path", str(path), "chat", "text", "train"))))
-    assert found.counted is not None
+    assert found.loss_mask is not None
     cuts = np.cumsum(found.lengths)[:-1]
-    parts = zip(np.split(found.tokens, cuts), np.split(found.counted, cuts), strict=True)
+    parts = zip(np.split(found.tokens, cuts), np.split(found.loss_mask, cuts), strict=True)
     return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
 
 
-def taken(messages: list[Record]) -> list[Record]:
-    """`messages` for transformers: a null field is missing to it from 5.24 on, and to us always."""
+def without_nulls(messages: list[Record]) -> list[Record]:
+    """Return `messages` for transformers, which ignores null fields only from 5.24 on."""
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     if release >= (5, 24):
         return messages
@@ -187,7 +187,7 @@ def theirs(directory: Path, records: list[Record] = RECORDS) -> Rows:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     rows = [
         tokenizer.apply_chat_template(
-            taken(record["messages"]), tools=record.get("tools"), return_dict=True,
+            without_nulls(record["messages"]), tools=record.get("tools"), return_dict=True,
             return_assistant_tokens_mask=True,
         )
         for record in records
@@ -196,15 +196,15 @@ def theirs(directory: Path, records: list[Record] = RECORDS) -> Rows:
 
 
 @pytest.mark.parametrize("template", [TOOLS, PLAIN], ids=["marks", "beginnings"])
-def test_calls_are_learnt_and_neither_tools_nor_results(template: str, tmp_path: Path) -> None:
+def test_calls_are_trained_but_not_tools_or_results(template: str, tmp_path: Path) -> None:
     expected = theirs(write_tokenizer(tmp_path / "tok", TOOLS))
     write_tokenizer(tmp_path / "tok", template)
     rows = ours(write_lines(tmp_path / "a.jsonl", RECORDS))
     assert rows == expected
     tokenizer = open_tokenizer(str(tmp_path / "tok"))
-    said = [[i for i, c in zip(*row, strict=True) if c] for row in rows]
-    assert [tokenizer.decode(ids, whole=True) for ids in said] == LEARNT
-    whole = tokenizer.decode(rows[0][0], whole=True)
+    trained = [[i for i, c in zip(*row, strict=True) if c] for row in rows]
+    assert [tokenizer.decode(ids, with_special_tokens=True) for ids in trained] == LEARNT
+    whole = tokenizer.decode(rows[0][0], with_special_tokens=True)
     for text in ('"description": "Where?"', '<tool_response of="c2">\n{"t": 25, "sun"', 'of="add"'):
         assert text in whole
 
@@ -221,13 +221,14 @@ def test_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", stated)
     path = write_lines(tmp_path / "a.jsonl", RECORDS)
     assert ours(path) == theirs(tmp_path / "tok")
-    write_lines(path, [{"messages": RECORDS[0]["messages"]}])  # The default would lose its calls.
+    # The default template would lose its calls.
+    write_lines(path, [{"messages": RECORDS[0]["messages"]}])
     with pytest.raises(DataError, match=r"line 1 of .*: chat_template of .* knows no 'tool_calls'"):
         ours(path)
 
 
 def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
-    """As transformers saves it, and as it travels with a run and with a model."""
+    """Read it as transformers saves it, and as it is copied with a run and a model."""
     default = TOOLS.replace("Functions", "Default")
     named = {"default": default, "tool_use": TOOLS}
     stated = [{"name": name, "template": text} for name, text in named.items()]
@@ -242,9 +243,9 @@ def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert tokenizer.files()["additional_chat_templates/tool_use.jinja"] == own.read_bytes()
     copy_companions(find_companions(saved), tmp_path / "copy", {})
     assert theirs(tmp_path / "copy") == expected
-    digest = Chat(configure(path), tokenizer).digest
+    digest = ChatEncoder(configure(path), tokenizer).digest
     own.write_text(TOOLS + "{#- #}")
-    assert Chat(configure(path), tokenizer).digest != digest
+    assert ChatEncoder(configure(path), tokenizer).digest != digest
     own.write_text("{% if %}")
     with pytest.raises(DataError, match=r"tool_use\.jinja' is no Jinja template"):
         ours(path)
@@ -262,7 +263,7 @@ CALLS_ALONE = PLAIN.replace(
     "{%- if message.content is defined %}{{ message.content }}{% endif %}",
     "{{- message.content }}{%- set message = {} if message.content else message %}",
 )
-"""Writes either content or calls."""
+"""Template that writes either content or calls."""
 FIRST_CALL = TOOLS.replace("in message.tool_calls or []", "in (message.tool_calls or [])[:1]")
 UNSAID = TOOLS.replace("{%- endgeneration %}", "").replace(
     "{%- for call in", "{%- endgeneration %}{%- for call in"
@@ -281,7 +282,7 @@ BY_ID = TOOLS.replace('"name": "\' + called.name', '"name": "\' + call.id')
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": "f?"}])
-def test_a_call_is_learnt_or_refused(content: Record, tmp_path: Path) -> None:
+def test_a_call_is_trained_or_refused(content: Record, tmp_path: Path) -> None:
     answer = {"role": "assistant", **content, "tool_calls": [call("f", {}, id="1")]}
     answer["tool_calls"].append(call("f", {"x": 1}, id="2"))
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [user("f"), answer]}])
@@ -302,8 +303,8 @@ def test_a_call_is_learnt_or_refused(content: Record, tmp_path: Path) -> None:
             ours(path)
 
 
-def test_a_template_that_takes_no_names_but_those_it_knows(tmp_path: Path) -> None:
-    """What it leaves out shows by the names themselves."""
+def test_a_template_that_accepts_only_known_names(tmp_path: Path) -> None:
+    """The names themselves show if the template leaves something out."""
     known = (
         "{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
         "{%- if c.function.name not in ('find', 'drop') %}{{ raise_exception('no') }}{% endif %}"
@@ -317,7 +318,7 @@ def test_a_template_that_takes_no_names_but_those_it_knows(tmp_path: Path) -> No
         ours(path)
 
 
-def test_arguments_in_a_form_that_a_template_does_not_take(tmp_path: Path) -> None:
+def test_arguments_in_a_format_that_a_template_rejects(tmp_path: Path) -> None:
     template = TOOLS.replace("(given if given is string else given | tojson)", "given")
     write_tokenizer(tmp_path / "tok", template)
     messages = answered(content="", tool_calls=[call("f", {})])
@@ -335,7 +336,11 @@ def test_tools_and_results_are_read_or_refused(tmp_path: Path) -> None:
     ]
     path = tmp_path / "a.jsonl"
     for template, record, words in (
-        (CHATML, {"messages": answered(content="weather, add"), "tools": tools}, "tool 'weather'"),
+        (
+            CHATML,
+            {"messages": answered(content="weather, add"), "tools": tools},
+            "tool 'weather'",
+        ),
         (TOOLS.replace("in tools", "in tools[:1]"), {**RECORDS[3], "tools": tools}, "tool 'add'"),
         (TEMPLATES["system first"], {"messages": result}, "message 3, which is of the role tool"),
     ):
@@ -350,8 +355,9 @@ def test_tools_and_results_are_read_or_refused(tmp_path: Path) -> None:
     assert ours(path) == theirs(tmp_path / "tok", [{"messages": result}])
 
 
-def test_what_the_system_says_is_written_or_the_run_stops(tmp_path: Path) -> None:
-    """Where the line says it and where the job does; with tools, whose names alone are known."""
+def test_system_messages_are_rendered_or_refused(tmp_path: Path) -> None:
+    """The system message comes from the line or from the job; of tools only the names are
+    checked."""
     template = CHATML.replace(
         "for message in messages", "for message in messages if message.role != 'system'"
     )
@@ -362,12 +368,12 @@ def test_what_the_system_says_is_written_or_the_run_stops(tmp_path: Path) -> Non
     words = r"leaves out message 1, which is of the role system: .*remove it \(data\.system"
     with pytest.raises(DataError, match=words):
         ours(path, system="Speak French.")
-    said = [{"role": "system", "content": "Speak French."}, *answered(content="yes")]
-    write_lines(path, [{"messages": said}])
+    messages = [{"role": "system", "content": "Speak French."}, *answered(content="yes")]
+    write_lines(path, [{"messages": messages}])
     with pytest.raises(DataError, match=words):
         ours(path)
     write_tokenizer(tmp_path / "tok", CHATML)
-    assert ours(path) == theirs(tmp_path / "tok", [{"messages": said}])
+    assert ours(path) == theirs(tmp_path / "tok", [{"messages": messages}])
 
 
 JSON, TEXT = datasets.Json(), datasets.Value("string")
@@ -390,7 +396,7 @@ JSON_MESSAGE = {
     ],
     ids=["structs", "messages as JSON", "arguments as JSON"],
 )
-def test_rows_mean_what_lines_without_null_fields_do(columns: Any, tmp_path: Path) -> None:
+def test_rows_equal_lines_without_null_fields(columns: Any, tmp_path: Path) -> None:
     expected = theirs(write_tokenizer(tmp_path / "tok", TOOLS))
     features = columns and datasets.Features(columns)
     path = write_table(tmp_path / "a.parquet", RECORDS, features=features)
@@ -410,8 +416,8 @@ def test_null_fields_of_structs_are_missing_in_rows(tmp_path: Path) -> None:
     assert row == theirs(tmp_path / "tok", [record()]) != line
 
 
-def test_tables_of_other_makers(tmp_path: Path) -> None:
-    """Tools as text, arguments as a map, large lists, and a column that no one needs."""
+def test_tables_of_other_writers(tmp_path: Path) -> None:
+    """Read tools as text, arguments as a map, large lists, and an unused column."""
     write_tokenizer(tmp_path / "tok", TOOLS)
     arguments = pa.map_(pa.string(), pa.string())
     calls = pa.large_list(pa.struct([("name", pa.string()), ("arguments", arguments)]))
@@ -430,20 +436,21 @@ def test_a_directory_of_tables(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TOOLS)
     place = tmp_path / "talks"
     place.mkdir()
-    said = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+    messages = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
     (place / "a.txt").write_text("no conversation")
     write_table(place / "b.parquet", RECORDS[2:3])
-    write_table(place / "c.parquet", [{"conversations": said}])
+    write_table(place / "c.parquet", [{"conversations": messages}])
     write_table(place / "d.PARQUET", [{"prompt": "1", "completion": "2", "id": 3}])
-    told: list[str] = []
+    log: list[str] = []
     config = configure(tmp_path / "talks")
-    data = TextData.open(config, 0, World.solo(), told.append)
-    assert "3 conversations (messages, conversations, prompt) in" in told[0]
+    data = TextData.open(config, 0, World.solo(), log.append)
+    assert "3 conversations (messages, conversations, prompt) in" in log[0]
     again = write_lines(
         tmp_path / "a.jsonl", [RECORDS[2], *[{"messages": RECORDS[3]["messages"]}] * 2]
     )
     assert TextData.open(configure(again), 0, World.solo()).digest == data.digest
-    write_lines(place / "d.jsonl", RECORDS[2:3])  # May well be the same in another form.
+    # These may be the same conversations in another format.
+    write_lines(place / "d.jsonl", RECORDS[2:3])
     for path in (place, place / "[b-d].*"):
         words = (
             r"mixes parquet \('b\.parquet'\) and jsonl \('d\.jsonl'\): give a glob of one of them$"
@@ -542,18 +549,18 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
         ),
         (
             {"messages": [user("a"), {"role": "tool", "content": "1"}, *answered(content="a")]},
-            ("message 2 is a result, and nobody called for it: put the assistant's call",),
+            ("message 2 is a result without a call: put the assistant's call",),
         ),
         (
             {"messages": [
                 *answered(tool_calls=[call("f", "{}", id="1")]),
                 {"role": "tool", "tool_call_id": "2", "content": "a"},
             ]},
-            ("message 3 is the result of tool_call_id = '2', and nobody called",),
+            ("message 3 is the result of tool_call_id = '2' without a call",),
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_line_or_row(
+def test_errors_of_a_line_or_row(
     write: Callable[..., Path], record: Record, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path / "tok", TOOLS)
@@ -574,7 +581,7 @@ def test_half_a_character_is_no_text(tmp_path: Path) -> None:
             ours(path)
 
 
-def test_what_is_wrong_with_a_table(tmp_path: Path) -> None:
+def test_errors_of_a_table(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TOOLS)
     path = write_table(tmp_path / "a.parquet", [{"text": "a", "id": 1}])
     with pytest.raises(DataError, match=r"row 1 of .* holds no conversation but id, text: give"):

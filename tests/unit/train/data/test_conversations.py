@@ -1,4 +1,4 @@
-"""Conversations: which tokens count, in what forms they come, and what is wrong with a line."""
+"""Conversations: trained tokens, formats, and errors of lines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from moesaic.base.errors import ConfigError, DataError, StoreError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.models.tokenizer import open_tokenizer
-from moesaic.testing.talks import CHATML, TEMPLATES, unmarked, write_tokenizer
+from moesaic.testing.chat_templates import (
+    CHATML,
+    TEMPLATES,
+    without_generation_marks,
+    write_tokenizer,
+)
 from moesaic.train.data import TextData, check_text
-from moesaic.train.data.chat import Chat, read_tools
+from moesaic.train.data.chat import ChatEncoder, read_tools
 from moesaic.train.data.text import find_text
 
 Talk = list[dict[str, str]]
@@ -28,8 +33,8 @@ Talk = list[dict[str, str]]
 
 def say(*contents: str, system: str | None = None) -> Talk:
     roles = ("user", "assistant") * len(contents)
-    said = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-    return said if system is None else [{"role": "system", "content": system}, *said]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 TALKS = [
@@ -55,20 +60,20 @@ def write(tmp_path: Path, *records: Any) -> Path:
 
 
 def encode(tmp_path: Path, template: str, talks: list[Talk]) -> list[tuple[list[int], list[int]]]:
-    """Ids and what counts of each conversation."""
+    """Return token ids and loss mask of each conversation."""
     write_tokenizer(tmp_path / "tok", template)
     path = write(tmp_path, *({"messages": talk} for talk in talks))
-    return encode_by(tmp_path, path)
+    return encode_file(tmp_path, path)
 
 
-def encode_by(tmp_path: Path, path: Path) -> list[tuple[list[int], list[int]]]:
+def encode_file(tmp_path: Path, path: Path) -> list[tuple[list[int], list[int]]]:
     config = configure(tmp_path)
-    chat = Chat(config, open_tokenizer(config.tokenizer))
+    chat = ChatEncoder(config, open_tokenizer(config.tokenizer))
     source = find_text("data.path", str(path), "chat", "text", "train")
     found = chat.encode(list(chat.read(source)))
-    assert found.counted is not None
+    assert found.loss_mask is not None
     cuts = np.cumsum(found.lengths)[:-1]
-    parts = zip(np.split(found.tokens, cuts), np.split(found.counted, cuts), strict=True)
+    parts = zip(np.split(found.tokens, cuts), np.split(found.loss_mask, cuts), strict=True)
     return [(ids.tolist(), counted.astype(int).tolist()) for ids, counted in parts]
 
 
@@ -82,19 +87,21 @@ def theirs(directory: Path, talks: list[Talk]) -> list[tuple[list[int], list[int
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_counts_equals_theirs_by_marks_and_by_beginnings(name: str, tmp_path: Path) -> None:
+def test_loss_masks_equal_transformers_by_marks_and_by_prefixes(name: str, tmp_path: Path) -> None:
     marked = encode(tmp_path, TEMPLATES[name], TALKS)
     assert marked == theirs(tmp_path / "tok", TALKS)
-    assert encode(tmp_path, unmarked(TEMPLATES[name]), TALKS) == marked
+    assert encode(tmp_path, without_generation_marks(TEMPLATES[name]), TALKS) == marked
     tokenizer = open_tokenizer(str(tmp_path / "tok"))
     for (ids, counted), talk in zip(marked, TALKS, strict=True):
-        said = tokenizer.decode([i for i, c in zip(ids, counted, strict=True) if c])
+        trained = tokenizer.decode([i for i, c in zip(ids, counted, strict=True) if c])
         answers = [one["content"] for one in talk if one["role"] == "assistant"]
-        assert said.replace(" ", "") == "".join(answers).replace("<|end|>", "").replace(" ", "")
+        assert trained.replace(" ", "") == "".join(answers).replace("<|end|>", "").replace(" ", "")
 
 
-@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML)], ids=["marks", "beginnings"])
-def test_tokens_whose_places_leave_out_blanks(template: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "template", [CHATML, without_generation_marks(CHATML)], ids=["marks", "beginnings"]
+)
+def test_tokens_with_trimmed_offsets(template: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     file = str(tmp_path / "tok" / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(file)
@@ -103,11 +110,11 @@ def test_tokens_whose_places_leave_out_blanks(template: str, tmp_path: Path) -> 
     expected = theirs(tmp_path / "tok", TALKS)
     (tmp_path / "tok" / "chat_template.jinja").write_text(template)
     path = write(tmp_path, *({"messages": talk} for talk in TALKS))
-    assert encode_by(tmp_path, path) == expected
+    assert encode_file(tmp_path, path) == expected
 
 
 @pytest.mark.parametrize("metaspace", [False, True])
-def test_a_token_that_holds_some_of_an_answer_counts(metaspace: bool, tmp_path: Path) -> None:
+def test_a_token_that_overlaps_an_answer_is_trained(metaspace: bool, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.role + ': ' }}{% generation %}"
         "{{ m.content + '</s>' }}{% endgeneration %}{% endfor %}"
@@ -121,9 +128,9 @@ def test_a_token_that_holds_some_of_an_answer_counts(metaspace: bool, tmp_path: 
     tokenizer.train_from_iterator(["user: Hello assistant: Hello"] * 9, trainer)
     tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
     talk = say("Hello", "Hello")
-    ((ids, counted),) = encode_by(tmp_path, write(tmp_path, {"messages": talk}))
+    ((ids, counted),) = encode_file(tmp_path, write(tmp_path, {"messages": talk}))
     assert [(ids, counted)] == theirs(tmp_path / "tok", [talk])
-    assert sum(counted) == 4  # " Hello" and the end, twice
+    assert sum(counted) == 4  # " Hello" and the end token, twice.
     assert len(ids) > 4
 
 
@@ -138,7 +145,7 @@ def test_without_an_end_of_turn_the_line_s_end_is_one(tmp_path: Path) -> None:
     assert len(ids) == len("user: Hi\nassistant: Hello\n")
 
 
-def test_every_form_means_the_same(tmp_path: Path) -> None:
+def test_all_formats_give_the_same_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     talk = say("Hi", "Hello")
     path = write(
@@ -148,22 +155,22 @@ def test_every_form_means_the_same(tmp_path: Path) -> None:
         {"conversations": talk, "id": 3},
         {"prompt": "Hi", "completion": "Hello"},
     )
-    rows = encode_by(tmp_path, path)
+    rows = encode_file(tmp_path, path)
     assert rows == rows[:1] * 4
-    told: list[str] = []
-    TextData.open(configure(tmp_path), 0, World.solo(), told.append)
-    assert len(told) == 1
-    assert "4 conversations (messages, conversations, prompt) in 2 samples" in told[0]
+    log: list[str] = []
+    TextData.open(configure(tmp_path), 0, World.solo(), log.append)
+    assert len(log) == 1
+    assert "4 conversations (messages, conversations, prompt) in 2 samples" in log[0]
 
 
-def test_conversations_that_are_held_out_are_told_of(tmp_path: Path) -> None:
+def test_held_out_conversations_are_logged(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     write(tmp_path, *({"messages": say("Hi", f"Hello {number}")} for number in range(20)))
-    told: list[str] = []
-    TextData.open(configure(tmp_path, validation_share=0.25), 0, World.solo(), told.append)
-    rest, held = told
+    log: list[str] = []
+    TextData.open(configure(tmp_path, validation_share=0.25), 0, World.solo(), log.append)
+    rest, held_out = log
     count = int(re.findall(r"(\d+) of its 20 documents", rest)[0])
-    assert held.startswith(
+    assert held_out.startswith(
         f"data.validation_share = 0.25 ({count} of 20 documents): {count} conversations (messages)"
     )
 
@@ -208,10 +215,10 @@ def test_a_template_s_clock_stands_still(tmp_path: Path) -> None:
         ({"messages": say("a", " \n")}, ("message 2 is an empty answer",)),
         ({"messages": say("a")}, ("without an answer", "remove the line")),
         ({"messages": say("a", "b")[1:]}, ("begins with an answer", "put the user's message")),
-        ({"messages": [*say("a"), *say("a", "b")]}, ("does not take", "must take turns")),
+        ({"messages": [*say("a"), *say("a", "b")]}, ("rejects", "must take turns")),
     ],
 )
-def test_what_is_wrong_with_a_line(record: Any, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_errors_of_a_line(record: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok", TEMPLATES["brackets"])
     path = write(tmp_path, {"messages": say("Hi", "Hello")})
     with path.open("a") as file:
@@ -222,8 +229,8 @@ def test_what_is_wrong_with_a_line(record: Any, words: tuple[str, ...], tmp_path
         assert word in str(caught.value)
 
 
-def test_keys_that_json_does_not_know() -> None:
-    """Maps of tables may have them."""
+def test_keys_that_json_does_not_support() -> None:
+    """Maps of tables may have such keys."""
     with pytest.raises(DataError, match=r"row 1, tool 1 cannot be JSON \(keys must be .*: mend"):
         read_tools({"tools": [{"name": "f", "parameters": {b"key": 1}}]}, "row 1")
 
@@ -235,18 +242,18 @@ REWRITES = """{%- for m in messages %}
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 
 
-def test_a_template_that_rewrites_what_was_said(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_messages(tmp_path: Path) -> None:
     talk = say("a", "b", "c", "d")
     assert sum(encode(tmp_path, REWRITES, [talk[:2]])[0][1]) == len("(thinks)b\n")
     with pytest.raises(DataError, match=r"line 1 of .* writes message 2, .*put {% generation %}"):
         encode(tmp_path, REWRITES, [talk])
     opening = CHATML[: -len("{% endif %}")] + "{{ '<think>' }}{% endif %}"
     with pytest.raises(DataError, match=r"writes message 2, an answer, in other words"):
-        encode(tmp_path, unmarked(opening), [talk])
+        encode(tmp_path, without_generation_marks(opening), [talk])
     assert encode(tmp_path, opening, [talk]) == encode(tmp_path, CHATML, [talk])
 
 
-def test_what_no_conversation_can_do_without(tmp_path: Path) -> None:
+def test_requirements_of_conversations(tmp_path: Path) -> None:
     write(tmp_path, {"messages": say("Hi", "Hello")})
     write_tokenizer(tmp_path / "tok")
     with pytest.raises(DataError, match=r"has no chat template: choose another data\.token"):
@@ -258,7 +265,7 @@ def test_what_no_conversation_can_do_without(tmp_path: Path) -> None:
     for changes, words in (
         ({"tokenizer": "bytes"}, 'data.tokenizer = "bytes" has none: set data.tokenizer'),
         ({"packing": "stream"}, "remove data.packing"),
-        ({"format": "jsonl", "system": "x"}, 'data.system = "x" belongs to conversations'),
+        ({"format": "jsonl", "system": "x"}, 'data.system = "x" is for conversations'),
     ):
         with pytest.raises(ConfigError) as caught:
             configure(tmp_path, **changes)
@@ -267,7 +274,9 @@ def test_what_no_conversation_can_do_without(tmp_path: Path) -> None:
         check_text(configure(tmp_path, path=str(tmp_path / "tok")))
 
 
-def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_does_not_change_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tokenizer(tmp_path / "tok", CHATML)
     write(tmp_path, *({"messages": talk} for talk in TALKS * 9))
     whole = TextData.open(configure(tmp_path, sequence=200), 0, World.solo())
@@ -276,13 +285,13 @@ def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert TextData.open(configure(tmp_path, **changes), 0, World.solo()).digest == whole.digest
 
 
-def test_a_cache_knows_its_template(tmp_path: Path) -> None:
+def test_the_cache_depends_on_the_template(tmp_path: Path) -> None:
     write(tmp_path, *({"messages": talk} for talk in TALKS))
     digests = set()
-    for template in (CHATML, unmarked(CHATML), TEMPLATES["headers"]):
+    for template in (CHATML, without_generation_marks(CHATML), TEMPLATES["headers"]):
         write_tokenizer(tmp_path / "tok", template)
         digests.add(TextData.open(configure(tmp_path, sequence=200), 0, World.solo()).digest)
-    assert len(digests) == 2  # With or without marks the same tokens count.
+    assert len(digests) == 2  # Loss masks with and without marks are the same.
     places = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(places) == 3
     for place in places:

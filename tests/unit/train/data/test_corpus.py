@@ -19,7 +19,7 @@ TEXTS = ["alpha", "", "beta gamma", "\u00e9"]
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Bytes, and how often documents were encoded."""
+    """Byte tokenizer that counts its calls."""
 
     def __init__(self, digest: str = "counting", size: int = 257) -> None:
         self.calls, self.digest, self.size = 0, digest, size
@@ -60,15 +60,17 @@ def test_width_of_tokens(tmp_path: Path, size: int, dtype: type) -> None:
     assert contents(corpus) == ["alpha", "beta gamma", "\u00e9"]
 
 
-def test_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_does_not_change_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [f"document {number}" * (number % 7 + 1) for number in range(100)]
-    source, told = write(tmp_path / "a.jsonl", texts), []
+    source, progress = write(tmp_path / "a.jsonl", texts), []
     whole = open_corpus(source, CountingTokenizer(), tmp_path / "one")
     monkeypatch.setattr(corpora, "_BATCH_CHARACTERS", 50)
     tokenizer = CountingTokenizer()
-    parts = open_corpus(source, tokenizer, tmp_path / "two", lambda *done: told.append(done))
-    assert tokenizer.calls == len(told) > 10
-    assert told[-1] == (100, len(whole.tokens))
+    parts = open_corpus(source, tokenizer, tmp_path / "two", lambda *done: progress.append(done))
+    assert tokenizer.calls == len(progress) > 10
+    assert progress[-1] == (100, len(whole.tokens))
     assert contents(parts) == contents(whole) == texts
     assert parts.digest == whole.digest
 
@@ -108,7 +110,7 @@ def test_cache_is_made_anew_when_anything_differs(tmp_path: Path) -> None:
     assert another.calls == 1
 
 
-def test_what_a_killed_writer_left_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_partial_corpora_of_killed_writers_are_replaced(tmp_path: Path) -> None:
     source, cache = write(tmp_path / "a.jsonl"), tmp_path / "cache"
     tokenizer = CountingTokenizer()
     open_corpus(source, tokenizer, cache)
@@ -121,7 +123,7 @@ def test_what_a_killed_writer_left_is_not_taken_for_whole(tmp_path: Path) -> Non
     assert ".partial" not in entries(cache)
 
 
-def test_what_a_living_writer_writes_is_left_alone(tmp_path: Path) -> None:
+def test_partial_corpora_of_running_writers_stay(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (cache / "0123.partial").mkdir(parents=True)
     with (cache / "0123.lock").open("w") as lock:
@@ -178,7 +180,7 @@ def test_no_text_at_all(tmp_path: Path) -> None:
     assert entries(cache) == []
 
 
-def test_files_that_vanish_or_a_cache_that_cannot_be(tmp_path: Path) -> None:
+def test_missing_files_and_unusable_caches(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"data\.cache = '.*a\.jsonl' cannot be used .*another"):
         open_corpus(source, ByteTokenizer(), tmp_path / "a.jsonl")

@@ -38,17 +38,17 @@ _CACHE: list[Path] = []
 def _offline(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """No host is asked for anything; `datasets` would swallow an error, so they are counted."""
-    asked: list[object] = []
+    """Refuse network access and count attempts, because `datasets` would swallow an error."""
+    lookups: list[object] = []
 
     def refuse(host: object, *_: object, **__: object) -> None:
-        asked.append(host)
+        lookups.append(host)
         raise OSError("no network in this test")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     _CACHE[:] = [tmp_path_factory.mktemp("datasets")]
     yield
-    assert asked == []
+    assert lookups == []
 
 
 def write_lines(path: Path, records: list[object]) -> Path:
@@ -80,7 +80,7 @@ def test_text_keeps_every_character(tmp_path: Path) -> None:
 
 
 def test_json_lines(tmp_path: Path) -> None:
-    """Lines that differ in every other column are nobody's concern."""
+    """Other columns may differ between lines."""
     records: list[object] = [
         {"text": DOCUMENTS[0], "meta": 1},
         {"meta": {"a": []}, "text": DOCUMENTS[1]},
@@ -131,7 +131,7 @@ def test_saved_dataset(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_dataset_repository(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A directory as it comes from the hub: splits by file name or by its card."""
+    """Read a directory as downloaded from the hub, with splits by file name or by its card."""
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "train-00000-of-00002.parquet", DOCUMENTS[:1])
     write_parquet(tmp_path / "data" / "train-00001-of-00002.parquet", DOCUMENTS[1:2])

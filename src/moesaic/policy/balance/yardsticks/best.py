@@ -1,34 +1,34 @@
-"""The policy that the model rates fastest for each layer, however long the comparison takes."""
+"""Policy with the fastest predicted layer of all policies, regardless of its own run time."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from moesaic.facts.balance import Balance, Ints, Setting
-from moesaic.policy.balance.model import times
-from moesaic.policy.balance.prophet import pro_prophet
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray
+from moesaic.policy.balance.cost_model import layer_times
+from moesaic.policy.balance.eplb import eplb
+from moesaic.policy.balance.faster_moe import faster_moe
+from moesaic.policy.balance.pro_prophet import pro_prophet
 from moesaic.policy.balance.quota import quota
-from moesaic.policy.balance.replicas import eplb
-from moesaic.policy.balance.shadow import faster_moe
 from moesaic.policy.balance.yardsticks.spill import llep
-from moesaic.policy.balance.yardsticks.split import levelled, lp
+from moesaic.policy.balance.yardsticks.split import lp, split_optimally
 
 
-def best(counts: Ints, setting: Setting) -> Balance:
-    """Return the fastest of all balances that keep to the limits; the first one is quota's."""
+def best(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
+    """Return the fastest decision that respects the replica limits; quota's always counts."""
     ours = quota(counts, setting)
     others = [policy(counts, setting) for policy in (llep, pro_prophet, faster_moe)]
-    if setting.room != 0:
+    if setting.max_replicas != 0:
         others += [eplb(counts, setting), lp(counts, setting)]
-    others.append(levelled(counts, setting, ours.copies))
-    fitting = [ours, *(balance for balance in others if _fits(balance, setting))]
-    return min(fitting, key=lambda balance: times(counts, setting, balance).whole)
+    others.append(split_optimally(counts, setting, ours.replicas))
+    fitting = [ours, *(balance for balance in others if _fits_limits(balance, setting))]
+    return min(fitting, key=lambda balance: layer_times(counts, setting, balance).total_s)
 
 
-def _fits(balance: Balance, setting: Setting) -> bool:
-    """Return whether ranks have room for the copies that they send and receive."""
-    of = (setting.homes[balance.copies[:, 0]], balance.copies[:, 1])
+def _fits_limits(balance: BalanceDecision, setting: BalanceProblem) -> bool:
+    """Return whether the replicas that ranks send and receive respect the limits."""
+    of = (setting.owners[balance.replicas[:, 0]], balance.replicas[:, 1])
     return all(
         limit is None or int(np.bincount(ranks).max(initial=0)) <= limit
-        for limit, ranks in zip((setting.sends, setting.room), of, strict=True)
+        for limit, ranks in zip((setting.max_replicas_sent, setting.max_replicas), of, strict=True)
     )

@@ -1,6 +1,7 @@
-"""Rows shifted between the places of experts until no rank has more than it must, compiled.
+"""Compiled search for the token split with the smallest maximum load: a max-flow over replica
+slots.
 
-X experts that have copies, P places of theirs (homes and copies), D ranks.
+X experts with replicas, P slots of these experts (owners and replicas), D ranks.
 """
 
 from __future__ import annotations
@@ -9,78 +10,85 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moesaic.facts.balance import Ints, Setting
-from moesaic.policy.balance.compiled import compiled
+from moesaic.base.compiled import cached_njit
+from moesaic.facts.balance import BalanceProblem, IntArray
 
 
-class Places(NamedTuple):
-    """Where experts that have copies can be computed."""
+class ReplicaSlots(NamedTuple):
+    """Slots in which experts with replicas can be computed."""
 
-    experts: Ints
-    """Those, [X]."""
-    of: Ints
-    """The first place of each, which is its home; one number more, [X + 1]."""
-    expert: Ints
-    """Of each place, counted among those that have copies, [P]."""
-    rank: Ints
-    """Of each place, [P]."""
-    at: Ints
-    """Where places of each rank begin in `by_rank`; one number more, [D + 1]."""
-    by_rank: Ints
-    """Places, rank by rank, [P]."""
+    experts: IntArray
+    """Experts with replicas, [X]."""
+    expert_offsets: IntArray
+    """First slot of each expert, its owner's, and the end, [X + 1]."""
+    slot_expert: IntArray
+    """Expert of each slot, as an index into `experts`, [P]."""
+    slot_rank: IntArray
+    """Rank of each slot, [P]."""
+    rank_offsets: IntArray
+    """First position of each rank in `slots_by_rank`, and the end, [D + 1]."""
+    slots_by_rank: IntArray
+    """Slots, ordered by rank, [P]."""
 
     @classmethod
-    def of_copies(cls, copies: Ints, setting: Setting) -> Places:
-        """Of copies (expert, rank) in that order."""
-        experts, first, number = np.unique(copies[:, 0], return_index=True, return_counts=True)
-        rank = np.insert(copies[:, 1], first, setting.homes[experts])
+    def from_replicas(cls, replicas: IntArray, setting: BalanceProblem) -> ReplicaSlots:
+        """Lay out slots of sorted replicas (expert, rank)."""
+        experts, first, number = np.unique(replicas[:, 0], return_index=True, return_counts=True)
+        rank = np.insert(replicas[:, 1], first, setting.owners[experts])
         return cls(
             experts, np.append(0, np.cumsum(number + 1)),
             np.repeat(np.arange(len(experts)), number + 1), rank,
-            np.append(0, np.cumsum(np.bincount(rank, minlength=setting.ranks))),
+            np.append(0, np.cumsum(np.bincount(rank, minlength=setting.num_ranks))),
             np.argsort(rank, kind="stable"),
         )  # fmt: skip
 
 
-def least(counts_XD: Any, elsewhere: Ints, places: Places) -> Ints:
-    """Rows of each place, [P], with which the busiest rank has the least, given what ranks have of
-    experts without copies."""
-    target = -(-(int(counts_XD.sum()) + int(elsewhere.sum())) // len(elsewhere))
-    start = _own(counts_XD, places)
-    rows, needed = _shifted(start.copy(), elsewhere, places, target)
-    if needed > target:  # Once more, so that nothing is shifted that may stay.
-        rows, _ = _shifted(start, elsewhere, places, needed)
-    found: Ints = rows
+def minimize_max_load(counts_XD: Any, fixed_load: IntArray, slots: ReplicaSlots) -> IntArray:
+    """Return the tokens of each slot, [P], that minimize the busiest rank's load.
+
+    Args:
+        counts_XD: routed tokens of experts with replicas by source.
+        fixed_load: tokens of experts without replicas by rank, [D].
+        slots: slots of experts with replicas.
+    """
+    target = -(-(int(counts_XD.sum()) + int(fixed_load.sum())) // len(fixed_load))
+    start = _local_split(counts_XD, slots)
+    rows, needed = _shift_tokens(start.copy(), fixed_load, slots, target)
+    if needed > target:  # Repeat with the final target, so that no token moves without need.
+        rows, _ = _shift_tokens(start, fixed_load, slots, needed)
+    found: IntArray = rows
     return found
 
 
-@compiled
-def _own(counts_XD: Any, places: Places) -> Any:
-    """Of each place, where ranks with copies compute their own rows."""
-    rows = np.zeros(len(places.rank), np.int64)
-    for expert in range(len(places.experts)):
-        home = places.of[expert]
-        rows[home] = counts_XD[expert].sum()
-        for place in range(home + 1, places.of[expert + 1]):
-            rows[place] = counts_XD[expert, places.rank[place]]
-            rows[home] -= rows[place]
+@cached_njit
+def _local_split(counts_XD: Any, slots: ReplicaSlots) -> Any:
+    """Return the tokens of each slot if ranks with replicas compute their own tokens."""
+    rows = np.zeros(len(slots.slot_rank), np.int64)
+    for expert in range(len(slots.experts)):
+        owner_slot = slots.expert_offsets[expert]
+        rows[owner_slot] = counts_XD[expert].sum()
+        for slot in range(owner_slot + 1, slots.expert_offsets[expert + 1]):
+            rows[slot] = counts_XD[expert, slots.slot_rank[slot]]
+            rows[owner_slot] -= rows[slot]
     return rows
 
 
-@compiled
-def _shifted(rows: Ints, elsewhere: Ints, places: Places, target: int) -> tuple[Any, int]:
-    """Rows of places, and the least that the busiest rank can have of them from `target` up.
+@cached_njit
+def _shift_tokens(
+    slot_tokens: IntArray, fixed_load: IntArray, slots: ReplicaSlots, target: int
+) -> tuple[Any, int]:
+    """Return tokens by slot, and the smallest possible maximum load that is at least `target`.
 
-    Rows go along chains of ranks, of which each takes some of one expert and hands on as many of
-    another, to a rank that has less than the target. Where no chain leads to one, all that the
-    ranks on the way have must stay among them: the busiest of these has their mean at least, and
-    that is the target from then on. So it is never above what is possible, and reached at last.
+    Tokens move along paths of ranks: each rank takes tokens of one expert and hands on as many of
+    another, up to a rank below the target. If no path exists, the ranks that were reached must keep
+    all their tokens. Their mean, rounded up, is a lower bound and becomes the new target. So the
+    target never exceeds the optimum, and reaches it in the end.
     """
-    load = elsewhere.copy()
-    for place in range(len(rows)):
-        load[places.rank[place]] += rows[place]
+    load = fixed_load.copy()
+    for slot in range(len(slot_tokens)):
+        load[slots.slot_rank[slot]] += slot_tokens[slot]
     search = (
-        np.zeros(len(load), np.int64), np.zeros(len(places.experts), np.int64),
+        np.zeros(len(load), np.int64), np.zeros(len(slots.experts), np.int64),
         np.empty(len(load), np.int64), np.empty(len(load), np.int64),
         np.empty(len(load), np.int64),
     )  # fmt: skip
@@ -89,49 +97,58 @@ def _shifted(rows: Ints, elsewhere: Ints, places: Places, target: int) -> tuple[
     for rank in range(len(load)):
         while load[rank] > target:
             turn += 1
-            reached, end = _chain(rows, load, places, target, rank, turn, search)
+            reached, end = _find_path(slot_tokens, load, slots, target, rank, turn, search)
             if end < 0:
-                among = 0
+                total = 0
                 for at in range(reached):
-                    among += load[queue[at]]
-                target = -(-among // reached)
+                    total += load[queue[at]]
+                target = -(-total // reached)
                 continue
             number = min(load[rank] - target, target - load[end])
             at = end
             while at != rank:
-                number = min(number, rows[leaves[at]])
-                at = places.rank[leaves[at]]
+                number = min(number, slot_tokens[leaves[at]])
+                at = slots.slot_rank[leaves[at]]
             load[rank] -= number
             load[end] += number
             while end != rank:
-                rows[leaves[end]] -= number
-                rows[gets[end]] += number
-                end = places.rank[leaves[end]]
-    return rows, target
+                slot_tokens[leaves[end]] -= number
+                slot_tokens[gets[end]] += number
+                end = slots.slot_rank[leaves[end]]
+    return slot_tokens, target
 
 
-@compiled
-def _chain(
-    rows: Ints, load: Ints, places: Places, target: int, first: int, turn: int, search: Any
+@cached_njit
+def _find_path(
+    slot_tokens: IntArray,
+    load: IntArray,
+    slots: ReplicaSlots,
+    target: int,
+    first: int,
+    search_id: int,
+    buffers: Any,
 ) -> tuple[int, int]:
-    """How many ranks rows of `first` can get to, and the nearest that has room, or -1; for each
-    rank on the way, the places that an expert's rows leave and get to."""
-    seen, seen_X, queue, leaves, gets = search
-    seen[first], queue[0] = turn, first
+    """Find the nearest rank with room by breadth-first search from `first`.
+
+    Return how many ranks the search reached, and that rank, or -1. For each rank on the path,
+    `leaves` and `gets` hold the slots that tokens leave and enter.
+    """
+    seen, seen_X, queue, leaves, gets = buffers
+    seen[first], queue[0] = search_id, first
     at, reached = 0, 1
     while at < reached:
         rank = queue[at]
         at += 1
-        for one in places.by_rank[places.at[rank] : places.at[rank + 1]]:
-            expert = places.expert[one]
-            if rows[one] == 0 or seen_X[expert] == turn:
+        for one in slots.slots_by_rank[slots.rank_offsets[rank] : slots.rank_offsets[rank + 1]]:
+            expert = slots.slot_expert[one]
+            if slot_tokens[one] == 0 or seen_X[expert] == search_id:
                 continue
-            seen_X[expert] = turn
-            for other in range(places.of[expert], places.of[expert + 1]):
-                to = places.rank[other]
-                if seen[to] == turn:
+            seen_X[expert] = search_id
+            for other in range(slots.expert_offsets[expert], slots.expert_offsets[expert + 1]):
+                to = slots.slot_rank[other]
+                if seen[to] == search_id:
                     continue
-                seen[to], queue[reached] = turn, to
+                seen[to], queue[reached] = search_id, to
                 leaves[to], gets[to] = one, other
                 reached += 1
                 if load[to] < target:
@@ -139,34 +156,41 @@ def _chain(
     return reached, -1
 
 
-@compiled
-def taken(counts_XD: Any, rows: Ints, places: Places) -> Any:
-    """(expert, source, target, rows) of every copy: its own rank's rows first, then what is left of
-    ranks in their order; `rows` are those of places, and what no copy takes is the home's."""
-    size = 2 * len(rows) + counts_XD.size
+@cached_njit
+def split_by_source(counts_XD: Any, slot_tokens: IntArray, slots: ReplicaSlots) -> Any:
+    """Return rows (expert, source, target, tokens) of every replica, given the tokens by slot.
+
+    A replica takes its own rank's tokens first, then those left on other ranks in their order. All
+    other tokens stay with the owner.
+    """
+    size = 2 * len(slot_tokens) + counts_XD.size
     found, at = np.empty((size, 4), np.int64), 0
-    for expert in range(len(places.experts)):
-        left, home, end = counts_XD[expert].copy(), places.of[expert], places.of[expert + 1]
-        rest = rows[home:end].copy()
+    for expert in range(len(slots.experts)):
+        left, owner_slot, end = (
+            counts_XD[expert].copy(),
+            slots.expert_offsets[expert],
+            slots.expert_offsets[expert + 1],
+        )
+        rest = slot_tokens[owner_slot:end].copy()
         for turn in range(len(rest)):
-            rank = places.rank[home + turn]
+            rank = slots.slot_rank[owner_slot + turn]
             own = min(left[rank], rest[turn])
             left[rank] -= own
             rest[turn] -= own
             if turn > 0 and own > 0:
-                found[at, 0], found[at, 1] = places.experts[expert], rank
+                found[at, 0], found[at, 1] = slots.experts[expert], rank
                 found[at, 2], found[at, 3] = rank, own
                 at += 1
         source = 0
         for turn in range(1, len(rest)):
             while rest[turn] > 0:
-                part = min(left[source], rest[turn])
-                if part == 0:
+                taken = min(left[source], rest[turn])
+                if taken == 0:
                     source += 1
                     continue
-                left[source] -= part
-                rest[turn] -= part
-                found[at, 0], found[at, 1] = places.experts[expert], source
-                found[at, 2], found[at, 3] = places.rank[home + turn], part
+                left[source] -= taken
+                rest[turn] -= taken
+                found[at, 0], found[at, 1] = slots.experts[expert], source
+                found[at, 2], found[at, 3] = slots.slot_rank[owner_slot + turn], taken
                 at += 1
     return found[:at].copy()

@@ -1,39 +1,40 @@
-"""LP: copies as EPLB places them, and the split of rows over homes and copies with which the
-busiest rank has the least. FineEP and LPLB seek it by linear programmes; here it is exact, in rows.
+"""LP: replicas as EPLB places them, and the token split with the smallest maximum load.
 
-As many rows as are wanted of a place are its own rank's first, then those of others.
+FineEP and LPLB approximate the split by linear programs; here it is exact, in whole tokens. A slot
+takes its own rank's tokens first, then those of others.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moesaic.facts.balance import Balance, Ints, Setting, unchanged
-from moesaic.policy.balance.replicas import placed
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
+from moesaic.policy.balance.eplb import place_replicas
 
 
-def lp(counts: Ints, setting: Setting, each: int = 1) -> Balance:
-    """So many copies on each rank, and the best split of `counts` over homes and copies."""
-    return levelled(counts, setting, placed(counts, setting, each))
+def lp(counts: IntArray, setting: BalanceProblem, replicas_per_rank: int = 1) -> BalanceDecision:
+    """Return `replicas_per_rank` replicas on each rank, with the best split of tokens."""
+    return split_optimally(counts, setting, place_replicas(counts, setting, replicas_per_rank))
 
 
-def levelled(counts: Ints, setting: Setting, copies: Ints) -> Balance:
-    """The same over copies that are there.
+def split_optimally(
+    counts: IntArray, setting: BalanceProblem, replicas: IntArray
+) -> BalanceDecision:
+    """Return the best split of tokens over owners and given replicas.
 
-    Ranks that have a copy compute their own rows at first, and what is left of others is computed
-    at home. Then rows are shifted from ranks that have too much to those that have room, as far as
-    that takes the busiest down and no further.
+    At first, ranks with a replica compute their own tokens, and owners compute the rest. Then
+    tokens move from overloaded ranks to others, no further than the smallest maximum load requires.
     """
-    if not len(copies):
-        return unchanged()
-    from moesaic.policy.balance.yardsticks import flow_split  # Numba takes long to import.
+    if not len(replicas):
+        return no_replicas()
+    from moesaic.policy.balance.yardsticks import flow_split  # Importing numba is slow.
 
-    ordered = copies[np.lexsort((copies[:, 1], copies[:, 0]))]
-    places = flow_split.Places.of_copies(ordered, setting)
-    ours = counts[:, places.experts]
-    counts_XD = np.ascontiguousarray(ours.T, np.int32)
-    elsewhere = np.zeros(setting.ranks, np.int64)
-    np.add.at(elsewhere, setting.homes, counts.sum(axis=0))
-    np.subtract.at(elsewhere, setting.homes[places.experts], ours.sum(axis=0))
-    wanted = flow_split.least(counts_XD, elsewhere, places)
-    return Balance(ordered, flow_split.taken(counts_XD, wanted, places))
+    ordered = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
+    slots = flow_split.ReplicaSlots.from_replicas(ordered, setting)
+    replicated = counts[:, slots.experts]
+    counts_XD = np.ascontiguousarray(replicated.T, np.int32)
+    fixed_load = np.zeros(setting.num_ranks, np.int64)
+    np.add.at(fixed_load, setting.owners, counts.sum(axis=0))
+    np.subtract.at(fixed_load, setting.owners[slots.experts], replicated.sum(axis=0))
+    slot_tokens = flow_split.minimize_max_load(counts_XD, fixed_load, slots)
+    return BalanceDecision(ordered, flow_split.split_by_source(counts_XD, slot_tokens, slots))

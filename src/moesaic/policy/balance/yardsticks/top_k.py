@@ -1,11 +1,15 @@
-"""Top-k broadcast: the experts with the most tokens get a copy on every rank."""
+"""Top-k broadcast: the experts with the most tokens get a replica on every rank."""
 
 from __future__ import annotations
 
-from moesaic.facts.balance import Balance, Ints, Setting
-from moesaic.policy.balance.shadow import everywhere, hottest_first
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray
+from moesaic.policy.balance.faster_moe import replicate_everywhere, sort_by_load
 
 
-def top_k_broadcast(counts: Ints, setting: Setting, number: int = 1) -> Balance:
-    """Copy the `number` experts with the most rows to every rank, at any cost."""
-    return everywhere(counts, setting, [int(e) for e in hottest_first(counts)[:number]])
+def top_k_broadcast(
+    counts: IntArray, setting: BalanceProblem, num_experts: int = 1
+) -> BalanceDecision:
+    """Replicate the `num_experts` experts with the most tokens on every rank, at any cost."""
+    return replicate_everywhere(
+        counts, setting, [int(e) for e in sort_by_load(counts)[:num_experts]]
+    )

@@ -1,0 +1,48 @@
+"""Expert loads that a run recorded, checked against a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job, ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moesaic.report.loads import Loads
+
+
+def recorded_loads(run: Path, job: Job) -> list[NDArray[np.float64]]:
+    """Return the expert loads of each layer over the last quarter of the recorded steps."""
+    from moesaic.report import RunFacts
+
+    loads = RunFacts.read(run).loads
+    if loads is None:
+        raise ConfigError(
+            f"--loads '{run}' has recorded no expert loads, like every run of a dense model: give "
+            "another run, or remove --loads"
+        )
+    mismatch = find_loads_mismatch(loads, job.model)
+    if mismatch is not None:
+        raise ConfigError(
+            f"--loads '{run}' {mismatch}: give a run of this model, or remove --loads"
+        )
+    return list(loads.recent)
+
+
+def find_loads_mismatch(loads: Loads, model: ModelConfig) -> str | None:
+    """Return why recorded loads cannot stand for `model`; None if they can."""
+    layers, experts = loads.recent.shape
+    if (layers, experts) == (len(model.expert_layers), model.experts):
+        idle = loads.layers[loads.recent.sum(axis=1) == 0].tolist()
+        if not idle:
+            return None
+        return f"has no tokens of layer {idle[0]} in the last quarter of its recorded steps"
+    dense = f", model.dense_layers = {model.dense_layers}" if model.dense_layers else ""
+    return (
+        f"has the loads of {experts} experts in each of {layers} layers, but model.experts = "
+        f"{model.experts} and model.layers = {model.layers}{dense}"
+    )

@@ -1,0 +1,155 @@
+"""Work of one rank in a probe, and entry point of ranks that `moesaic probe` starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from moesaic import __version__
+from moesaic.base.config import parse
+from moesaic.cli import flags, screen
+from moesaic.cli.progress import probe_progress
+from moesaic.cli.start import exit_on_interrupt
+from moesaic.cli.train_worker import run_reporting_errors
+from moesaic.dist.probe.settings import ProbeConfig
+
+if TYPE_CHECKING:
+    from moesaic.dist.probe.probe import ProbeResult
+
+_MAX_MEDIAN_RANGE, _MAX_P90_RANGE = 0.2, 0.5
+"""Relative ranges of repeats, at the median and at the 90th percentile, that cause a warning."""
+MEMORY_HINT = "start fewer ranks with --nproc, or lower largest_side"
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """Task of a probe, the same on every rank."""
+
+    settings: dict[str, Any]
+    out: str
+    """File to write."""
+    as_json: bool
+    """Print JSON."""
+    command: list[str]
+    """Command line of the user."""
+
+
+def run_probe_task(task: ProbeTask) -> None:
+    """Measure; rank 0 writes the file and prints the result."""
+    with exit_on_interrupt():
+        from moesaic.dist.probe.probe import collective_timeout, num_phases, probe
+        from moesaic.dist.world import World
+
+    config = parse(ProbeConfig, task.settings, "settings")
+    with exit_on_interrupt():
+        world = World.from_launcher(config.device, collective_timeout(config), key="device")
+    try:
+        with probe_progress(world.is_rank_zero, num_phases(config)) as watch:
+            result = probe(world, config, watch)
+    finally:
+        world.leave()
+    if result is not None:
+        result = replace(result, notes=[*result.notes, *_noise_warnings(result, config)])
+        for note in result.notes:
+            screen.print_warning(note)
+        _write(Path(task.out), result)
+        _print_result(task, result)
+
+
+def _write(path: Path, result: ProbeResult) -> None:
+    opening = (
+        f"# Measured by moesaic {__version__} on {datetime.now():%Y-%m-%d %H:%M}, "
+        f"{len(result.repeats)} repeats.\n# {_describe_noise(result)}.\n"
+        "# Units: bytes, seconds, bytes per second, operations per second. docs/facts.md explains\n"
+        "# the keys; so does `moesaic plan --explain cluster.hosts`.\n"
+        + "".join(f"# {note}.\n" for note in result.notes)
+        + "\n"
+    )
+    flags.write_new_file("--out", path, opening + result.cluster.to_toml())
+
+
+def _noise_warnings(result: ProbeResult, config: ProbeConfig) -> Iterator[str]:
+    """Yield a warning if repeats differ too much."""
+    median_range, p90_range = _repeat_ranges(result)
+    if median_range > _MAX_MEDIAN_RANGE or p90_range > _MAX_P90_RANGE:
+        yield (
+            f"the machine was not steady: repeats differ by {median_range:.0%} (median) and "
+            f"{p90_range:.0%} (90th percentile); stop other work and probe again, for longer "
+            f"(--set seconds={3 * config.seconds:g} --set repeats={2 * config.repeats})"
+        )
+
+
+def _repeat_ranges(result: ProbeResult) -> tuple[float, float]:
+    """Return the median and the 90th percentile of the relative ranges of all points."""
+    ranges = result.relative_ranges
+    return median(ranges), ranges[int(0.9 * (len(ranges) - 1))]
+
+
+def _describe_noise(result: ProbeResult) -> str:
+    median_range, p90_range = _repeat_ranges(result)
+    return (
+        f"Repeats of {len(result.relative_ranges):,} points differ by {median_range:.0%} (median) "
+        f"and {p90_range:.0%} (90th percentile)"
+    )
+
+
+def _print_result(task: ProbeTask, result: ProbeResult) -> None:
+    from moesaic.dist.probe.cluster import headlines
+    from moesaic.dist.probe.timing import relative_range
+
+    repeats = zip(*(headlines(cluster) for cluster in result.repeats), strict=True)
+    rows = [
+        (headline, relative_range([repeat.value for repeat in own_repeats]))
+        for headline, own_repeats in zip(headlines(result.cluster), repeats, strict=True)
+    ]
+    median_range, p90_range = _repeat_ranges(result)
+    if task.as_json:
+        screen.print_json(
+            {
+                "out": task.out,
+                "figures": [
+                    {**headline._asdict(), "relative_range": own_range}
+                    for headline, own_range in rows
+                ],
+                "points": {
+                    "count": len(result.relative_ranges), "relative_range_median": median_range,
+                    "relative_range_p90": p90_range,
+                },
+                "notes": result.notes,
+                "cluster": result.cluster.model_dump(mode="json", by_alias=True),
+            }
+        )  # fmt: skip
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "figure", "repeats within"):
+        table.add_column(title, justify="left" if not title else "right")
+    subject = ""
+    for headline, own_range in rows:
+        if headline.subject != subject:
+            subject = headline.subject
+            table.add_row(subject, style="bold")
+        value = screen.format_quantity(headline.value, headline.unit)
+        table.add_row(f"  {headline.metric}", value, f"{own_range:.0%}")
+    screen.print_table(table)
+    screen.print_line(f"\n{_describe_noise(result)}.")
+    screen.print_line(f"wrote {task.out}")
+
+
+def encode(task: ProbeTask) -> str:
+    """Return the task as an argument of a rank's process."""
+    return json.dumps(asdict(task))
+
+
+def main() -> int:
+    """Run the task in the first argument, as one rank; return the exit status."""
+    task = ProbeTask(**json.loads(sys.argv[1]))
+    sys.argv = task.command
+    return run_reporting_errors(lambda: run_probe_task(task), MEMORY_HINT)

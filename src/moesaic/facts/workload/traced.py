@@ -1,0 +1,308 @@
+"""Workload of a foreign model, traced block by block and stored as a file.
+
+Our own models have formulas. Any other model is run once where torch is available (`models.trace`).
+The file can be written, read and costed without the model or torch. The only supported layout is
+data parallelism: every rank has the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from moesaic.base.config import Section, parse, read_json
+from moesaic.base.errors import ConfigError
+from moesaic.facts.workload.block_work import STEP, Block, BlockWork
+from moesaic.facts.workload.blocks import with_gradient_reductions
+from moesaic.facts.workload.gradient_reduction import Gradient, GradientReduction
+from moesaic.facts.workload.memory import Memory
+from moesaic.facts.workload.ops import MatmulShape, Op, optimizer_update
+from moesaic.facts.workload.sizes import FloatType
+
+VERSION = 1
+"""Version of the file format; other versions are refused."""
+
+
+MAX_SIZE = 1 << 63
+"""Exclusive upper limit of all sizes."""
+
+
+class TracedMatmul(Section):
+    """Equal matmuls of [rows, inner] and [inner, columns]."""
+
+    rows: int = Field(ge=0, lt=MAX_SIZE)
+    """Rows of the result."""
+    columns: int = Field(ge=0, lt=MAX_SIZE)
+    """Columns of the result."""
+    inner: int = Field(ge=0, lt=MAX_SIZE)
+    """Length of the inner dimension."""
+    count: int = Field(ge=1, lt=MAX_SIZE)
+    """Number of such matmuls."""
+    dtype: FloatType
+    """Data type of the operands."""
+
+    @property
+    def matmul(self) -> MatmulShape:
+        """Shape of the matmuls for the cost model."""
+        return MatmulShape(self.rows, self.columns, self.inner, self.count)
+
+
+class TracedAttention(Section):
+    """Equal heads of attention, each over one sequence."""
+
+    queries: int = Field(ge=0, lt=MAX_SIZE)
+    """Rows of the scores."""
+    keys: int = Field(ge=0, lt=MAX_SIZE)
+    """Columns of the scores."""
+    width: int = Field(ge=0, lt=MAX_SIZE)
+    """Width of a query and of a key."""
+    values: int = Field(ge=0, lt=MAX_SIZE)
+    """Width of a value."""
+    count: int = Field(ge=1, lt=MAX_SIZE)
+    """Heads times sequences."""
+    dtype: FloatType
+    """Data type of the operands."""
+    causal_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of the scores that remains if a kernel skips causally masked ones."""
+    is_backward: bool = False
+    """True if this is the backward pass, which recomputes the scores."""
+
+    @property
+    def matmuls(self) -> tuple[MatmulShape, ...]:
+        """Matmuls of scores and values; backward those of scores and of all gradients."""
+        rows, keys, width, values = self.queries, self.keys, self.width, self.values
+        scores, mixed = (rows, keys, width), (rows, values, keys)
+        sizes = [scores, mixed]
+        if self.is_backward:
+            sizes = [
+                scores, (rows, keys, values), (keys, values, rows), (rows, width, keys),
+                (keys, width, rows),
+            ]  # fmt: skip
+        return tuple(MatmulShape(*size, self.count) for size in sizes)
+
+    def op(self) -> Op:
+        """Return the op for the cost model."""
+        # Clusters are benchmarked with self-attention only.
+        kind = ("attention backward" if self.is_backward else "attention") * (
+            self.queries == self.keys
+        )
+        specials = round(self.count * self.queries * self.keys * self.causal_fraction)
+        return Op(
+            "attend", self.matmuls, dtype=self.dtype, num_transcendentals=specials, kind=kind,
+            causal_fraction=self.causal_fraction,
+        )  # fmt: skip
+
+
+class TracedWork(Section):
+    """Work of one block, forward or backward."""
+
+    matmuls: list[TracedMatmul] = Field(default_factory=list)
+    """Matmuls, equal ones grouped."""
+    attention: list[TracedAttention] = Field(default_factory=list)
+    """Heads of attention, equal ones grouped."""
+    moved_bytes: int = Field(ge=0, lt=MAX_SIZE)
+    """Bytes read and written by all kernels but matmuls."""
+    num_kernels: int = Field(ge=0, lt=MAX_SIZE)
+    """Kernel launches, matmuls and attention included."""
+    num_transcendentals: int = Field(default=0, ge=0)
+    """Elements of exponentials and the like, without attention."""
+
+    @model_validator(mode="after")
+    def _check_kernels(self) -> TracedWork:
+        if self.moved_bytes and not self.num_kernels:
+            raise ValueError(
+                f"moved_bytes = {self.moved_bytes} with num_kernels = 0, and no kernel moves them: "
+                "trace the model again"
+            )
+        return self
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all matmuls, in full."""
+        heads = [product for one in self.attention for product in one.matmuls]
+        return sum(one.flops for one in (*heads, *(one.matmul for one in self.matmuls)))
+
+    def ops(self) -> tuple[Op, ...]:
+        """Return matmuls by data type, attention, and one op for all elementwise kernels."""
+        types: dict[FloatType, list[MatmulShape]] = {}
+        for one in self.matmuls:
+            types.setdefault(one.dtype, []).append(one.matmul)
+        products = [Op("products", tuple(same), dtype=kind) for kind, same in types.items()]
+        passes = Op(
+            "passes",
+            (),
+            self.moved_bytes,
+            self.num_kernels,
+            num_transcendentals=self.num_transcendentals,
+        )
+        return (*products, *(one.op() for one in self.attention), passes)
+
+
+class TracedBlock(Section):
+    """One block of the model."""
+
+    name: str
+    """Dotted name in the model, `step (module)` if that is `step`; `(outside)` for work outside all
+    blocks, such as the loss."""
+    parameters: int = Field(ge=0, lt=MAX_SIZE)
+    """Elements of its parameters; a tensor of two blocks counts for the first."""
+    parameter_bytes: int = Field(ge=0, lt=MAX_SIZE)
+    """Bytes of its parameters."""
+    gradients: list[int] = Field(default_factory=list)
+    """Bytes of the gradient of each trainable parameter."""
+    forward: TracedWork
+    """Work once per micro-batch."""
+    backward: TracedWork
+    """Work once per micro-batch, with recomputation."""
+    saved_bytes: int = Field(ge=0, lt=MAX_SIZE)
+    """Bytes that autograd saves and no earlier block saved, without parameters and buffers."""
+    output_bytes: int = Field(ge=0, lt=MAX_SIZE)
+    """Bytes of its output."""
+
+    @model_validator(mode="after")
+    def _check_gradients(self) -> TracedBlock:
+        if any(size < 0 for size in self.gradients):
+            raise ValueError(f"gradients of {self.name} has a negative size: trace the model again")
+        if sum(self.gradients) > self.parameter_bytes:
+            raise ValueError(
+                f"gradients of {self.name} are {sum(self.gradients)} bytes and parameter_bytes is "
+                f"{self.parameter_bytes}: trace the model again"
+            )
+        return self
+
+
+class TracedInput(Section):
+    """One input tensor of the trace."""
+
+    name: str
+    """Position among the arguments."""
+    shape: list[int]
+    """Dimensions of the tensor."""
+    dtype: str
+    """Data type, as torch names it."""
+
+
+class TracedModel(Section):
+    """Work of one micro-batch on a rank that has the whole model."""
+
+    version: int
+    """Version of the file format."""
+    name: str
+    """Name of the model."""
+    torch: str
+    """Version of torch during the trace."""
+    batch: int = Field(ge=1, lt=MAX_SIZE)
+    """Samples of the micro-batch, the first dimension of the first input."""
+    inputs: list[TracedInput]
+    """Input tensors of the trace."""
+    buffer_bytes: int = Field(ge=0, lt=MAX_SIZE)
+    """Bytes of the model's buffers."""
+    blocks: list[TracedBlock] = Field(min_length=1)
+    """Blocks in the order in which they run."""
+
+    @model_validator(mode="after")
+    def _check_block_names(self) -> TracedModel:
+        names = [block.name for block in self.blocks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"blocks has '{name}' more than once: give each a name of its own")
+        if STEP in names:
+            raise ValueError(
+                f"blocks has '{STEP}', which is the name for work outside all blocks: "
+                "give it another name"
+            )
+        return self
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(block.parameters for block in self.blocks)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all matmuls of a micro-batch, forward and backward."""
+        return sum(block.forward.flops + block.backward.flops for block in self.blocks)
+
+
+def load_traced(path: Path) -> TracedModel:
+    """Return the workload in the file at `path`."""
+    raw = read_json(path, f"'{path}'", "give a file that `moesaic trace` wrote")
+    return parse_traced(raw, str(path))
+
+
+def parse_traced(raw: Mapping[str, Any], origin: str) -> TracedModel:
+    """Return the workload in `raw`; error messages start with `origin`."""
+    version = raw.get("version")
+    if version is not None and (type(version) is not int or version != VERSION):
+        raise ConfigError(
+            f"{origin}: version = {json.dumps(version)} is not known: moesaic reads version "
+            f"{VERSION}; trace the model again"
+        )
+    return parse(TracedModel, raw, origin)
+
+
+def traced_blocks(traced: TracedModel, ranks: int = 1) -> list[Block]:
+    """Return the work of each of `ranks` data-parallel ranks.
+
+    Gradients are all-reduced in buckets during backward, as for our own models. Every rank updates
+    all parameters by AdamW with a clipped norm.
+    """
+    blocks = [
+        Block(
+            one.name,
+            BlockWork(one.forward.ops()),
+            BlockWork(one.backward.ops()),
+            BlockWork(optimizer_update(sum(one.gradients), len(one.gradients))),
+        )
+        for one in traced.blocks
+    ]
+    gradients = [Gradient(one.name, size) for one in traced.blocks for size in one.gradients]
+    return with_gradient_reductions(
+        blocks, [GradientReduction("dense", tuple(range(ranks)), gradients[::-1])], BlockWork()
+    )
+
+
+def traced_memory(traced: TracedModel) -> Memory:
+    """Return the memory of a rank, with buffers as parameters and moments in gradient types."""
+    gradients = sum(sum(block.gradients) for block in traced.blocks)
+    activations = sum(block.saved_bytes for block in traced.blocks)
+    return Memory(
+        parameters_bytes=sum(block.parameter_bytes for block in traced.blocks)
+        + traced.buffer_bytes,
+        gradients_bytes=gradients,
+        moments_bytes=2 * gradients,
+        staging_bytes=0,
+        gathered_bytes=0,
+        activations_bytes=activations,
+        head_bytes=0,
+        working_bytes=max(_boundary_gradient_bytes(traced.blocks)),
+        forward_bytes=activations,
+        backward_bytes=_peak_backward_bytes(traced.blocks),
+    )
+
+
+def _boundary_gradient_bytes(blocks: Sequence[TracedBlock]) -> list[int]:
+    """Return bytes of gradients of each block's output and input."""
+    outputs = [block.output_bytes for block in blocks]
+    return [own + before for before, own in zip([0, *outputs], outputs, strict=False)]
+
+
+def _peak_backward_bytes(blocks: Sequence[TracedBlock]) -> int:
+    """Return the peak of temporary memory over the backwards of all blocks.
+
+    A block's backward needs saved activations up to it, parameter gradients from it on, and
+    gradients of its output and input.
+    """
+    kept = sum(block.saved_bytes for block in blocks)
+    made = most = 0
+    for handed_on, block in zip(
+        _boundary_gradient_bytes(blocks)[::-1], reversed(blocks), strict=True
+    ):
+        made += sum(block.gradients)
+        most = max(most, kept + made + handed_on)
+        kept -= block.saved_bytes
+    return most

@@ -1,0 +1,1 @@
+"""Matmul and elementwise kernels for CPUs and GPUs, and the devices that run them."""

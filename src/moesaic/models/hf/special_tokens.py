@@ -1,0 +1,90 @@
+"""Special token ids for config.json and generation_config.json, from tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moesaic.base.errors import DataError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+EOS_KEY = "eos_token_id"
+"""Key of the end tokens: an id, or a list of ids."""
+GENERATION_CONFIG_NAME = "generation_config.json"
+
+
+def special_token_ids(directory: Path) -> dict[str, Any]:
+    """Return those of bos_token_id, eos_token_id and pad_token_id that the tokenizer files name."""
+    settings = read_json_object(directory / "tokenizer_config.json")
+    older = read_json_object(directory / "special_tokens_map.json")
+    tokenizer = read_json_object(directory / "tokenizer.json")
+    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    result: dict[str, Any] = {}
+    for role in SPECIAL_TOKENS:
+        # Tokenizers look up the end token in both files.
+        for stated in (settings, older) if f"{role}_id" == EOS_KEY else (settings,):
+            token = stated.get(role)
+            text = token.get("content") if isinstance(token, dict) else token
+            number = ids.get(text)
+            if number is None and isinstance(vocabulary, dict):
+                number = vocabulary.get(text)
+            if isinstance(number, int):
+                result.setdefault(f"{role}_id", number)
+    return result
+
+
+def as_ids(value: Any, origin: str) -> list[int]:
+    """Return the ids under `EOS_KEY`, which may be absent, one id, or a list."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise DataError(
+            f"{origin}: {EOS_KEY} = {json.dumps(value)} is no token id: give a whole number, or "
+            "remove the key"
+        )
+    return ids
+
+
+def update_special_tokens(
+    settings: Mapping[str, Any], ids: Mapping[str, Any], origin: str
+) -> dict[str, Any]:
+    """Return `settings` with its special tokens replaced by `ids`, and always with an end token.
+
+    Further end tokens stay if the settings have the first end token of `ids`: then they are of that
+    tokenizer.
+    """
+    result = dict(settings)
+    for key, new_value in ids.items():
+        if key == EOS_KEY:
+            current, first, *others = as_ids(settings.get(key), origin), *as_ids(new_value, origin)
+            ends = [*(current if first in current else [first])]
+            ends += [one for one in others if one not in ends]
+            if ends != current:
+                result[key] = ends if len(ends) > 1 else first
+        elif settings.get(key) not in (None, new_value):
+            result[key] = new_value
+    return result
+
+
+def update_generation_config(path: Path, data: bytes, ids: Mapping[str, Any]) -> bytes:
+    """Return `data`, the generation file at `path`, with `ids`; unchanged if no id differs."""
+    if not ids:
+        return data
+    settings = read_json_object(path)
+    result = update_special_tokens(settings, ids, f"'{path}'")
+    if result == settings:
+        return data
+    return (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object at `path`; empty if the file is missing."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise DataError(f"'{path}' is not JSON ({error}): restore or remove it") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,422 @@
+"""Counter of the kernels that torch launches: matmuls by shape, bytes moved by other kernels.
+
+Matmuls include those inside attention, convolutions (patches times weights) and grouped matmuls of
+experts. For another operation with a torch flop formula, the shape follows from its flops and its
+result. An operation that multiplies by an unknown amount is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from moesaic.base.errors import UserError
+from moesaic.facts.workload.sizes import FloatType
+
+DTYPE_NAMES: dict[torch.dtype, FloatType] = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
+
+NAMESPACE = "moesaic"
+"""Namespace of this project's operations."""
+
+GATHER_OPS = (
+    "embedding", "index_select", "gather", "index", "_embedding_bag", "_embedding_bag_forward_only",
+)  # fmt: skip
+"""Operations that read as many elements of their first argument as the indices select."""
+
+OVERWRITE_OPS = (
+    "copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
+)  # fmt: skip
+"""Operations that overwrite their first argument without reading it."""
+
+SCATTER_OPS = ("scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_")
+"""Operations that write as many elements of their first argument as the last one has."""
+
+FUNCTIONAL_SCATTER_OPS = ("scatter_add", "index_add", "index_put")
+"""Out-of-place forms that autograd uses under a dispatch mode; otherwise it scatters in place."""
+
+TRANSCENDENTAL_OPS = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tanh", "sigmoid", "erf",
+    "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "softplus_backward", "mish",
+    "mish_backward", "elu", "log_sigmoid_forward", "logsumexp", "_softmax", "_safe_softmax",
+    "_log_softmax", "_log_softmax_backward_data",
+)  # fmt: skip
+"""Operations that compute a transcendental function of every element."""
+
+FREE_OP_PREFIXES = ("empty", "new_empty", "lift_fresh")
+"""Name prefixes of operations that only allocate, or take over existing memory."""
+
+UNSUPPORTED_MATMUL_OPS = (
+    "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_fft_r2c", "_fft_c2r", "_fft_c2c",
+    "_linalg_svd", "_linalg_eigh", "_linalg_det", "_linalg_slogdet", "_linalg_solve_ex",
+    "linalg_qr", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",
+    "linalg_eig", "linalg_cholesky_ex", "linalg_solve_triangular", "linalg_lstsq", "cholesky",
+    "triangular_solve", "_cdist_forward", "_trilinear", "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd", "_int_mm",
+)  # fmt: skip
+"""Operations that multiply matrices by an amount that is not known here."""
+
+
+class MatmulShape(NamedTuple):
+    """Shape of one matmul: [rows, inner] x [inner, columns]."""
+
+    rows: int
+    columns: int
+    inner: int
+
+
+class AttentionShape(NamedTuple):
+    """Shape of attention for one head and one sequence."""
+
+    queries: int
+    keys: int
+    width: int
+    values: int
+    causal_fraction: float
+    """Fraction of query-key pairs that remains for a kernel that skips masked ones."""
+    is_backward: bool
+
+
+Kwargs = dict[str, Any]
+ShapeCounts = Iterator[tuple[MatmulShape | AttentionShape, int]]
+"""Shapes of matmuls, and the number of each."""
+
+
+@dataclass
+class KernelCounts:
+    """Counts of one block's kernels."""
+
+    moved_bytes: int = 0
+    """Bytes read and written by kernels other than matmuls."""
+    num_kernels: int = 0
+    """Kernel launches."""
+    num_transcendentals: int = 0
+    """Elements of transcendental functions, outside of attention."""
+    matmuls: Counter[tuple[MatmulShape | AttentionShape, FloatType]] = field(
+        default_factory=Counter
+    )
+
+
+class KernelCounter(TorchDispatchMode):
+    """Dispatch mode that counts matmuls, bytes of other kernels, and kernel launches.
+
+    Tensors may be real or fake, because only shapes matter. The token counts of grouped matmuls are
+    the exception.
+    """
+
+    def __init__(self, current_counts: Callable[[], KernelCounts]) -> None:
+        """Create the counter; `current_counts` returns the counts to add the next kernel to."""
+        super().__init__()
+        self._current_counts = current_counts
+
+    def run_op(self, func: Any, args: Any, kwargs: Kwargs) -> Any:
+        """Run `func` and return its result."""
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, count it and return its result."""
+        out = self.run_op(func, args, kwargs or {})
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        read = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        name = func._overloadpacket.__name__
+        if name.startswith(FREE_OP_PREFIXES) or not _launches_kernel(func, read, written):
+            return out
+        counts = self._current_counts()
+        counts.num_kernels += 1
+        shapes = find_matmuls(func, name, args, kwargs or {}, out)
+        if func.namespace == NAMESPACE and name in GROUPED_OPS:
+            GROUPED_OPS[name](counts, args)
+        if shapes is None:
+            scatters_in_place = (
+                name in FUNCTIONAL_SCATTER_OPS and torch._C._current_autograd_node() is not None
+            )
+            counts.moved_bytes += _moved_bytes(
+                f"{name}_" if scatters_in_place else name, read, written
+            )
+            if name.removesuffix("_") in TRANSCENDENTAL_OPS:
+                counts.num_transcendentals += max(tensor.numel() for tensor in (*read, *written))
+            return out
+        dtype = _dtype_name(name, read)
+        for shape, count in shapes:
+            counts.matmuls[shape, dtype] += count
+        return out
+
+
+def _launches_kernel(func: Any, read: list[Tensor], written: list[Tensor]) -> bool:
+    """Return whether the operation writes memory; views and queries launch no kernel."""
+    storages = {storage_key(t) for t in read}
+    fresh = any(storage_key(t) not in storages for t in written)
+    return fresh or func._schema.is_mutable
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a key of a live tensor's storage; fake tensors have no address."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _dtype_name(name: str, tensors: list[Tensor]) -> FloatType:
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            if tensor.dtype in DTYPE_NAMES:
+                return DTYPE_NAMES[tensor.dtype]
+            raise UserError(
+                f"{name} multiplies {tensor.dtype}, which is not supported: trace the model in "
+                "float64, float32, bfloat16 or float16"
+            )
+    raise UserError(
+        f"{name} multiplies integers, which is not supported: trace the model in floats"
+    )
+
+
+def _moved_bytes(name: str, read: list[Tensor], written: list[Tensor]) -> int:
+    """Return the bytes that a kernel other than a matmul reads and writes."""
+    moved = 0
+    if name in OVERWRITE_OPS:
+        read = read[1:]
+    if name in ("zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "full_like"):
+        read = []
+    if name in GATHER_OPS and len(read) > 1:
+        rows = read[1].numel() if name.startswith("_embedding") else written[0].shape[0]
+        width = read[0].shape[-1] if name.startswith("_emb") else written[0][:1].numel()
+        moved += rows * width * read[0].itemsize
+        read, written = read[1:], written[:1]
+    if name == "embedding_dense_backward":  # It adds rows into a zeroed table.
+        moved += 2 * read[0].nbytes
+    if name in SCATTER_OPS:
+        moved += _scattered_bytes(read)
+        read, written = read[1:], []
+    return moved + sum(map(touched_bytes, (*read, *written)))
+
+
+def _scattered_bytes(read: list[Tensor]) -> int:
+    """Return the bytes that scattering the last tensor of `read` into the first one writes."""
+    table, *indices, source = read
+    elements = source.numel()
+    if elements == 1 and indices:  # One value may fill all places.
+        elements = max(index.numel() for index in indices) * math.prod(table.shape[len(indices) :])
+    return min(elements * table.itemsize, touched_bytes(table))
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, with repeated elements counted once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _count_grouped_outer(counts: KernelCounts, args: Any) -> None:
+    """Count zero-filled slots without tokens, and casts of gradients to another dtype than the
+    factors'."""
+    left, num_busy, out = args[0], int((args[2] > 0).sum()), args[3]
+    size = out[0].numel()
+    counts.moved_bytes += (len(out) - num_busy) * size * out.itemsize
+    if left.dtype != out.dtype:
+        counts.num_kernels += num_busy
+        counts.moved_bytes += num_busy * size * (left.itemsize + out.itemsize)
+
+
+def _count_weight_casts(counts: KernelCounts, args: Any) -> None:
+    """Count casts of weights to the dtype of the tokens: on a CPU those of slots with tokens, on a
+    GPU all at once."""
+    rows, weight, num_busy = args[0], args[1], int((args[2] > 0).sum())
+    if rows.dtype != weight.dtype:
+        on_cpu = rows.device.type == "cpu"
+        matrices = num_busy if on_cpu else len(weight)
+        counts.num_kernels += num_busy if on_cpu else 1
+        counts.moved_bytes += matrices * weight[0].numel() * (rows.itemsize + weight.itemsize)
+
+
+GROUPED_OPS = {
+    "grouped_wgrad": _count_grouped_outer, "grouped_mm": _count_weight_casts,
+    "grouped_mm_into": _count_weight_casts,
+}  # fmt: skip
+"""Counters of the work beside the matmuls in this project's grouped operations."""
+
+
+def find_matmuls(func: Any, name: str, args: Any, kwargs: Kwargs, out: Any) -> ShapeCounts | None:
+    """Return the matmuls of one call; None if it is not a matmul."""
+    shape_function = _shape_function(func, name)
+    if shape_function is not None:
+        passed = zip(func._schema.arguments, args, strict=False)
+        arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+        arguments |= {argument.name: value for argument, value in passed}
+        return shape_function({**arguments, **kwargs})
+    if func._overloadpacket in flop_registry:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        return iter([_shape_from_flops(name, flops, out)])
+    if name in UNSUPPORTED_MATMUL_OPS:
+        raise UserError(_unknown_op_message(name))
+    return None
+
+
+def _shape_function(func: Any, name: str) -> Callable[[Kwargs], ShapeCounts] | None:
+    """Return the shape function of `func`, in place or not; any attention kernel has the same."""
+    if func.namespace == NAMESPACE:
+        return SHAPE_FUNCTIONS.get(f"{NAMESPACE}::{name}")
+    if func.namespace != "aten":
+        return None
+    if name.startswith("_scaled_dot_product_"):
+        return partial(_attention_shapes, is_backward=name.endswith("_backward"))
+    return SHAPE_FUNCTIONS.get(name) or SHAPE_FUNCTIONS.get(name.removesuffix("_"))
+
+
+def _unknown_op_message(name: str) -> str:
+    return (
+        f"{name} multiplies matrices in a way that is not known: use a model without it, "
+        "or register its flops with torch.utils.flop_counter.register_flop_formula"
+    )
+
+
+def _shape_from_flops(name: str, flops: int, out: Any) -> tuple[MatmulShape, int]:
+    """Return the matmul shape that has this result and this many flops."""
+    result = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
+    each = 2 * result.numel() if result is not None else 0
+    if result is None or not each or flops % each:
+        raise UserError(_unknown_op_message(name))
+    columns = result.shape[-1] if result.dim() else 1
+    return MatmulShape(result.numel() // columns, columns, flops // each), 1
+
+
+def _matmul_shapes(left: str, right: str) -> Callable[[Kwargs], ShapeCounts]:
+    """Return the shape function of a matmul or batched matmul; a vector is a matrix of one row or
+    column."""
+
+    def shapes(arguments: Kwargs) -> ShapeCounts:
+        a, b = arguments[left].shape, arguments[right].shape
+        if len(a) == 1:
+            a = (1, *a)
+        columns = b[-1] if len(b) > 1 else 1
+        yield MatmulShape(a[-2], columns, a[-1]), math.prod(a[:-2])
+
+    return shapes
+
+
+def _grouped_mm_shapes(arguments: Kwargs) -> ShapeCounts:
+    """Yield the shapes of torch's grouped matmul, split evenly: group offsets are tensor values."""
+    a, b = arguments["self"].shape, arguments["mat2"].shape
+    if len(a) == len(b) == 2:  # Groups split the inner dimension.
+        for inner, count in _split_evenly(a[1], len(arguments["offs"])):
+            yield MatmulShape(a[0], b[1], inner), count
+    elif len(a) == 2:
+        for rows, count in _split_evenly(a[0], b[0]):
+            yield MatmulShape(rows, b[2], a[1]), count
+    elif len(b) == 2:
+        for columns, count in _split_evenly(b[1], a[0]):
+            yield MatmulShape(a[1], columns, a[2]), count
+    else:
+        yield MatmulShape(a[1], b[2], a[2]), a[0]
+
+
+def _split_evenly(total: int, groups: int) -> Iterator[tuple[int, int]]:
+    """Yield (size, number of groups) of an even split."""
+    each, remainder = divmod(total, groups)
+    yield from (
+        (size, n) for size, n in ((each + 1, remainder), (each, groups - remainder)) if size and n
+    )
+
+
+def _linear_shapes(arguments: Kwargs) -> ShapeCounts:
+    (rows, inner), weight = arguments["rows"].shape, arguments["weight"].shape
+    yield MatmulShape(rows, weight[0 if arguments["transposed"] else 1], inner), 1
+
+
+def _expert_matmul_shapes(arguments: Kwargs) -> ShapeCounts:
+    rows, weight = arguments["rows"], arguments["weight"]
+    columns = weight.shape[1] if arguments["transposed"] else weight.shape[2]
+    for count, times in Counter(arguments["counts"].tolist()).items():
+        if count:
+            yield MatmulShape(count, columns, rows.shape[1]), times
+
+
+def _expert_weight_grad_shapes(arguments: Kwargs) -> ShapeCounts:
+    rows, columns = arguments["left"].shape[1], arguments["right"].shape[1]
+    for count, times in Counter(arguments["counts"].tolist()).items():
+        if count:
+            yield MatmulShape(count, rows, columns), times
+
+
+def _conv_shapes(arguments: Kwargs) -> ShapeCounts:
+    """Yield patches x weights, or pixels x weights if transposed."""
+    x, weight, groups = arguments["input"].shape, arguments["weight"].shape, arguments["groups"]
+    if arguments["transposed"]:
+        yield (
+            MatmulShape(x[0] * math.prod(x[2:]), math.prod(weight[1:]), weight[0] // groups),
+            groups,
+        )
+        return
+    num_patches = math.prod(
+        (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+        for size, kernel, pad, dilation, stride in zip(
+            x[2:], weight[2:],
+            *(_per_dimension(arguments[k], x) for k in ("padding", "dilation", "stride")),
+            strict=True,
+        )
+    )  # fmt: skip
+    yield MatmulShape(x[0] * num_patches, weight[0] // groups, math.prod(weight[1:])), groups
+
+
+def _per_dimension(value: list[int], x: Any) -> list[int]:
+    """Expand a single number to all spatial dimensions."""
+    return list(value) if len(value) == len(x) - 2 else list(value) * (len(x) - 2)
+
+
+def _conv_backward_shapes(arguments: Kwargs) -> ShapeCounts:
+    """Yield the matmuls of the input and weight gradients, one per group."""
+    grad, x, weight = (arguments[key].shape for key in ("grad_output", "input", "weight"))
+    groups, inner = arguments["groups"], math.prod(weight[1:])
+    group_channels = weight[0] // groups
+    # One operand has a column per patch element, the other the remaining channels.
+    feature_map = x if arguments["transposed"] else grad
+    num_patches = feature_map[0] * math.prod(feature_map[2:])
+    for_input, for_weight = arguments["output_mask"][:2]
+    if for_input and arguments["transposed"]:
+        yield MatmulShape(num_patches, group_channels, inner), groups
+    elif for_input:
+        yield MatmulShape(num_patches, inner, group_channels), groups
+    if for_weight:
+        yield MatmulShape(group_channels, inner, num_patches), groups
+
+
+def _attention_shapes(arguments: Kwargs, is_backward: bool = False) -> ShapeCounts:
+    """Yield the attention shape of every head."""
+    *batch, rows, width = arguments["query"].shape
+    keys, values = arguments["key"].shape[-2], arguments["value"].shape[-1]
+    causal_fraction = _causal_fraction(arguments, rows, keys)
+    yield AttentionShape(rows, keys, width, values, causal_fraction, is_backward), math.prod(batch)
+
+
+def _causal_fraction(arguments: Kwargs, rows: int, keys: int) -> float:
+    if not arguments.get("is_causal") or not rows or not keys:
+        return 1.0
+    return sum(min(row + 1, keys) for row in range(rows)) / (rows * keys)
+
+
+SHAPE_FUNCTIONS: dict[str, Callable[[Kwargs], ShapeCounts]] = {
+    "mm": _matmul_shapes("self", "mat2"),
+    "addmm": _matmul_shapes("mat1", "mat2"),
+    "bmm": _matmul_shapes("self", "mat2"),
+    "baddbmm": _matmul_shapes("batch1", "batch2"),
+    "addbmm": _matmul_shapes("batch1", "batch2"),
+    "mv": _matmul_shapes("self", "vec"),
+    "addmv": _matmul_shapes("mat", "vec"),
+    "dot": _matmul_shapes("self", "tensor"),
+    "_grouped_mm": _grouped_mm_shapes,
+    f"{NAMESPACE}::matmul": _linear_shapes,
+    f"{NAMESPACE}::matmul_into": _linear_shapes,
+    f"{NAMESPACE}::grouped_mm": _expert_matmul_shapes,
+    f"{NAMESPACE}::grouped_mm_into": _expert_matmul_shapes,
+    f"{NAMESPACE}::grouped_wgrad": _expert_weight_grad_shapes,
+    "convolution": _conv_shapes,
+    "convolution_backward": _conv_backward_shapes,
+}
+"""Shape functions by operation name, with the namespace for this project's operations."""

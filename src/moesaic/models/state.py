@@ -1,0 +1,155 @@
+"""Model parameters as tensor shards: local tensors with their logical names and offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.dist.state import PARAMETER, TensorShard, is_dtensor, local_tensor
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.plan import Plan
+from moesaic.models.lm import LanguageModel
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.lora import Adapters
+
+TP_DIM = "tp"
+"""Name of the tensor-parallel dimension of a device mesh."""
+EMBED_WEIGHT = "embed.weight"
+"""Logical name of the embedding, which a tied head uses too, on the last pipeline rank if there are
+several."""
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """Local part of one parameter: the unit of the optimizer's update."""
+
+    block: str
+    """Name of its block, such as "layers.3"."""
+    name: str
+    parameter: nn.Parameter
+    bank: ExpertBank | Adapters | None
+    """The bank whose arena this is, or the adapters of a bank; None for a dense parameter."""
+    global_shape: tuple[int, ...]
+    """Shape over all ranks."""
+    owners: tuple[int, ...]
+    """Ranks that hold the same values, ascending."""
+    is_column_sharded: bool = False
+    """True for this rank's columns of the embedding; their gradient needs no reduction."""
+
+    @property
+    def is_tp_sharded(self) -> bool:
+        """True if tensor parallelism shards it."""
+        return is_tp_sharded(self.parameter)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's values, writable in place."""
+        return local_tensor(self.parameter)
+
+    @property
+    def grad(self) -> Tensor:
+        """This rank's gradient; zeros if backward did not reach the parameter."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        return local_tensor(self.parameter.grad)
+
+    @property
+    def has_weight_decay(self) -> bool:
+        """True for matrices, false for norms and biases."""
+        return self.parameter.dim() > 1
+
+    def tensor_shards(self, kind: str, values: Tensor, rank: int) -> Iterator[TensorShard]:
+        """Yield `values`, which have this parameter's local layout, as tensor shards of `kind`."""
+        if self.bank is not None:
+            layer = self.block.removeprefix("layers.")
+            for expert, matrix, view in self.bank.matrices(values):
+                name = f"layers.{layer}.moe.experts.{expert}.{matrix}"
+                yield TensorShard(
+                    kind, name, *self.bank.global_shape_and_offset(matrix, view), view, self.owners
+                )
+            return
+        yield TensorShard(
+            kind, self.name, self.global_shape, self._global_offset(rank), values, self.owners
+        )
+
+    def _global_offset(self, rank: int) -> tuple[int, ...]:
+        """Return the offset of this rank's shard in the global shape."""
+        if is_dtensor(self.parameter):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            mesh, placements = self.parameter.device_mesh, self.parameter.placements
+            return compute_local_shape_and_global_offset(self.global_shape, mesh, placements)[1]
+        sizes = zip(self.global_shape, self.parameter.shape, strict=True)
+        return tuple(rank % (full // local) * local for full, local in sizes)
+
+
+def is_tp_sharded(parameter: Tensor) -> bool:
+    """Return whether tensor parallelism shards `parameter`."""
+    return is_dtensor(parameter) and TP_DIM in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def logical_name(config: ModelConfig, name: str) -> str:
+    """Return the logical name of the parameter `name`; a tied head maps to the embedding."""
+    return EMBED_WEIGHT if config.tied and name == "head.weight" else name
+
+
+def local_params(model: LanguageModel, plan: Plan, rank: int) -> list[LocalParam]:
+    """Return every parameter that `rank` holds under `plan`, in the order of the blocks."""
+    stage_ranks = plan.stage_groups()[plan.pp_rank(rank)]
+    shard = plan.dp_rank(rank) % plan.dp_shard
+    dense_owners = tuple(r for r in stage_ranks if plan.dp_rank(r) % plan.dp_shard == shard)
+    tp_dense_owners = tuple(r for r in dense_owners if r % plan.tp == rank % plan.tp)
+    expert_owners = next(tuple(group) for group in plan.expert_dp_groups() if rank in group)
+    result: list[LocalParam] = []
+    seen: set[int] = set()
+    for block, module in model.blocks():
+        banks = {id(m.arena): m for m in module.modules() if isinstance(m, ExpertBank | Adapters)}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            bank = banks.get(id(parameter))
+            logical, shape = logical_name(model.config, f"{block}.{name}"), tuple(parameter.shape)
+            owners = tp_dense_owners if is_tp_sharded(parameter) else dense_owners
+            owners = owners if bank is None else expert_owners
+            is_column_sharded = logical == EMBED_WEIGHT and plan.embedding_shards > 1
+            if is_column_sharded:
+                shape, owners = (model.config.vocab, model.config.hidden), (rank,)
+            if model.config.tied and plan.pp > 1 and logical == EMBED_WEIGHT:
+                owners = _first_and_last_stage(owners, plan)
+            result.append(
+                LocalParam(block, logical, parameter, bank, shape, owners, is_column_sharded)
+            )
+    return result
+
+
+def _first_and_last_stage(ranks: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Return the counterparts of `ranks` on the first and the last pipeline rank."""
+    offsets = [rank % plan.ranks_per_stage for rank in ranks]
+    return tuple(
+        start + offset for start in (0, plan.ranks - plan.ranks_per_stage) for offset in offsets
+    )
+
+
+def router_biases(model: LanguageModel, plan: Plan, rank: int) -> Iterator[TensorShard]:
+    """Yield the router biases: replicated on every rank of a pipeline stage, without gradients."""
+    owners = tuple(plan.stage_groups()[plan.pp_rank(rank)])
+    for layer, router in model.sigmoid_routers():
+        name, shape = f"layers.{layer}.moe.router.bias", tuple(router.bias.shape)
+        yield TensorShard(PARAMETER, name, shape, (0,), router.bias, owners)
+
+
+def tensor_shards(
+    model: LanguageModel, plan: Plan | None = None, rank: int = 0
+) -> list[TensorShard]:
+    """Return the parameters and router biases of `model` as tensor shards."""
+    plan = plan or Plan(ranks=1, ep=1, dp_shard=1, experts=model.config.experts)
+    trained = [
+        shard
+        for param in local_params(model, plan, rank)
+        for shard in param.tensor_shards(PARAMETER, param.local, rank)
+    ]
+    return [*trained, *router_biases(model, plan, rank)]

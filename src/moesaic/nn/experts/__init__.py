@@ -1,0 +1,1 @@
+"""Experts of one layer: parameters, replicas, adapters, and the grouped network."""

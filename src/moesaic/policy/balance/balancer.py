@@ -1,0 +1,252 @@
+"""Balancer of one layer: the policy that a job names, with the layer's costs and its previous
+loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
+from moesaic.facts.job import BalanceConfig, Job, Prices
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
+from moesaic.policy.balance.cost_model import drop_if_slower, use_local_replicas
+from moesaic.policy.balance.eplb import assign_evenly, eplb
+from moesaic.policy.balance.faster_moe import faster_moe
+from moesaic.policy.balance.pro_prophet import pro_prophet
+from moesaic.policy.balance.quota import assign_to_replicas, quota
+from moesaic.policy.balance.replica_prefetch import early_replica_mask
+
+_EXPERTS_PER_REPLICA_SLOT = 4
+"""Experts per rank for each replica slot of quota, if `balance.max_replicas` is unset."""
+
+Policy = Callable[[IntArray, BalanceProblem], BalanceDecision]
+"""Decides from routed tokens [ranks, experts] and their costs."""
+
+TokenAssigner = Callable[[IntArray, BalanceProblem, IntArray], BalanceDecision]
+"""Assigns routed tokens to owners and to given replicas (expert, rank)."""
+
+
+class Method(NamedTuple):
+    """Implementation of a policy."""
+
+    policy: Policy
+    spread: TokenAssigner = assign_to_replicas
+    """Assignment of current tokens to replicas that were planned by previous loads."""
+    compiles: bool = False
+    """True if numba compiles the policy, or a `spread` other than quota's."""
+
+
+class LayerBalancer:
+    """Policy of one layer, with its state between micro-batches."""
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        setting: BalanceProblem,
+        *,
+        follows_expert_layer: bool = False,
+        method: Method | None = None,
+    ) -> None:
+        """Use `method`, or the one that `config` names.
+
+        Args:
+            config: the policy and its settings.
+            setting: costs of the layer.
+            follows_expert_layer: whether replicas may be sent while another expert layer computes.
+            method: implementation of the policy; None to choose it by `config`.
+        """
+        method = method or _policy_of(config)
+        self.setting, self._config = setting, config
+        self._policy, self._assign_tokens, compiles = method
+        self.early, self._follows_expert_layer = config.uses_past_loads, follows_expert_layer
+        self._checks_gain = not config.as_published
+        # These policies check current loads themselves, but early replicas take other tokens.
+        if config.has_cost_check:
+            self._checks_gain = self.early and config.policy != "none"
+        self._compiles = compiles or (self.early and self._assign_tokens is assign_to_replicas)
+        self._last_counts: IntArray | None = None
+        self._planned_counts: IntArray | None = None
+        self._planned, self._age = no_replicas(), 0
+        self._next_balance: BalanceDecision | None = None
+
+    def early_replicas(self) -> BalanceDecision:
+        """Return the replicas to send before this forward's tokens are counted."""
+        self.plan_next()
+        self._next_balance = self._planned
+        return self._next_balance
+
+    def plan_next(self) -> None:
+        """Plan replicas by the previous loads, if these are known and a new plan is due."""
+        last = self._last_counts
+        if last is not None and self._is_due(last):
+            replicas = self._drop_if_slower(last, self._policy(last, self.setting)).replicas
+            # The order of a `BalanceDecision`.
+            replicas = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
+            prefetched = (
+                early_replica_mask(replicas, self.setting) if self._follows_expert_layer else None
+            )
+            self._planned = no_replicas()._replace(replicas=replicas, prefetched=prefetched)
+            self._planned_counts, self._age = last, 0
+
+    def _drop_if_slower(self, counts: IntArray, balance: BalanceDecision) -> BalanceDecision:
+        """Return `balance`, or no replicas if they cost more than they save, unless checks are off.
+
+        Early replicas are rated with the tokens that they would be assigned.
+        """
+        if not self._checks_gain:
+            return balance
+        if self.early:
+            balance = self._assign_tokens(counts, self.setting, balance.replicas)
+        return drop_if_slower(counts, self.setting, balance)
+
+    def _is_due(self, last: IntArray) -> bool:
+        """Return whether replicas must be planned anew, given the `last` loads."""
+        if self._planned_counts is None or self._age >= self._config.replan_every:
+            return True
+        max_drift = self._config.replan_drift
+        return max_drift is not None and load_drift(self._planned_counts, last) > max_drift
+
+    def __call__(self, counts: IntArray) -> BalanceDecision:
+        """Return the decision for routed tokens `counts`, [ranks, experts]."""
+        if not self.early:
+            return self._drop_if_slower(counts, self._policy(counts, self.setting))
+        early = self.early_replicas() if self._next_balance is None else self._next_balance
+        self._last_counts, self._next_balance = counts, None
+        self._age += 1
+        spread = self._assign_tokens(counts, self.setting, early.replicas)
+        return spread._replace(prefetched=early.prefetched)
+
+    def set_owners(self, owners: IntArray) -> None:
+        """Set new owner ranks and plan anew: a replica may now be on its expert's owner rank."""
+        self.setting = self.setting._replace(owners=owners)
+        self._planned, self._planned_counts, self._next_balance = no_replicas(), None, None
+
+    def warm_up(self, on_compile: Callable[[bool], None] | None = None) -> None:
+        """Compile the policy, if it uses numba.
+
+        Before a compilation that is not in the cache, `on_compile` is called with whether its
+        result can be cached.
+        """
+        if not self._compiles:
+            return  # Importing numba is slow.
+        from moesaic.base.compiled import notify_on_compile
+
+        counts = np.zeros((self.setting.num_ranks, len(self.setting.owners)), np.int64)
+        counts[:, 0] = 1 << 20
+        replica = np.array([[0, (self.setting.owners[0] + 1) % self.setting.num_ranks]])
+        with nullcontext() if on_compile is None else notify_on_compile(on_compile):
+            self._assign_tokens(counts, self.setting, replica)
+            self._policy(counts, self.setting)
+
+
+def compile_notice(is_cached: bool) -> str:
+    """Return the log line for a compilation that delays the run."""
+    if is_cached:
+        return "compiling the balance policy, once for this installation (about 10 s)"
+    return (
+        "compiling the balance policy (about 10 s) at each start, because no cache directory is "
+        "writable; set NUMBA_CACHE_DIR to a directory that is"
+    )
+
+
+def _policy_of(config: BalanceConfig) -> Method:
+    methods = {
+        "none": Method(lambda counts, setting: no_replicas()),
+        "quota": Method(quota, compiles=True),
+        "pro-prophet": Method(
+            pro_prophet, lambda counts, _, replicas: use_local_replicas(counts, replicas)
+        ),
+        "eplb": Method(
+            partial(
+                eplb, replicas_per_rank=1 if config.max_replicas is None else config.max_replicas
+            ),
+            assign_evenly,
+        ),
+        "faster-moe": Method(faster_moe),
+    }
+    return methods[config.policy]
+
+
+def load_drift(before: IntArray, now: IntArray) -> float:
+    """Return the fraction of tokens that went over to other experts.
+
+    This is half the sum of the differences of the experts' shares. If each expert's tokens are
+    split as before, no rank's share grows by more.
+    """
+    one, other = (counts.sum(axis=0) / max(int(counts.sum()), 1) for counts in (before, now))
+    return float(np.abs(one - other).sum() / 2)
+
+
+def expert_owners(plan: Plan, layer: int) -> IntArray:
+    """Return the owner rank of each expert of a layer, [experts]."""
+    return np.argsort(plan.slot_experts(layer)) // (plan.experts // plan.ep)
+
+
+def layer_setting(
+    job: Job, plan: Plan, config: BalanceConfig, prices: Prices, layer: int
+) -> BalanceProblem:
+    """Return the costs of a layer's tokens and replicas."""
+    num_elements = 3 * job.model.hidden * job.model.ffn // plan.etp
+    precision, finetune = job.train.precision, job.finetune
+    recompute = job.train.recompute if plan.recompute is None else plan.recompute
+    trains_experts, max_replicas = (
+        finetune is None or finetune.method == "full",
+        config.max_replicas,
+    )
+    if max_replicas is None and config.has_cost_check:
+        max_replicas = max(plan.experts // plan.ep // _EXPERTS_PER_REPLICA_SLOT, 1)
+    return BalanceProblem(
+        owners=expert_owners(plan, layer),
+        num_ranks=plan.ep,
+        expert_tokens_per_s=prices.expert_tokens_per_s,
+        token_bytes=job.model.hidden
+        * COMPUTED_BYTES[precision]
+        * _dedup_fraction(plan, job.model.top_k),
+        bytes_per_s=prices.bytes_per_s,
+        expert_bytes=num_elements * COMPUTED_BYTES[precision],
+        gradient_bytes=num_elements * STORED_BYTES[precision] * trains_experts,
+        latency_s=prices.latency_s,
+        dense_compute_s=_dense_work_in_tokens(job, plan) / prices.expert_tokens_per_s
+        if config.uses_past_loads
+        else 0.0,
+        weight_read_s=prices.weight_read_s,
+        overlaps=prices.overlaps,
+        cpu_s_per_byte=prices.cpu_s_per_byte,
+        num_forwards=2 if recompute else 1,
+        max_replicas=max_replicas,
+        max_replicas_sent=config.max_replicas_sent,
+        min_replica_tokens=config.min_replica_tokens,
+    )
+
+
+def _dedup_fraction(plan: Plan, top_k: int) -> float:
+    """Return the fraction of routed tokens that cause traffic of their own.
+
+    It is 1 unless the dispatch method sends a token once for all its experts on a rank or host.
+    Then a routed token counts if none of the token's other experts is there, under even routing.
+    """
+    if plan.dispatch != "dedup":
+        return 1.0
+    experts_there = plan.experts // (plan.dispatch_hosts if plan.dispatch_hosts > 1 else plan.ep)
+    return comb(plan.experts - experts_there, top_k - 1) / comb(plan.experts - 1, top_k - 1)
+
+
+def _dense_work_in_tokens(job: Job, plan: Plan) -> float:
+    """Return a rank's computing between two expert layers, in expert tokens.
+
+    It consists of attention, whose causal scores cover half of all positions, and of shared
+    experts.
+    """
+    model = job.model
+    tokens = job.train.batch // job.train.micro_batches * job.data.sequence / plan.dp
+    heads = model.heads * model.head_dim
+    projections = 2 * model.hidden * (heads + model.kv_heads * model.head_dim)
+    scores, shared = job.data.sequence * heads, 3 * model.hidden * model.ffn * model.shared_experts
+    each = 2 * (projections + scores + shared) / plan.tp
+    return tokens * each / (6 * model.hidden * model.ffn / plan.etp)

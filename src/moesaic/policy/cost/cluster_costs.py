@@ -1,0 +1,309 @@
+"""Cost of blocks on the ranks of a cluster: seconds of computing and of collectives.
+
+An event holds one array of seconds by rank. Ranks with equal work on equal devices are computed
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import zip_longest
+
+import numpy as np
+
+from moesaic.facts.cluster import Calibration, Cluster, Device, Place, device_at
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import EXPERTS, Block, BlockWork, CollectiveCall, Op
+from moesaic.policy.cost.chunk_overlap import interleave_chunks
+from moesaic.policy.cost.compute import matmul_and_elementwise_s, op_s
+from moesaic.policy.cost.event import Event, RankGroups, Seconds
+from moesaic.policy.cost.network import CollectiveCost, NetworkModel
+
+GroupKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""Groups that run a collective at the same time: the ranks of one such group, and the first rank of
+each participating kind if only some groups take part (else empty)."""
+PHASE_BY_NAME = {
+    "targets": "data", "accumulate": "backward", "fill buckets": "backward", "replicas": "backward",
+    "reduce": "reduce", "norm": "clip", "losses": "log", "loads": "log",
+}  # fmt: skip
+"""Phase of once-per-step work by name; other ops belong to `optimizer`, other collectives to
+`reduce`."""
+PHASE_ORDER = ("data", "forward", "backward", "reduce", "clip", "optimizer", "log")
+"""Phases in the order of a step."""
+
+
+@dataclass(frozen=True)
+class ClusterCosts:
+    """Ranks placed on a cluster, with the cost of blocks on them."""
+
+    plan: Plan
+    cluster: Cluster
+    places: Sequence[Place]
+    network: NetworkModel
+    """Network between those places."""
+    _compute_seconds: dict[tuple[int, tuple[float, ...]], Seconds] = field(default_factory=dict)
+    """Cached seconds by rank, keyed by pipeline rank and seconds per kind of ranks."""
+    _groups_by_key: dict[GroupKey, list[list[int]]] = field(default_factory=dict)
+    """Cached groups that run a collective at the same time."""
+    _rank_groups: dict[GroupKey, RankGroups] = field(default_factory=dict)
+    """Array layout of these groups."""
+    _collective_costs: dict[tuple[str, GroupKey], list[CollectiveCost]] = field(
+        default_factory=dict
+    )
+    """Cached costs by operation and groups."""
+    _block_cache: dict[object, tuple[Sequence[BlockWork], list[Event]]] = field(
+        default_factory=dict
+    )
+    """Cached events of one pass of a block, keyed by phase, identities of its works, and ranks.
+
+    The cache keeps the works alive, so identities stay unique. Equal layers share an entry.
+    """
+    _communication_seconds: dict[tuple[str, GroupKey, bytes], Seconds] = field(default_factory=dict)
+    """Cached seconds of collectives by rank, keyed by operation, groups and bytes per group."""
+
+    def device(self, rank: int) -> Device:
+        """Return the device of `rank`."""
+        return device_at(self.cluster, self.places[rank])
+
+    @property
+    def has_async_devices(self) -> bool:
+        """All devices run asynchronously: hosts launch their work ahead of time."""
+        kinds = {place[:2]: place for place in self.places}
+        return all(device_at(self.cluster, one).kind != "cpu" for one in kinds.values())
+
+    def device_kinds(self) -> list[int]:
+        """Return a device number by rank; equal devices share a number."""
+        kinds: dict[tuple[str, int], int] = {}
+        devices: list[Device] = []
+        found = []
+        for rank, (host, entry, _) in enumerate(self.places):
+            if (host, entry) not in kinds:
+                device = self.device(rank)
+                if device not in devices:
+                    devices.append(device)
+                kinds[host, entry] = devices.index(device)
+            found.append(kinds[host, entry])
+        return found
+
+    def block_events(
+        self,
+        phase: str,
+        blocks: Sequence[Block],
+        works: Sequence[BlockWork],
+        ranks: Sequence[list[int]],
+    ) -> Iterator[Event]:
+        """Yield the events of one pass of a block: computing, then collectives.
+
+        Collectives that precede computing, such as parameter all-gathers, come first.
+
+        Args:
+            phase: phase of the step; empty to choose it by the name of each op or collective.
+            blocks: the block on the first rank of each kind.
+            works: work of the block on those ranks.
+            ranks: ranks of each kind.
+        """
+        kinds = tuple((same_kind[0], len(same_kind)) for same_kind in ranks)
+        name, key = blocks[0].name, (phase, tuple(map(id, works)), kinds)
+        if key not in self._block_cache:
+            self._block_cache[key] = works, list(self._make_block_events(phase, name, works, ranks))
+        for event in self._block_cache[key][1]:
+            yield event if event.block == name else replace(event, block=name)
+
+    def _make_block_events(
+        self, phase: str, name: str, works: Sequence[BlockWork], ranks: Sequence[list[int]]
+    ) -> Iterator[Event]:
+        collectives = self.block_collectives(phase, name, works, ranks)
+        yield from (event for first, event in collectives if first)
+        computed, plan = list[Event](), self.plan
+        for ops in zip(*(work.ops for work in works), strict=True):
+            each = self.compute_s([(op,) for op in ops], ranks)
+            if any(each) or (plan.overlaps_dispatch and ops[0].name == EXPERTS):
+                event_phase = phase or PHASE_BY_NAME.get(ops[0].name, "optimizer")
+                computed.append(
+                    Event(ops[0].name, event_phase, name, self.seconds_by_rank(each, ranks))
+                )
+        rest = [event for first, event in collectives if not first]
+        if plan.overlaps_dispatch:
+            shape, first = (plan.chunks, plan.num_exchanges), plan.overlap_local
+            yield from interleave_chunks(computed, rest, shape, self.overlaps, local_first=first)
+        else:
+            yield from (*computed, *rest)
+
+    def overlaps(self, event: Event) -> bool:
+        """Return whether ranks compute while `event` is under way.
+
+        Inside one host's shared memory, CPU ranks copy bytes themselves.
+        """
+        return self.has_async_devices or all(n > 1 for n in self._hosts_per_group(event))
+
+    def is_inter_host(self, event: Event) -> bool:
+        """Return whether at least one of its groups spans several hosts."""
+        return any(n > 1 for n in self._hosts_per_group(event))
+
+    def _hosts_per_group(self, event: Event) -> Iterator[int]:
+        return (len({self.places[rank].host for rank in group}) for group in event.groups)
+
+    def block_collectives(
+        self, phase: str, name: str, works: Sequence[BlockWork], ranks: Sequence[list[int]]
+    ) -> list[tuple[bool, Event]]:
+        """Return the collectives of a block, each with whether it precedes computing."""
+        events = []
+        for row in zip_longest(*(work.collectives for work in works)):
+            # Ranks with more tokens than others may run more collectives.
+            kinds = [
+                same_kind for same_kind, one in zip(ranks, row, strict=True) if one is not None
+            ]
+            calls = [one for one in row if one is not None]
+            event = self.collective_event(
+                phase, name, calls, kinds, is_subset=len(kinds) < len(ranks)
+            )
+            events.append((calls[0].precedes_compute, event))
+        return events
+
+    def collective_event(
+        self,
+        phase: str,
+        block: str,
+        collectives: Sequence[CollectiveCall],
+        ranks: Sequence[list[int]],
+        *,
+        is_subset: bool = False,
+    ) -> Event:
+        """Return the event of one collective, described by the first rank of each kind.
+
+        Args:
+            phase: phase of the step; empty to choose it by the collective's name.
+            block: name of the block.
+            collectives: the collective as each kind of ranks calls it.
+            ranks: ranks of each kind.
+            is_subset: whether only these kinds take part; groups of other ranks then have no event.
+        """
+        name, subset = collectives[0].name, ranks if is_subset else ()
+        key = collectives[0].ranks, tuple(same_kind[0] for same_kind in subset)
+        if key not in self._groups_by_key:
+            self._groups_by_key[key] = self._matching_groups(collectives[0], subset)
+            self._rank_groups[key] = RankGroups(self._groups_by_key[key])
+        groups = self._groups_by_key[key]
+        seconds = self._collective_s(collectives, ranks, key)
+        skew_s = max(cost.skew_s for cost in self._collective_costs[collectives[0].operation, key])
+        return Event(
+            name, phase or PHASE_BY_NAME.get(name, "reduce"), block, seconds, groups, skew_s
+        )
+
+    def compute_s(
+        self, ops_by_kind: Sequence[Sequence[Op]], ranks: Sequence[list[int]]
+    ) -> tuple[float, ...]:
+        """Return the seconds of operations by kind of ranks."""
+        devices = [self.device(same_kind[0]) for same_kind in ranks]
+        return tuple(
+            sum(op_s(device, op, self._calibration_of(device)) for op in ops)
+            for device, ops in zip(devices, ops_by_kind, strict=True)
+        )
+
+    def matmul_and_elementwise_s(self, rank: int, ops: Sequence[Op]) -> tuple[float, float]:
+        """Return the seconds of matmuls and of elementwise kernels of `ops` on `rank`."""
+        device = self.device(rank)
+        each = [matmul_and_elementwise_s(device, op, self._calibration_of(device)) for op in ops]
+        return sum(matmul for matmul, _ in each), sum(elementwise for _, elementwise in each)
+
+    def seconds_by_rank(
+        self, seconds_by_kind: tuple[float, ...], ranks: Sequence[list[int]]
+    ) -> Seconds:
+        """Return seconds by rank from seconds by kind; equal layers share the array.
+
+        The kinds cover one pipeline rank; ranks of other pipeline ranks take no time.
+        """
+        key = self.plan.pp_rank(ranks[0][0]), seconds_by_kind
+        if key not in self._compute_seconds:
+            seconds = np.zeros(self.plan.ranks)
+            for one, same_kind in zip(seconds_by_kind, ranks, strict=True):
+                seconds[same_kind] = one
+            self._compute_seconds[key] = seconds
+        return self._compute_seconds[key]
+
+    def send_s(self, pairs: Sequence[tuple[int, int]], num_bytes: Sequence[int]) -> Seconds:
+        """Return seconds by receiving rank; the first rank of each pair sends to the second."""
+        seconds = np.zeros(self.plan.ranks)
+        for pair, cost, size in zip(
+            pairs, self.network.collective_costs("send", pairs), num_bytes, strict=True
+        ):
+            seconds[pair[1]] = self._communication_factor * cost.seconds(size)
+        return seconds
+
+    def spans_pipeline_ranks(self, collective: CollectiveCall) -> bool:
+        """Return whether `collective` spans several pipeline ranks."""
+        return len(self._pipeline_ranks(collective.ranks)) > 1
+
+    def _pipeline_ranks(self, ranks: Sequence[int]) -> set[int]:
+        return set(map(self.plan.pp_rank, ranks))
+
+    @property
+    def _communication_factor(self) -> float:
+        """Calibrated factor of collectives, or 1."""
+        calibration = self.cluster.calibration
+        return 1.0 if calibration is None else calibration.collectives
+
+    def _calibration_of(self, device: Device) -> Calibration | None:
+        """Return the calibration if it covers this device model."""
+        calibration = self.cluster.calibration
+        return (
+            calibration if calibration is not None and device.model in calibration.devices else None
+        )
+
+    def _matching_groups(
+        self, collective: CollectiveCall, rank_kinds: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """Return all groups that run `collective` at the same time.
+
+        They belong to the same pipeline ranks; non-empty `rank_kinds` restricts them to ranks of
+        these kinds.
+        """
+        pp_ranks = self._pipeline_ranks(collective.ranks)
+        members = {rank for same_kind in rank_kinds for rank in same_kind}
+        for groups in self._process_groups:
+            if list(collective.ranks) in groups:
+                same_kind = [group for group in groups if self._pipeline_ranks(group) == pp_ranks]
+                return [group for group in same_kind if not rank_kinds or members.issuperset(group)]
+        raise AssertionError(
+            f"{collective.name} runs on ranks {collective.ranks}, no process group of the plan"
+        )
+
+    @cached_property
+    def _process_groups(self) -> list[list[list[int]]]:
+        """All process groups of the plan, by kind of group."""
+        plan = self.plan
+        chains = plan.pp_groups()
+        return [
+            [list(range(plan.ranks))], *plan.exchange_groups(), plan.expert_dp_groups(),
+            plan.dp_shard_groups(), plan.dp_replicate_groups(), plan.stage_groups(),
+            plan.tp_groups(), plan.dp_groups(), plan.etp_groups(),
+            plan.same_etp_rank_groups(), chains,
+            [[chain[0], chain[-1]] for chain in chains],
+        ]  # fmt: skip
+
+    def _collective_s(
+        self, collectives: Sequence[CollectiveCall], ranks: Sequence[list[int]], group_key: GroupKey
+    ) -> Seconds:
+        """Return seconds by rank; the rank of a group with the most bytes sets the pace."""
+        num_bytes_by_rank, members = (
+            np.zeros(self.plan.ranks, np.int64),
+            self._rank_groups[group_key],
+        )
+        for call, same_kind in zip(collectives, ranks, strict=True):
+            num_bytes_by_rank[same_kind] = max(call.num_bytes, sum(call.receive_bytes))
+        group_bytes = members.group_max(num_bytes_by_rank)
+        operation = collectives[0].operation
+        key = (operation, group_key, group_bytes.tobytes())
+        if key not in self._communication_seconds:
+            if key[:2] not in self._collective_costs:
+                self._collective_costs[key[:2]] = self.network.collective_costs(
+                    operation, self._groups_by_key[group_key]
+                )
+            each = zip(self._collective_costs[key[:2]], group_bytes.tolist(), strict=True)
+            seconds = [
+                self._communication_factor * cost.seconds(num_bytes) for cost, num_bytes in each
+            ]
+            self._communication_seconds[key] = members.scatter(seconds, np.zeros(self.plan.ranks))
+        return self._communication_seconds[key]

@@ -1,0 +1,223 @@
+"""Network model: bytes per port of a cluster's links, and the time of the busiest port.
+
+A port is a potential bottleneck: a device's end of the link inside its host, a host's end of a link
+to other hosts, or all of a shared link. Groups that run a collective at the same time share ports.
+A collective takes its latencies, plus the time of its busiest port for the bytes of all groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moesaic.facts.cluster import Cluster, Curve, Link, Place, intra_host_link, route
+from moesaic.policy.cost.communication import collective_rounds
+
+
+class Port(NamedTuple):
+    """A point of a link whose bandwidth limits transfers."""
+
+    link: int
+    """Identity of the link."""
+    endpoint: Place | str
+    """Device inside its host, or host between hosts; empty for all of a shared link."""
+    direction: str
+    """Either "in" or "out"; empty if both directions share the bandwidth."""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Cost of a collective for one group, while other groups run the same collective."""
+
+    latency_s: float
+    s_per_byte: float
+    """Seconds per byte of its size (`CollectiveCall.num_bytes`)."""
+    contention: float
+    """Slowdown of the bytes relative to a group that runs alone."""
+    measured_curve: Curve | None
+    """Measured seconds by size of this collective alone, if available."""
+    skew_s: float = 0.0
+    """Skew of the narrowest link; see `Event.skew_s`."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds of a collective of `num_bytes`."""
+        if self.measured_curve is not None:
+            return self.measured_curve.at(max(num_bytes, 1.0) * self.contention)
+        return self.latency_s + num_bytes * self.s_per_byte
+
+
+@dataclass
+class PortLoad:
+    """Load of one group on ports in one round, per byte of the collective's size."""
+
+    num_latencies: int = 0
+    fraction_by_port: dict[Port, float] = field(default_factory=lambda: defaultdict(float))
+    latency_s: float = 0.0
+    """Latency of the slowest route in use, in seconds."""
+
+    def add_latency(self, latency_s: float) -> None:
+        """Take the latency of another route into account."""
+        self.latency_s = max(self.latency_s, latency_s)
+
+    def add_load(self, ports: Iterable[Port], size_fraction: float) -> None:
+        """Add a load to each of `ports`."""
+        for port in ports:
+            self.fraction_by_port[port] += size_fraction
+
+
+def link_ports(link: Link, source: Place | str, destination: Place | str) -> tuple[Port, ...]:
+    """Return the ports of a link from `source` to `destination`."""
+    if link.shared:
+        return (Port(id(link), "", ""),)
+    out, into = ("out", "in") if link.duplex else ("", "")
+    return Port(id(link), source, out), Port(id(link), destination, into)
+
+
+class HostRoute(NamedTuple):
+    """Route from host to host."""
+
+    latency_s: float
+    ports: list[Port]
+    """Ports of all links on the route."""
+
+
+class NetworkModel:
+    """Cost of collectives between the ranks of a cluster."""
+
+    def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
+        self._cluster, self._places = cluster, places
+        self._routes: dict[tuple[str, str], HostRoute] = {}
+        self._cost_cache: dict[tuple[str, tuple[tuple[int, ...], ...]], list[CollectiveCost]] = {}
+        self._bandwidths = {id(link): link.bandwidth for link in cluster.links}
+        self._link_indices = {id(link): number for number, link in enumerate(cluster.links)}
+
+    def collective_costs(
+        self, operation: str, groups: Sequence[Sequence[int]]
+    ) -> list[CollectiveCost]:
+        """Return the cost of `operation` for each of `groups`, which run it at the same time."""
+        key = operation, tuple(map(tuple, groups))
+        if key not in self._cost_cache:
+            self._cost_cache[key] = self._group_costs(operation, groups)
+        return self._cost_cache[key]
+
+    def _group_costs(self, operation: str, groups: Sequence[Sequence[int]]) -> list[CollectiveCost]:
+        loads_by_group = [self.port_loads(operation, group) for group in groups]
+        rounds = itertools.zip_longest(*loads_by_group, fillvalue=PortLoad())
+        sums = [_sum_loads(load.fraction_by_port for load in together) for together in rounds]
+        return [
+            self._group_cost(operation, group, own, sums)
+            for group, own in zip(groups, loads_by_group, strict=True)
+        ]
+
+    def port_loads(self, operation: str, group: Sequence[int]) -> list[PortLoad]:
+        """Return the load of `group` on ports, round by round."""
+        places, found = [self._places[rank] for rank in group], []
+        for one_round in collective_rounds(operation, len(group)):
+            load = PortLoad(one_round.num_latencies)
+            if one_round.edges is None:
+                self._add_all_to_all(load, places, one_round.size_fraction)
+            else:
+                for source, destination in one_round.edges:
+                    self._add_send(
+                        load, places[source], places[destination], one_round.size_fraction
+                    )
+            found.append(load)
+        return found
+
+    def _group_cost(
+        self,
+        operation: str,
+        group: Sequence[int],
+        own_loads: Sequence[PortLoad],
+        total_loads: Sequence[Mapping[Port, float]],
+    ) -> CollectiveCost:
+        if not own_loads:
+            return CollectiveCost(0.0, 0.0, 1.0, None)
+        link, measured = self._narrowest_link(group, own_loads), None
+        link_ids = {port.link for load in own_loads for port in load.fraction_by_port}
+        for one in link.collectives:
+            # Sends were measured over one link, collectives over the whole group.
+            whole = operation != "send" or link_ids == {id(link)}
+            if (one.name, one.ranks) == (operation, len(group)) and whole:
+                measured = one.times
+        alone_s = sum(
+            self._bottleneck_s_per_byte(load, load.fraction_by_port) for load in own_loads
+        )
+        byte_s = sum(
+            self._bottleneck_s_per_byte(load, total)
+            for load, total in zip(own_loads, total_loads, strict=False)
+        )
+        latency_s = sum(load.num_latencies * load.latency_s for load in own_loads)
+        slowdown = byte_s / alone_s if alone_s else 1.0
+        return CollectiveCost(latency_s, byte_s, slowdown, measured, link.skew_s)
+
+    def _bottleneck_s_per_byte(self, load: PortLoad, total_load: Mapping[Port, float]) -> float:
+        """Return seconds per byte at the busiest port that `load` uses, under `total_load`."""
+        return max(total_load[port] / self._bandwidths[port.link] for port in load.fraction_by_port)
+
+    def _add_send(
+        self, load: PortLoad, source: Place, destination: Place, size_fraction: float
+    ) -> None:
+        if source.host != destination.host:
+            self._add_inter_host(load, source.host, destination.host, size_fraction)
+        else:
+            link = intra_host_link(self._cluster, source.host)
+            load.add_latency(link.latency_s)
+            load.add_load(link_ports(link, source, destination), size_fraction)
+
+    def _add_inter_host(
+        self, load: PortLoad, source: str, destination: str, size_fraction: float
+    ) -> None:
+        """Add bytes from host to host, on all links of the route."""
+        host_route = self._route(source, destination)
+        load.add_latency(host_route.latency_s)
+        load.add_load(host_route.ports, size_fraction)
+
+    def _add_all_to_all(
+        self, load: PortLoad, places: Sequence[Place], size_fraction: float
+    ) -> None:
+        """Add bytes of all ordered pairs; the ranks of a host share its links to other hosts."""
+        by_host: dict[str, list[Place]] = {}
+        for place in places:
+            by_host.setdefault(place.host, []).append(place)
+        for host, own in by_host.items():
+            if len(own) > 1:
+                link = intra_host_link(self._cluster, host)
+                load.add_latency(link.latency_s)
+                for place in own:
+                    load.add_load(link_ports(link, place, place), size_fraction * (len(own) - 1))
+        for (source, own), (destination, others) in itertools.permutations(by_host.items(), 2):
+            self._add_inter_host(load, source, destination, size_fraction * len(own) * len(others))
+
+    def _route(self, source: str, destination: str) -> HostRoute:
+        if (source, destination) not in self._routes:
+            hops = route(self._cluster, source, destination)
+            ports = [port for hop in hops for port in link_ports(hop.link, hop.source, hop.target)]
+            self._routes[source, destination] = HostRoute(
+                sum(hop.link.latency_s for hop in hops), ports
+            )
+        return self._routes[source, destination]
+
+    def _narrowest_link(self, group: Sequence[int], own_loads: Sequence[PortLoad]) -> Link:
+        """Return the narrowest link between the hosts of `group`, or inside its only host."""
+        hosts = {self._places[rank].host for rank in group}
+        used = {port.link for load in own_loads for port in load.fraction_by_port}
+        links = [
+            self._cluster.links[number]
+            for number in sorted(map(self._link_indices.__getitem__, used))
+        ]
+        if len(hosts) > 1:
+            within = [[host, host] for host in hosts]
+            links = [link for link in links if link.ends not in within] or links
+        return min(links, key=lambda link: link.bandwidth)
+
+
+def _sum_loads(loads: Iterable[Mapping[Port, float]]) -> dict[Port, float]:
+    total: dict[Port, float] = defaultdict(float)
+    for load in loads:
+        for port, fraction in load.items():
+            total[port] += fraction
+    return total

@@ -1,0 +1,216 @@
+"""Text data of a job: opened once per run on every rank, then indexed by sample."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic.base.errors import DataError
+from moesaic.dist.world import World
+from moesaic.facts.job import DataConfig
+from moesaic.kernels.randomness import uniform
+from moesaic.models.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from moesaic.train.data.batch import PackedSamples, Samples, make_token_stream
+from moesaic.train.data.chat import ChatEncoder
+from moesaic.train.data.chat_packing import ConversationSamples
+from moesaic.train.data.corpus import DEFAULT_CACHE, Corpus, ProgressCallback, open_corpus
+from moesaic.train.data.rank_zero_first import run_rank_zero_first
+from moesaic.train.data.text import TextSource, find_text
+
+_CHUNK = 1 << 20
+_MESSAGE_S = 2.0
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Text of a run, ready to sample."""
+
+    tokenizer: Tokenizer
+    train: Samples
+    validation: Samples | None
+    digest: str
+    """Hash of everything that determines a sample by its index: text, tokenizer, seed and packing.
+    """
+
+    @classmethod
+    def open(
+        cls,
+        config: DataConfig,
+        seed: int,
+        world: World,
+        progress: Callable[[str], None] | None = None,
+    ) -> TextData:
+        """Open the text of `config`; tokenise it first if the cache lacks it.
+
+        Args:
+            config: the job's data section.
+            seed: seed of the sample order and of the choice of validation documents.
+            world: the ranks; all of them call this.
+            progress: receives messages about tokenising, on rank 0.
+        """
+        log = progress if progress is not None and world.is_rank_zero else lambda _: None
+        return run_rank_zero_first(
+            world,
+            f"data.path = '{config.path}'",
+            lambda beat: _open(config, seed, beat, log),
+            lambda data: data.digest,
+        )
+
+    def check_vocab(self, vocab: int) -> None:
+        """Raise unless a model with `vocab` embeddings covers every token."""
+        check_vocabulary(vocab, self.tokenizer)
+
+
+def check_text(config: DataConfig) -> None:
+    """Raise the errors of opening `config` that show without reading text."""
+    _find_sources(config)
+    if config.format == "chat":
+        ChatEncoder(config, open_tokenizer(config.tokenizer, config.end_token))
+
+
+def _open(
+    config: DataConfig, seed: int, heartbeat: Callable[[], None], log: Callable[[str], None]
+) -> TextData:
+    tokenizer = open_tokenizer(config.tokenizer, config.end_token)
+    cache = Path(config.cache or DEFAULT_CACHE).expanduser()
+    sources = _find_sources(config)
+    chat = ChatEncoder(config, tokenizer) if config.format == "chat" else None
+    corpora = [
+        open_corpus(source, tokenizer, cache, _make_progress_callback(source, heartbeat, log), chat)
+        for source in sources
+    ]
+    samples = [
+        _make_samples(config, seed, *part, log) for part in _split_validation(config, seed, corpora)
+    ]
+    validation = samples[1] if len(samples) > 1 else None
+    fields = [
+        tokenizer.digest, *(corpus.digest for corpus in corpora),
+        seed, config.validation_share, config.sequence, config.packing,
+    ]  # fmt: skip
+    digest = hashlib.sha256("\n".join(map(str, fields)).encode()).hexdigest()
+    return TextData(tokenizer, samples[0], validation, digest)
+
+
+def _find_sources(config: DataConfig) -> list[TextSource]:
+    """Return the training text and, if it is separate, the validation text."""
+    kind, text_key = config.format, config.text_key
+    sources = [find_text("data.path", config.path, kind, text_key, config.split)]
+    if config.validation_path is not None:
+        sources.append(
+            find_text(
+                "data.validation_path", config.validation_path, kind, text_key,
+                config.validation_split,
+            )
+        )  # fmt: skip
+    return sources
+
+
+def _make_progress_callback(
+    source: TextSource, heartbeat: Callable[[], None], log: Callable[[str], None]
+) -> ProgressCallback:
+    last = time.monotonic()
+
+    def watch(num_documents: int, num_tokens: int) -> None:
+        nonlocal last
+        heartbeat()
+        now = time.monotonic()
+        if now - last > _MESSAGE_S:
+            last = now
+            log(f"tokenising '{source.path}': {num_documents:,} documents, {num_tokens:,} tokens")
+
+    return watch
+
+
+def _split_validation(
+    config: DataConfig, seed: int, corpora: list[Corpus]
+) -> list[tuple[str, Corpus, NDArray[np.bool_] | None]]:
+    """Return training and validation data: origin for messages, corpus, selected documents."""
+    path, fraction = f"data.path = '{config.path}'", config.validation_share
+    if len(corpora) > 1:
+        validation_origin = f"data.validation_path = '{config.validation_path}'"
+        return [(path, corpora[0], None), (validation_origin, corpora[1], None)]
+    if not fraction:
+        return [(path, corpora[0], None)]
+    held_out = select_held_out(corpora[0].num_documents, seed, fraction)
+    num_held_out = int(held_out.sum())
+    train_origin = (
+        f"{path} without {num_held_out} of its {len(held_out)} documents (data.validation_share)"
+    )
+    validation_origin = (
+        f"data.validation_share = {fraction} ({num_held_out} of {len(held_out)} documents)"
+    )
+    return [(train_origin, corpora[0], ~held_out), (validation_origin, corpora[0], held_out)]
+
+
+def select_held_out(num_documents: int, seed: int, share: float) -> NDArray[np.bool_]:
+    """Return true for held-out documents; each is drawn independently of the others."""
+    held_out = np.empty(num_documents, np.bool_)
+    zero = torch.zeros(1, dtype=torch.int64)
+    for start in range(0, num_documents, _CHUNK):
+        index = torch.arange(start, min(start + _CHUNK, num_documents))
+        held_out[start : start + _CHUNK] = (
+            uniform(seed, "validation", 0, index, zero) < share
+        ).numpy()
+    return held_out
+
+
+def _make_samples(
+    config: DataConfig,
+    seed: int,
+    origin: str,
+    corpus: Corpus,
+    selected: NDArray[np.bool_] | None,
+    log: Callable[[str], None],
+) -> Samples:
+    if selected is not None and not selected.any():
+        raise DataError(
+            f"{origin} gives no text: documents are held out as a whole, and a text file is one; "
+            "change data.validation_share, or name data.validation_path"
+        )
+    if corpus.loss_mask is not None:
+        return _make_conversation_samples(config, seed, origin, corpus, selected, log)
+    stream = make_token_stream(corpus, selected)
+    samples = PackedSamples(stream, config.sequence, config.packing, seed)
+    if not len(samples):
+        raise DataError(
+            f"{origin} gives {stream.num_tokens} tokens, but one sample takes data.sequence + 1 = "
+            f"{config.sequence + 1}: give more text, or shorten data.sequence"
+        )
+    return samples
+
+
+def _make_conversation_samples(
+    config: DataConfig,
+    seed: int,
+    origin: str,
+    corpus: Corpus,
+    selected: NDArray[np.bool_] | None,
+    log: Callable[[str], None],
+) -> ConversationSamples:
+    """Return the samples of conversations, and log how many were truncated or dropped."""
+    samples = ConversationSamples(corpus, selected, config.sequence, seed)
+    if not len(samples):
+        raise DataError(
+            f"{origin}: none of {samples.num_conversations} conversations has an answer within "
+            f"data.sequence = {config.sequence} tokens: raise it"
+        )
+    message = (
+        f"{origin}: {samples.num_conversations:,} conversations "
+        f"({', '.join(corpus.chat_formats)}) in {len(samples):,} samples, "
+        f"{samples.fill_ratio:.0%} full"
+    )
+    if samples.num_truncated or samples.num_dropped:
+        message += (
+            f"; longer than data.sequence = {config.sequence}: {samples.num_truncated:,} have "
+            f"truncated answers, {samples.num_dropped:,} have no answer left and are dropped "
+            "(raise it to keep them whole)"
+        )
+    log(message)
+    return samples

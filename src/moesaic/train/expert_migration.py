@@ -1,0 +1,173 @@
+"""Expert migration: a policy reassigns experts to owner ranks between steps; their parameters and
+moments move along.
+
+All ranks know the token counts of all experts, in layers of other pipeline ranks too, so each
+computes the same decision by itself. Per layer, one message carries everything that a rank sends to
+another: each expert's parameters, adapters and moments, as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.dist.all_to_all import Transport
+from moesaic.dist.state import EXPERT_ROWS, PARAMETER, TensorShard
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.moves import ExpertMoves, RankMoves
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import expert_bytes, expert_name
+from moesaic.kernels import device as devices
+from moesaic.models.lm import LanguageModel
+from moesaic.models.state import LocalParam
+from moesaic.nn.moe import MoE
+from moesaic.policy import balance as policies
+from moesaic.train.optim import AdamW
+
+
+class LayerMigration(NamedTuple):
+    """Experts of one layer that changed their owner ranks."""
+
+    layer: int
+    decision: policies.Migration
+    num_bytes: int
+    """Bytes sent, over all EP groups."""
+    seconds: float | None
+    """Seconds on this rank; None if another pipeline rank has the layer."""
+
+
+class ExpertMigration:
+    """Expert migration of one run."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        world: World,
+        model: LanguageModel,
+        params: Sequence[LocalParam],
+        optimizer: AdamW,
+    ) -> None:
+        """Take the parameters `params` of `model`, some of which `optimizer` updates."""
+        self._job, self._world, self._params, self._optimizer = job, world, params, optimizer
+        self._layers = dict(model.expert_layers())
+        self._expert_bytes = expert_bytes(job, plan)
+        none = torch.zeros(plan.experts, dtype=torch.int64)
+        self._token_counts = {layer: none.clone() for layer in job.model.expert_layers}
+
+    def state_shards(self) -> Iterator[TensorShard]:
+        """Yield the token counts that decide, which every rank has in full."""
+        owners = tuple(range(self._world.size))
+        for layer, rows in self._token_counts.items():
+            yield TensorShard(
+                EXPERT_ROWS, f"layers.{layer}.moe", tuple(rows.shape), (0,), rows, owners
+            )
+
+    def add_counts(self, counts: Mapping[int, Tensor]) -> None:
+        """Add the token counts of one more step, by layer, [experts]."""
+        for layer, rows in counts.items():
+            self._token_counts[layer] += rows
+
+    def is_due(self, step: int) -> bool:
+        """Return true if placement is decided after this many steps."""
+        return step % self._job.balance.migrate_every == 0
+
+    def migrate(self, plan: Plan) -> tuple[Plan, list[LayerMigration]]:
+        """Decide by the token counts so far, move experts and reset the counts. Return the plan
+        with the new placement. Every rank must call this."""
+        migrations, slots = list[LayerMigration](), dict[int, tuple[int, ...]]()
+        for layer, rows in self._token_counts.items():
+            decision = self._decide(plan, layer, rows)
+            rows.zero_()
+            if not decision.moves:
+                continue
+            moe, seconds = self._layers.get(layer), None
+            if moe is not None:
+                began = devices.synchronized_time_s(self._world.device)
+                self._move_experts(layer, moe, decision)
+                seconds = devices.synchronized_time_s(self._world.device) - began
+            slots[layer] = decision.slots
+            num_bytes = len(decision.moves) * self._expert_bytes * plan.ranks_per_stage // plan.ep
+            migrations.append(LayerMigration(layer, decision, num_bytes, seconds))
+        return plan.with_expert_placement(slots), migrations
+
+    def _decide(self, plan: Plan, layer: int, token_counts: Tensor) -> policies.Migration:
+        assert plan.prices is not None
+        job, groups = self._job, plan.ranks_per_stage // (plan.ep * plan.etp)
+        setting = policies.layer_setting(job, plan, job.balance, plan.prices, layer)
+        cost = policies.migration_costs(setting, self._expert_bytes, groups)
+        return policies.plan_migration(
+            token_counts.numpy(), plan.slot_experts(layer), plan.ep, cost
+        )
+
+    @torch.no_grad()
+    def _move_experts(self, layer: int, moe: MoE, decision: policies.Migration) -> None:
+        """Exchange experts with other ranks as `decision` says."""
+        groups, placement = moe.dispatcher.groups, moe.dispatcher.placement
+        assert groups.replica_transport is not None
+        me = groups.ep_ranks.index(groups.rank)
+        rank_moves = ExpertMoves(*np.array(decision.moves).T).rank_moves(me, placement.num_ranks)
+        items = [param for param in self._params if param.bank and param.block == f"layers.{layer}"]
+        state = [shard for item in items for shard in self._all_shards(item)]
+        tensors = {
+            expert: _expert_tensors(state, layer, expert)
+            for expert in rank_moves.send_experts.tolist()
+        }
+        received = _exchange(
+            groups.replica_transport, rank_moves, list(tensors.values()), moe.bank.arena.device
+        )
+        for row, expert in zip(received, rank_moves.receive_experts.tolist(), strict=True):
+            # The expert that was in this slot has been sent.
+            _unpack(row, tensors[placement.slot_experts[decision.slots.index(expert)]])
+        old_names = [shard.name for item in items for shard in self._parameter_shards(item)]
+        moe.set_slot_experts(decision.slots)
+        new_names = [shard.name for item in items for shard in self._parameter_shards(item)]
+        self._optimizer.rename_params(dict(zip(old_names, new_names, strict=True)))
+
+    def _parameter_shards(self, param: LocalParam) -> Iterator[TensorShard]:
+        return param.tensor_shards(PARAMETER, param.local, self._world.rank)
+
+    def _all_shards(self, param: LocalParam) -> Iterator[TensorShard]:
+        """Yield a parameter and, if it is trained, its moments."""
+        yield from self._parameter_shards(param)
+        if param.parameter.requires_grad:
+            yield from self._optimizer.moment_shards(param, self._world.rank)
+
+
+def _expert_tensors(state: Sequence[TensorShard], layer: int, expert: int) -> list[Tensor]:
+    prefix = expert_name(layer, expert, "")
+    return [shard.tensor for shard in state if shard.name.startswith(prefix)]
+
+
+def _exchange(
+    transport: Transport, moves: RankMoves, outgoing: Sequence[list[Tensor]], device: torch.device
+) -> Tensor:
+    """Send `outgoing` experts as rows of bytes; return the received ones. A rank that sends none
+    receives none, but must take part."""
+    width = sum(tensor.nbytes for tensor in outgoing[0]) if outgoing else 1
+    rows = torch.empty((len(outgoing), width), dtype=torch.uint8, device=device)
+    for row, tensors in zip(rows, outgoing, strict=True):
+        for target, tensor in zip(
+            row.split([tensor.nbytes for tensor in tensors]), tensors, strict=True
+        ):
+            target.copy_(_as_bytes(tensor))
+    received, work = transport.start(rows, moves.send_counts, moves.receive_counts)
+    work.wait()
+    return received
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def _unpack(row: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write a received expert over the tensors of one that was sent."""
+    for source, tensor in zip(
+        row.split([tensor.nbytes for tensor in tensors]), tensors, strict=True
+    ):
+        tensor.copy_(source.clone().view(tensor.dtype).view(tensor.shape))  # A clone is aligned.

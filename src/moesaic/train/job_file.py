@@ -1,0 +1,304 @@
+"""Job loading: from a TOML file, `--set` items and a plan to a checked `Job`. Imports no torch.
+
+`load_job` resolves `[model] preset` and `[model] from` and parses; `apply_plan` puts a job under a
+plan; `check_inputs` checks the paths it names. All of this happens before anything is written.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.base import keys
+from moesaic.base.config import apply_sets, parse, parse_toml, read_text, sets_key
+from moesaic.base.errors import ConfigError, UserError
+from moesaic.facts.job import Job, LayoutConfig
+from moesaic.facts.job.job import fill_preset
+from moesaic.facts.plan import Plan, check_plan, job_under_plan, load_plan, prediction_digest
+from moesaic.models.hf.config import ADAPTER_NAME, CONFIG_NAME, read_config, to_huggingface
+from moesaic.models.tokenizer import TOKENIZER_FILE, UNSUPPORTED_FILES, find_tokenizer
+
+ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std"})
+"""Keys of [model] that may stand beside `from`, because the weights mean the same with any value.
+"""
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """Job with the text that it came from."""
+
+    job: Job
+    text: str
+    """Original file, followed by each item of `--set` as a comment."""
+    notes: list[str]
+    """Warnings about its origin, such as unknown keys of a config.json."""
+    plan: Plan | None = None
+    """Plan that rules the job; None if the job defines its own layout."""
+    plan_origin: str = ""
+    """Prefix of error messages about the plan."""
+    layout_keys: frozenset[str] | None = None
+    """Keys of [layout] that the job sets itself; None without a plan."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings for the user: `notes`, and settings that have no effect under the plan."""
+        return [*self.notes, *self.job.ineffective_settings(self.layout_keys)]
+
+
+def load_job(path: Path, sets: Sequence[str] = (), run: Path | None = None) -> LoadedJob:
+    """Return the job of the file at `path` and the items of `sets` (`a.b=value`). If the model's
+    directory is gone, the resumed `run` supplies the model."""
+    text, origin = read_text(path), str(path)
+    raw = apply_sets(parse_toml(text, origin), sets)
+    if "source" in raw:
+        raise ConfigError(f"{origin}: 'source' is not a key of a job: write from = DIR in [model]")
+    notes: list[str] = []
+    raw = fill_tokenizer(raw, origin, notes, run)
+    raw = fill_preset(fill_pretrained(raw, origin, notes, run), origin)
+    job = parse(Job, raw, origin, sets)
+    if job.finetune is not None and job.source is None:
+        raise ConfigError(
+            f"{origin}: [finetune] without model.from has no weights to start from: give a Hugging "
+            "Face model directory (model.from = DIR), or remove [finetune]"
+        )
+    notes += _export_warnings(job)
+    if sets:
+        items = "\n".join(f"# --set {item}".replace("\n", "\n# ") for item in sets)
+        text = f"{text.rstrip()}\n\n{items}\n"
+    return LoadedJob(job, text, notes)
+
+
+def apply_plan(loaded: LoadedJob, path: Path, sets: Sequence[str] = ()) -> LoadedJob:
+    """Put `loaded` under the plan in the file at `path`, which overrides layout and recompute.
+
+    Raise if an item of `sets` contradicts the plan.
+    """
+    plan, origin = load_plan(path), f"--plan '{path}'"
+    if plan.grouped_mm == "auto":  # The plan leaves it to the job.
+        plan = plan.model_copy(update={"grouped_mm": loaded.job.kernels.grouped_mm})
+    check_plan(plan, loaded.job, origin)
+    job, notes = job_under_plan(loaded.job, plan), loaded.notes
+    predicted_for = None if plan.predictions is None else plan.predictions.digest
+    if predicted_for not in (None, prediction_digest(job, plan)):
+        notes = [
+            *notes,
+            f"{origin}: its predictions are for another job, or the plan was edited since; they "
+            "are ignored, run moesaic plan again for new ones",
+        ]
+        plan = plan.model_copy(update={"predictions": None})
+    notes = [*notes, *_plan_overrides(loaded.job, job, sets, origin)]
+    space = "\n" if sets else "\n\n"
+    text = f"{loaded.text.rstrip()}{space}# --plan {path}\n"
+    layout_keys = loaded.job.layout.non_default_fields
+    return replace(
+        loaded,
+        job=job,
+        text=text,
+        notes=notes,
+        plan=plan,
+        plan_origin=origin,
+        layout_keys=layout_keys,
+    )
+
+
+def _plan_overrides(before: Job, now: Job, sets: Sequence[str], origin: str) -> list[str]:
+    """Return a warning about job settings that the plan overrides; raise if an item of `sets` is
+    among them."""
+    from_sets, overridden = apply_sets({}, sets), list[str]()
+    settings = [("layout", name) for name in LayoutConfig.model_fields]
+    for table, name in (*settings, ("kernels", "grouped_mm"), ("train", "recompute")):
+        before_table, now_table = getattr(before, table), getattr(now, table)
+        requested, planned = getattr(before_table, name), getattr(now_table, name)
+        if requested in (planned, "auto") or name not in before_table.model_fields_set:
+            continue
+        if name in from_sets.get(table, {}):
+            items = [item for item in sets if sets_key(item, f"{table}.{name}")]
+            raise ConfigError(
+                f"--set {items[-1]} beside {origin}, which has {name} = {keys.show(planned)}: "
+                "leave one of them out"
+            )
+        overridden.append(f"{table}.{name} = {keys.show(planned)}, not {keys.show(requested)}")
+    return [f"{origin} overrides the job: {'; '.join(overridden)}"] * bool(overridden)
+
+
+def fill_pretrained(
+    raw: dict[str, Any], origin: str, warnings: list[str], run: Path | None = None
+) -> dict[str, Any]:
+    """Return `raw` with `[model] from = DIR` replaced by the model in DIR, or else by the model of
+    `run`."""
+    model = raw.get("model")
+    if not isinstance(model, dict) or "from" not in model:
+        return raw
+    directory, rest = model["from"], {key: model[key] for key in model if key != "from"}
+    label = f"{origin}: model.from = {keys.show(directory)}"
+    if not isinstance(directory, str):
+        raise ConfigError(f"{label} is not a string: give a Hugging Face model directory")
+    path = Path(directory).expanduser()
+    source = str(path.resolve())
+    if (path / CONFIG_NAME).is_file():
+        config, notes = read_config(path)
+        config_model: dict[str, Any] | None = config.model_dump(by_alias=True)
+    else:
+        config_model = _initial_model(source, run)
+        reason = f"holds no {CONFIG_NAME}" if path.is_dir() else "is no directory"
+        notes = [f"{label} {reason} any more: taking the model from '{run}'"]
+    if config_model is None:
+        raise ConfigError(f"{label} {reason}{_source_hint(path)}")
+    warnings += notes
+    conflicting = [key for key in rest if key not in ALLOWED_WITH_FROM]
+    if conflicting:
+        allowed = keys.join_words(sorted(ALLOWED_WITH_FROM), "and")
+        raise ConfigError(
+            f"{label} and model.{conflicting[0]} = {keys.show(rest[conflicting[0]])}: the "
+            f"directory defines the model, remove one of the two (only {allowed} may stand "
+            "beside it)"
+        )
+    return {**raw, "model": {**config_model, **rest}, "source": source}
+
+
+def _source_hint(path: Path) -> str:
+    """Return the remedy for a `path` that is no Hugging Face directory."""
+    if (path / ADAPTER_NAME).is_file():
+        return (
+            ", as it is an adapter, which holds no model of its own: give the merged model (for a "
+            "run of moesaic: moesaic convert RUN --out DIR)"
+        )
+    if any((path / name).exists() for name in ("job.json", "checkpoints", "COMMIT")):
+        return (
+            ", as it is a run or a checkpoint: write its model out (moesaic convert "
+            f"{shlex.quote(str(path))} --out DIR), and give DIR"
+        )
+    return ": give a Hugging Face model directory"
+
+
+def fill_tokenizer(
+    raw: dict[str, Any], origin: str, warnings: list[str], run: Path | None = None
+) -> dict[str, Any]:
+    """Return `raw` with the tokenizer of `[model] from = DIR` if it names none. A resumed `run`
+    keeps the one it began with."""
+    model, data = raw.get("model"), raw.get("data")
+    directory = model.get("from") if isinstance(model, dict) else None
+    if not isinstance(directory, str) or not isinstance(data, dict):
+        return raw
+    path = Path(directory).expanduser()
+    local = find_tokenizer(path)
+    chosen = data.get("tokenizer")
+    if "tokenizer" not in data:
+        chosen = _initial_tokenizer(str(path.resolve()), run) or local or "bytes"
+    unsupported = [name for name in UNSUPPORTED_FILES if local is None and (path / name).is_file()]
+    if chosen == "bytes" and (unsupported or local not in (None, "bytes")):
+        remedy = "remove data.tokenizer to train with the model's"
+        if unsupported:
+            remedy = (
+                f"save that ({unsupported[0]}) as {TOKENIZER_FILE}, which is read here "
+                "(transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+            )
+        warnings.append(
+            f"{origin}: model.from = {keys.show(directory)} has a tokenizer, and data.tokenizer = "
+            '"bytes" is another: its ids mean other text than those the model was trained on, and '
+            f"an export would replace the model's own tokenizer by it; {remedy}"
+        )
+    return {**raw, "data": {**data, "tokenizer": chosen}}
+
+
+def _initial_tokenizer(source: str, run: Path | None) -> str | None:
+    """Return the tokenizer of a run that began with `source`; the run's copy if the original is
+    gone."""
+    job = _initial_job(source, run)
+    if run is None or job is None:
+        return None
+    name, copy = str(job["data"]["tokenizer"]), run / "tokenizer"
+    is_gone = name != "bytes" and not Path(name).expanduser().exists()
+    return str(copy) if is_gone and find_tokenizer(copy) is not None else name
+
+
+def _initial_model(source: str, run: Path | None) -> dict[str, Any] | None:
+    """Return the model of a run that began with `source`."""
+    job = _initial_job(source, run)
+    return None if job is None else dict(job["model"])
+
+
+def _initial_job(source: str, run: Path | None) -> dict[str, Any] | None:
+    """Return the job of a run that began with `source`."""
+    if run is not None:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            job: dict[str, Any] = json.loads((run / "job.json").read_text(encoding="utf-8"))
+            if job["source"] == source and {*job["model"], *job["data"]} >= {"vocab", "tokenizer"}:
+                return job
+    return None
+
+
+def _export_warnings(job: Job) -> list[str]:
+    model = job.model
+    if job.routing.router == "gshard":  # It renormalises for any model.
+        model = model.model_copy(update={"renormalise": True})
+    try:
+        to_huggingface(model, "float32")
+    except ConfigError as error:
+        return [f"this model cannot be exported to a Hugging Face directory: {error}"]
+    return []
+
+
+def check_no_run(out: Path) -> None:
+    """Raise if `out` cannot take a new run because something is there already."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out '{out}' is a file: give a directory for the run")
+    if (out / "job.json").exists() or (out / "checkpoints").exists():
+        raise UserError(
+            f"--out '{out}' already holds a run: add --resume to continue it, or give another "
+            "directory"
+        )
+
+
+def check_inputs(job: Job, origin: str) -> None:
+    """Raise for a path, vocabulary or package that `job` needs and this machine lacks."""
+    _check_text(job.data.path, "data.path", origin)
+    if job.data.validation_path is not None:
+        _check_text(job.data.validation_path, "data.validation_path", origin)
+    _check_tokenizer(job, origin)
+    replay = job.routing.replay
+    if replay is not None and not Path(replay).expanduser().exists():
+        raise ConfigError(
+            f"{origin}: routing.replay = {keys.show(replay)} does not exist: "
+            "give a file written by routing.record"
+        )
+    for extra in ("wandb", "mlflow"):
+        value = getattr(job.log, extra)
+        if value is not None and importlib.util.find_spec(extra) is None:
+            raise ConfigError(
+                f"{origin}: log.{extra} = {keys.show(value)} needs the package {extra}: "
+                f"pip install 'moesaic[{extra}]', or remove the key"
+            )
+
+
+def _check_text(value: str, key: str, origin: str) -> None:
+    path = str(Path(value).expanduser()) if value else ""
+    if Path(path).exists() and path:
+        return
+    if glob.has_magic(path):
+        if glob.glob(path, recursive=True):
+            return
+        problem = "matches no file"
+    else:
+        problem = "does not exist"
+    raise ConfigError(
+        f"{origin}: {key} = {keys.show(value)} {problem}: give a file, a directory or a glob, "
+        f"relative to {Path.cwd()}"
+    )
+
+
+def _check_tokenizer(job: Job, origin: str) -> None:
+    from moesaic.models.tokenizer import check_vocabulary, open_tokenizer
+
+    try:
+        tokenizer = open_tokenizer(job.data.tokenizer, job.data.end_token)
+        check_vocabulary(job.model.vocab, tokenizer, is_fixed=job.source is not None)
+    except UserError as error:
+        raise ConfigError(f"{origin}: {error}") from None

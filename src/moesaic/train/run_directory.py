@@ -1,0 +1,99 @@
+"""Run directory: a lock against concurrent runs, and the metadata written before the first step."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import moesaic
+from moesaic.base.errors import StoreError, write_error
+from moesaic.base.events import EventLog
+from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
+from moesaic.dist.world import World
+from moesaic.facts.job import Job
+from moesaic.facts.plan import Plan
+from moesaic.kernels import device as devices
+from moesaic.models.tokenizer import Tokenizer
+from moesaic.train.job_file import check_no_run
+
+LOCK, TOKENIZER = "LOCK", "tokenizer"
+
+
+@contextmanager
+def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None]:
+    """Lock the directory `out`; a `fresh` run raises if another run left anything in it.
+
+    A directory created here is removed again if it stays empty.
+    """
+    made: list[Path] = []
+
+    def hold() -> str:
+        try:
+            made.extend(path for path in (out, *out.parents) if not path.exists())
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(out / LOCK, refuse))
+        except OSError as error:
+            raise write_error(f"--out '{out}'", error) from None
+        if fresh:
+            check_no_run(out)
+        return ""
+
+    def refuse(holder: str) -> NoReturn:
+        raise StoreError(
+            f"--out '{out}' is in use by {holder}: wait for its end, or name another directory"
+        )
+
+    try:
+        with ExitStack() as stack:
+            world.run_on_rank_zero(hold)
+            yield
+    finally:
+        for path in made:
+            with suppress(OSError):  # The directory is not empty.
+                path.rmdir()
+
+
+def write_run_metadata(
+    out: Path, text: str, job: Job, plan: Plan, world: World, tokenizer: Tokenizer
+) -> None:
+    """Write the facts a run starts from: job as written, resolved job, plan, versions,
+    tokenizer."""
+    versions = {
+        "moesaic": moesaic.__version__, "torch": torch.__version__,
+        "python": platform.python_version(), "platform": platform.platform(),
+        "device": devices.describe(world.device), "command": sys.argv,
+    }  # fmt: skip
+    files = {
+        "job.toml": text, "job.json": job.to_json(), "plan.json": plan.to_json(),
+        "versions.json": json.dumps(versions, indent=2) + "\n",
+    }  # fmt: skip
+
+    def write() -> str:
+        try:
+            for name, content in files.items():
+                (out / name).write_text(content, encoding="utf-8")
+            for name, data in tokenizer.files().items():
+                path = out / TOKENIZER / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        except OSError as error:
+            raise write_error(f"--out '{out}'", error) from None
+        return ""
+
+    world.run_on_rank_zero(write)
+
+
+def record_run_end(out: Path, reason: str) -> None:
+    """Record in the log of the run at `out` why it ended, unless another run is writing there."""
+    log = out / "events" / "rank-0.jsonl"
+    with suppress(LockHeld, OSError, StoreError):  # The user sees the reason in any case.
+        if log.is_file():
+            with file_lock(out / LOCK, fail_if_locked):
+                EventLog(log).emit("run_end", reason=reason)

@@ -1,0 +1,609 @@
+"""Triton kernels of the experts: results, in Triton's interpreter where there is no GPU; which
+kernels a device gets; compilation for several compute capabilities.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.plan.checks import check_plan, prediction_digest
+from moesaic.facts.plan.layout import plan_from_job
+from moesaic.kernels import device as devices
+from moesaic.kernels import fused, grouped_mm
+from moesaic.nn.dispatch.all_to_all import DispatchGroups
+from moesaic.nn.dispatch.dispatcher import Dispatcher
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.testing.jobs import tiny_job
+
+pytest.importorskip("triton")
+
+COUNTS = [[3, 0, 2], [0, 0, 5], [1, 1, 1], [0, 0, 0], [40, 0, 17], [2, 131, 3]]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Triton's interpreter treats bf16 as integers.
+DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE.type == "cuda")]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    return importlib.import_module("moesaic.kernels.triton_gemm")
+
+
+def split_by_slot(values: Tensor, counts: list[int]) -> list[Tensor]:
+    """Split exact fp64 values by slot."""
+    return list(values.double().split(counts))
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_mm_equals_fp64(
+    kernels: Any, counts: list[int], dtype: torch.dtype, transposed: bool
+) -> None:
+    """Strided matrices of another dtype, and a strided output."""
+    arena = torch.randn(3, 2, 72, 40, device=DEVICE)
+    rows = torch.randn(sum(counts), 40 if transposed else 72, device=DEVICE).to(dtype)
+    for weight in (arena[:, 1], arena[:, 1].to(dtype)):
+        place = torch.full((sum(counts) + 2, 90), 7.0, device=DEVICE).to(dtype)
+        into = place[1:-1, 2 : 2 + weight.shape[1 if transposed else 2]]
+        kernels.grouped_mm(rows, weight, torch.tensor(counts), transposed, into, fp8=False)
+        exact = [
+            part @ (w.T if transposed else w)
+            for part, w in zip(split_by_slot(rows, counts), weight.to(dtype).double(), strict=True)
+        ]
+        torch.testing.assert_close(into, torch.cat(exact).to(dtype))
+        into.fill_(7.0)
+        assert bool((place == 7.0).all()), "only `into` was written"
+
+
+def test_nan_stays_in_its_slot(kernels: Any) -> None:
+    counts = torch.tensor([3, 3, 2])
+    for wrong in (0, 1):
+        pair = [torch.randn(8, 16, device=DEVICE) for _ in range(2)]
+        pair[wrong][3:6] = torch.nan
+        out = torch.empty(3, 16, 16, device=DEVICE)
+        kernels.grouped_wgrad(*pair, counts, out, False)
+        assert bool(out[[0, 2]].isfinite().all())
+        assert bool(out[1].isnan().all())
+        rows, weight = torch.randn(8, 16, device=DEVICE), torch.randn(3, 16, 16, device=DEVICE)
+        (rows if wrong else weight)[3 * wrong : 3 * wrong + 3] = torch.nan
+        weight[[0, 2]] = 1.0
+        into = torch.empty(8, 16, device=DEVICE)
+        kernels.grouped_mm(rows, weight, counts, True, into, fp8=False)
+        assert bool(into[[0, 1, 2, 6, 7]].isfinite().all())
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_swiglu_equals_fp64(kernels: Any, counts: list[int], dtype: torch.dtype) -> None:
+    """With and without `inner`, and equal to the separate SwiGLU kernel."""
+    weight = torch.randn(3, 144, 40, device=DEVICE).to(dtype)
+    rows = torch.randn(sum(counts), 40, device=DEVICE).to(dtype)
+    inner, (activated, alone) = rows.new_empty(len(rows), 144), rows.new_empty(2, len(rows), 72)
+    kernels.grouped_swiglu(rows, weight, torch.tensor(counts), inner, activated, fp8=False)
+    kernels.grouped_swiglu(rows, weight, torch.tensor(counts), None, alone, fp8=False)
+    pairs = zip(split_by_slot(rows, counts), weight, strict=True)
+    exact = torch.cat([x @ w.double().T for x, w in pairs])
+    torch.testing.assert_close(inner, exact.to(dtype))
+    gate, up = inner.double().chunk(2, dim=1)
+    torch.testing.assert_close(activated, (F.silu(gate) * up).to(dtype))
+    assert torch.equal(activated, alone)
+    assert torch.equal(activated, kernels.swiglu(inner))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_backward_equals_autograd(kernels: Any, weighted: bool, dtype: torch.dtype) -> None:
+    """Weight gradients are written at `order` only."""
+    inner, grad = (torch.randn(9, n, device=DEVICE).to(dtype) for n in (144, 72))
+    order = torch.randperm(12, device=DEVICE)[:9]
+    weights = torch.rand(12, device=DEVICE).to(dtype) if weighted else None
+    grad_weights = torch.full((12,), 7.0, device=DEVICE).to(dtype) if weighted else None
+    found = kernels.swiglu_backward(inner, grad, weights, order, grad_weights)
+    leaf = inner.double().requires_grad_()
+    scale = torch.ones(12, device=DEVICE) if weights is None else weights
+    scale = scale.double().requires_grad_()
+    gate, up = leaf.chunk(2, dim=1)
+    activated = F.silu(gate) * up * scale[order, None]
+    activated.backward(grad.double())
+    torch.testing.assert_close(found[0], leaf.grad.to(dtype))
+    torch.testing.assert_close(found[1], activated.detach().to(dtype))
+    if grad_weights is not None:
+        written = torch.zeros(12, dtype=torch.bool, device=DEVICE).index_fill(0, order, True)
+        torch.testing.assert_close(grad_weights[written], scale.grad[written].to(dtype))
+        assert bool((grad_weights[~written] == 7.0).all())
+
+
+@pytest.mark.parametrize("hidden", [1, 40, 1500])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpermute_equals_fp64(kernels: Any, hidden: int, dtype: torch.dtype) -> None:
+    """With and without weights, and with any strides."""
+    rows = torch.randn(9, hidden, device=DEVICE).to(dtype)
+    row_indices = torch.randint(8, (5, 3), device=DEVICE)
+    weights = torch.rand(5, 3, device=DEVICE).to(dtype)
+    exact = (rows.double()[row_indices] * weights.double()[:, :, None]).sum(1)
+    torch.testing.assert_close(kernels.unpermute(rows, row_indices, weights), exact.to(dtype))
+    plain = kernels.unpermute(rows, row_indices, None)
+    torch.testing.assert_close(plain, rows.double()[row_indices].sum(1).to(dtype))
+    strided = rows.T.contiguous().T, row_indices.T.contiguous().T, weights.T.contiguous().T
+    assert torch.equal(kernels.unpermute(*strided), kernels.unpermute(rows, row_indices, weights))
+
+
+@pytest.mark.parametrize("hidden", [1, 40, 1500])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_permute_copies_tokens(kernels: Any, hidden: int, top_k: int) -> None:
+    tokens = torch.randn(7, hidden + 2, device=DEVICE)[:, 1:-1]
+    order = torch.randint(7 * top_k, (18,), device=DEVICE)
+    assert torch.equal(kernels.permute(tokens, order, top_k), tokens[order // top_k])
+    assert kernels.permute(tokens, order[:0], top_k).shape == (0, hidden)
+    for other in (tokens.T.contiguous().T, tokens[0, 0].expand(7, hidden), tokens[0].expand(7, -1)):
+        assert torch.equal(kernels.permute(other, order, top_k), other[order // top_k])
+
+
+def test_tile_table_follows_counts(kernels: Any) -> None:
+    """Changed counts get a new table, in the same tensor or another one."""
+    counts = torch.tensor([3, 0, 130], device=DEVICE)
+    first = kernels.tile_table(counts, 133, 128)
+    assert kernels.tile_table(counts, 133, 128)[0] is first[0]
+    assert kernels.tile_table(counts[:], 133, 128)[0] is first[0]
+    assert first[0][:10].tolist() == [3, 0, 0, 3, 2, 3, 133, 2, 131, 133]
+    assert first[1].tolist() == [0, 3, 3, 133]
+    assert kernels.tile_table(counts, 133, 64)[0][0] == 4
+    kernels.tile_table(counts, 133, 128)
+    counts[1] = 2
+    assert kernels.tile_table(counts, 135, 128)[0][0] == 4
+    counts -= 1
+    assert kernels.tile_table(counts.clone(), 135, 128)[0][0] == 4
+    with torch.inference_mode():
+        alone = torch.tensor([1, 0, 2], device=DEVICE)
+        assert kernels.tile_table(alone, 3, 16)[0][0] == 2
+        alone[1] = 5
+        assert kernels.tile_table(alone, 8, 16)[0][0] == 3
+
+
+@pytest.mark.parametrize(("length", "slots"), [(0, 4), (1, 3), (300, 5), (1000, 70), (640, 130)])
+def test_sort_by_slot_is_stable(kernels: Any, length: int, slots: int) -> None:
+    """Assignments without a slot get no row."""
+    assigned = torch.randint(slots + 1, (length,))
+    counts, order, rows = (
+        result.cpu() for result in kernels.sort_by_slot(assigned.to(DEVICE), slots)
+    )
+    assert torch.equal(counts, assigned.bincount(minlength=slots + 1)[:slots])
+    exact = assigned.argsort(stable=True)[: int(counts.sum())]
+    assert torch.equal(order[: len(exact)], exact)
+    assert torch.equal(rows[exact], torch.arange(len(exact)))
+    assert bool((rows[assigned == slots] == 0).all())
+
+
+def test_misaligned_operands_use_torch(kernels: Any) -> None:
+    """Tensor descriptors need strides of 16 bytes."""
+    rows = torch.randn(6, 12, device=DEVICE)
+    assert kernels.is_supported(rows[:, :8], rows[:, 4:])
+    assert not kernels.is_supported(rows[:, 1:9], rows)
+    assert not kernels.is_supported(rows, rows[:, ::2])
+    assert not kernels.is_supported(rows.double(), rows)
+    assert kernels.is_supported(rows, rows.half()), "other dtypes are copied"
+    assert not kernels.is_supported(rows[:, :10].half().contiguous(), rows[None, :, :10])
+    weight, counts = torch.randn(2, 7, 5, device=DEVICE), torch.tensor([2, 4])
+    for backend in ("triton", "fp8"):
+        found = grouped_mm.grouped_mm(rows[:, :5], weight, counts, True, backend=backend)
+        pairs = zip(split_by_slot(rows[:, :5], [2, 4]), weight, strict=True)
+        exact = torch.cat([x @ w.double().T for x, w in pairs])
+        torch.testing.assert_close(found, exact.float())
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_grouped_wgrad_equals_fp64(
+    kernels: Any, counts: list[int], dtype: torch.dtype, accumulate: bool
+) -> None:
+    """Slots without rows get zeros."""
+    left, right = (torch.randn(sum(counts), n, device=DEVICE).to(dtype) for n in (40, 72))
+    before = torch.randn(3, 40, 72, device=DEVICE)
+    out = before.clone()
+    kernels.grouped_wgrad(left, right, torch.tensor(counts), out, accumulate)
+    pairs = zip(split_by_slot(left, counts), split_by_slot(right, counts), strict=True)
+    exact = torch.stack([a.T @ b for a, b in pairs]) + before.double() * accumulate
+    torch.testing.assert_close(out, exact.float())
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_fp8_scales_rows_and_columns(kernels: Any, counts: list[int], transposed: bool) -> None:
+    """Results have the accuracy of FP8 for any range of rows and columns."""
+    weight = torch.randn(3, 72, 40, device=DEVICE)
+    weight *= torch.logspace(-6, 6, 72 if transposed else 40, device=DEVICE).view(
+        (-1, 1) if transposed else (1, -1)
+    )
+    rows = torch.randn(sum(counts), 40 if transposed else 72, device=DEVICE)
+    rows *= torch.logspace(-9, 9, sum(counts), device=DEVICE)[:, None]
+    out = rows.new_empty((sum(counts), 72 if transposed else 40))
+    kernels.grouped_mm(rows, weight, torch.tensor(counts), transposed, out, fp8=True)
+    matrices = weight.transpose(1, 2) if transposed else weight
+    (rows8, row_scales), (columns8, column_scales) = (
+        kernels.quantize_fp8(rows), kernels.quantize_fp8_transposed(matrices)
+    )  # fmt: skip
+    matrices8 = columns8.transpose(1, 2)
+    exact, near = [], []
+    for slot, (start, stop) in enumerate(pairwise([0, *torch.tensor(counts).cumsum(0).tolist()])):
+        scales = row_scales[start:stop, None].double() * column_scales[slot].double()
+        near.append(rows8[start:stop].double() @ matrices8[slot].double() * scales)
+        exact.append(rows[start:stop].double() @ matrices[slot].double())
+    # Four significant bits: each factor is off by a sixteenth at most. Some GPUs accumulate in 13.
+    sizes = [
+        part.abs() @ matrix.double().abs()
+        for part, matrix in zip(split_by_slot(rows, counts), matrices, strict=True)
+    ]
+    assert bool(((out - torch.cat(exact)).abs() <= 0.13 * torch.cat(sizes)).all())
+    assert bool(((out - torch.cat(near)).abs() <= 1e-3 * torch.cat(sizes)).all())
+
+
+def test_fp8_keeps_zero_maximum_and_nan(kernels: Any) -> None:
+    values = torch.tensor([[0.0, 0.0], [3.0, -448.0 * 7], [float("nan"), 1.0], [1e-40, 0.0]])
+    quantized, scales = kernels.quantize_fp8(values.to(DEVICE))
+    back = (quantized.float() * scales[:, None]).cpu()
+    columns, column_scales = kernels.quantize_fp8_transposed(values.T[None].contiguous().to(DEVICE))
+    torch.testing.assert_close(column_scales[0], scales, rtol=0, atol=0, equal_nan=True)
+    strided_scales = kernels.quantize_fp8(values.T.contiguous().T.to(DEVICE))[1]
+    torch.testing.assert_close(strided_scales, scales, rtol=0, atol=0, equal_nan=True)
+    finite = torch.arange(4) != 2
+    assert torch.equal(columns[0].float()[finite], quantized.float()[finite])
+    assert back[0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(back[1, 1], values[1, 1])
+    assert bool(back[2].isnan().any())
+    assert bool(back[3].isfinite().all())
+
+
+def run_layer(
+    bank: ExpertBank,
+    choices: Tensor,
+    seed: int,
+    *,
+    sum_loss: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Return the output of a layer's experts, and the gradients of tokens, weights and matrices."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, cotangent = (torch.randn(len(choices), bank.hidden, generator=draw) for _ in range(2))
+    weights = torch.rand(choices.shape, generator=draw)
+    device = bank.arena.device
+    leaves = [tokens.to(device, dtype).requires_grad_(), weights.to(device).requires_grad_()]
+    dispatcher = Dispatcher(len(bank.experts), DispatchGroups())
+    backend = bank.grouped_mm(dtype)
+    counted = dispatcher.count(choices.to(device), training=True, is_complete=True, backend=backend)
+    assert (counted.token_slots is None) == (backend == "torch")
+    placed = dispatcher.assign_slots(counted)
+    sent = dispatcher.start_dispatch(*leaves, placed)
+    with bank.expert_function() as compute:
+        out = sent.run_experts(compute)
+    if sum_loss:  # The gradient is an expanded scalar.
+        out.sum().backward()
+    else:
+        out.backward(cotangent.to(device, dtype))
+    trained = bank.arena if bank.adapters is None else bank.adapters.arena
+    found = [out.detach(), *(leaf.grad for leaf in [*leaves, trained])]
+    trained.grad = None
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("spread", ["even", "all to one", "random"])
+def test_layer_equals_torch_backend(kernels: Any, lora: bool, spread: str) -> None:
+    """Forward and backward, with the elementwise kernels; FP8 is close."""
+    del kernels
+    cpu = torch.device("cpu")
+    choices = {
+        "even": torch.arange(24).view(12, 2) % 4,
+        "all to one": torch.tensor([[2, 0]] * 12),
+        "random": torch.rand(12, 4, generator=torch.Generator().manual_seed(3)).argsort()[:, :2],
+    }[spread]
+    found = {}
+    for backend in get_args(GroupedMM):
+        device = cpu if backend == "torch" else DEVICE
+        bank = ExpertBank(range(4), 24, 40, backend=backend)
+        if lora:
+            bank.add_adapters(4, 2.0)
+        bank.to(device)
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in bank.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+        found[backend] = [
+            one.cpu() for one in run_layer(bank, choices, 5, sum_loss=spread == "random")
+        ]
+    assert len(found["torch"]) == 4
+    for torch_value, triton_value, fp8_value in zip(*found.values(), strict=True):
+        torch.testing.assert_close(torch_value, triton_value, rtol=1e-4, atol=1e-4)
+        # Triton's interpreter truncates where a GPU rounds.
+        error = (fp8_value - torch_value).norm() / torch_value.norm()
+        assert 0 < float(error) < 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "ffn"),
+    [(64, 4, 64, 128), (1000, 16, 256, 512), (4096, 8, 1024, 768)],
+)
+@pytest.mark.parametrize("spread", ["even", "skewed", "empty"])
+def test_triton_on_a_gpu_equals_torch(
+    tokens: int, experts: int, hidden: int, ffn: int, spread: str, dtype: torch.dtype
+) -> None:
+    """Forward and all gradients, also with experts that have most or no tokens."""
+    odds = {
+        "even": torch.ones(experts),
+        "skewed": torch.arange(1, experts + 1) ** -2.0,
+        "empty": torch.arange(experts) % 2 + 1e-9 * (torch.arange(experts) == 0),
+    }[spread]
+    draw = torch.Generator().manual_seed(3)
+    choices = odds.expand(tokens, -1).multinomial(2, generator=draw)
+    found = {}
+    for backend in ("torch", "triton"):
+        bank = ExpertBank(range(experts), hidden, ffn, backend=backend)
+        with torch.no_grad():
+            bank.arena.normal_(std=hidden**-0.5, generator=torch.Generator().manual_seed(1))
+        found[backend] = [
+            one.double() for one in run_layer(bank.to(DEVICE), choices, 5, dtype=dtype)
+        ]
+    assert len(found["torch"]) == 4
+    # TF32 is off, so float32 results differ in the order of sums alone.
+    limit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for one, other in zip(*found.values(), strict=True):
+        assert bool(other.isfinite().all())
+        assert float((one - other).norm() / one.norm()) < limit
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
+    """Return a device of this compute capability, on which Triton works."""
+    monkeypatch.setattr(devices, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(fused, "triton_error", lambda: None)
+    grouped_mm.choose.cache_clear()
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cleared_cache() -> Iterator[None]:
+    """Clear the cache of chosen backends after the test."""
+    yield
+    grouped_mm.choose.cache_clear()
+
+
+@pytest.mark.usefixtures("cleared_cache")
+@pytest.mark.parametrize(
+    ("capability", "dtype", "backend"),
+    [
+        ((9, 0), torch.bfloat16, "triton"),
+        ((9, 0), torch.float16, "triton"),
+        ((9, 0), torch.float32, "triton"),
+        ((9, 0), torch.float64, "torch"),
+        *[(other, torch.bfloat16, "torch") for other in ((0, 0), (8, 0), (8, 9), (10, 0), (12, 0))],
+    ],
+)
+def test_auto_selects_triton_on_measured_gpus(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, backend: str
+) -> None:
+    device = gpu(monkeypatch, capability)
+    assert grouped_mm.choose("auto", device, dtype) == backend
+    assert ExpertBank(range(2), 8, 8).grouped_mm(dtype) == "torch", "its parameters are on the CPU"
+    for explicit in get_args(GroupedMM):
+        assert grouped_mm.choose(explicit, device, dtype) == explicit
+
+
+@pytest.mark.usefixtures("cleared_cache")
+def test_auto_selects_torch_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(fused, "triton_error", lambda: "Failed to find C compiler")
+    assert grouped_mm.choose("auto", device, torch.bfloat16) == "torch"
+    grouped_mm.check_backend("auto", device)
+    grouped_mm.check_backend("torch", device)
+    with pytest.raises(ConfigError, match=r"needs Triton, .*find C compiler.*pip install triton"):
+        grouped_mm.check_backend("fp8", device)
+
+
+@pytest.mark.usefixtures("cleared_cache")
+def test_backends_that_cannot_run_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped_mm.check_backend("torch", torch.device("cpu"))
+    grouped_mm.check_backend("auto", torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r'kernels.grouped_mm = "triton" needs a GPU.*remove the setting'
+    ):
+        grouped_mm.check_backend("triton", torch.device("cpu"))
+    device = gpu(monkeypatch, (7, 5))
+    with pytest.raises(ConfigError, match=r'8.0 or more, and this one has 7.5: set it to "torch"$'):
+        grouped_mm.check_backend("triton", device)
+    device = gpu(monkeypatch, (0, 0))
+    with pytest.raises(ConfigError, match=r"8.0 or more, and this one has none"):
+        grouped_mm.check_backend("triton", device)
+    device = gpu(monkeypatch, (8, 0))
+    grouped_mm.check_backend("triton", device)
+    with pytest.raises(ConfigError, match=r'8.9 or more, and this one has 8.0: .*"triton" or "to'):
+        grouped_mm.check_backend("fp8", device)
+    for capability in ((9, 0), (12, 0)):
+        grouped_mm.check_backend("fp8", gpu(monkeypatch, capability))
+
+
+@pytest.mark.usefixtures("cleared_cache")
+def test_backend_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(monkeypatch, (9, 0))
+    cases = [
+        ("auto", torch.bfloat16, "Triton grouped matmul on cuda:0 (capability 9.0)"),
+        ("auto", torch.float32, "Triton grouped matmul on cuda:0 (capability 9.0)"),
+        ("fp8", torch.bfloat16, "Triton grouped matmul in fp8 on cuda:0 (capability 9.0)"),
+        ("triton", torch.float64, "torch.mm per expert on cuda:0 (capability 9.0)"),
+        ("torch", torch.bfloat16, "torch.grouped_mm on cuda:0 (capability 9.0)"),
+    ]
+    for backend, dtype, text in cases:
+        assert grouped_mm.describe_backend(device, dtype, backend) == text
+    assert (
+        grouped_mm.describe_backend(gpu(monkeypatch, (0, 0)), torch.float32)
+        == "torch.mm per expert on cuda:0"
+    )
+
+
+def test_triton_error_names_the_reason(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is not installed, or cannot compile its driver."""
+    triton_error = fused.triton_error.__wrapped__
+
+    def fail() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernels, "start_triton", lambda: None)
+    assert triton_error() is None
+    monkeypatch.setattr(kernels, "start_triton", fail)
+    assert triton_error() == "Failed to find C compiler"
+    monkeypatch.setitem(sys.modules, "moesaic.kernels.triton_gemm", None)
+    monkeypatch.delattr("moesaic.kernels.triton_gemm")
+    assert "triton_gemm" in str(triton_error())
+
+
+def test_plan_takes_the_backend_of_its_job() -> None:
+    """Only a job selects FP8; the Triton kernels have no fp64."""
+    job = tiny_job(train={"precision": "bf16"}, kernels={"grouped_mm": "fp8"})
+    assert plan_from_job(job, 1).grouped_mm == "fp8"
+    assert plan_from_job(tiny_job(), 1).grouped_mm == "auto"
+    with pytest.raises(ConfigError, match=r'kernels.grouped_mm = "triton" with train.precision'):
+        tiny_job(kernels={"grouped_mm": "triton"})
+    dense = {"family": "llama", "experts": 0, "top_k": 0}
+    idle = tiny_job(model=dense, kernels={"grouped_mm": "triton"}).ineffective_settings()
+    assert "kernels.grouped_mm has no effect: the model is dense" in idle
+
+
+@pytest.mark.parametrize("plan_first", [True, False])
+def test_plan_and_job_must_agree_on_fp8(plan_first: bool) -> None:
+    """A plan needs kernels for the precision of its job; a dense model has no experts."""
+    fp8_job = tiny_job(train={"precision": "bf16"}, kernels={"grouped_mm": "fp8"})
+    plain = tiny_job(train={"precision": "bf16"})
+    plan, job = (
+        (plan_from_job(fp8_job, 1), plain) if plan_first else (plan_from_job(plain, 1), fp8_job)
+    )
+    with pytest.raises(
+        ConfigError, match=r'--plan x: grouped_mm = "(fp8|auto)", but kernels.*equal'
+    ):
+        check_plan(plan, job, "--plan x")
+    for backend in ("torch", "triton"):
+        plan = plan_from_job(plain, 1).model_copy(update={"grouped_mm": backend})
+        check_plan(plan, plain, "--plan x")
+    kernels = plan_from_job(tiny_job(), 1).model_copy(update={"grouped_mm": "triton"})
+    with pytest.raises(ConfigError, match=r'grouped_mm = "triton" with train.precision = "fp64"'):
+        check_plan(kernels, tiny_job(), "--plan x")
+    dense = tiny_job(model={"family": "llama", "experts": 0, "top_k": 0})
+    check_plan(
+        plan_from_job(dense, 1).model_copy(update={"grouped_mm": "triton"}), dense, "--plan x"
+    )
+
+
+@pytest.mark.parametrize("backend", ["triton", "fp8"])
+def test_gpu_kernels_are_rejected_for_cpu_jobs(backend: GroupedMM) -> None:
+    with pytest.raises(ConfigError, match=r'is for GPUs, and train.device = "cpu": leave one'):
+        tiny_job(kernels={"grouped_mm": backend}, train={"precision": "fp32", "device": "cpu"})
+    dense = {"family": "llama", "experts": 0, "top_k": 0}
+    tiny_job(kernels={"grouped_mm": backend}, train={"device": "cpu"}, model=dense)
+    job = tiny_job(train={"precision": "fp32", "device": "cpu"})
+    if backend == "triton":
+        with pytest.raises(ConfigError, match="is for GPUs"):
+            check_plan(
+                plan_from_job(job, 1).model_copy(update={"grouped_mm": backend}), job, "--plan x"
+            )
+
+
+def test_predictions_only_depend_on_fp8() -> None:
+    """The cost model has the same numbers for torch and triton."""
+    job = tiny_job(train={"precision": "bf16"})
+    plans = [
+        plan_from_job(job, 1).model_copy(update={"grouped_mm": backend})
+        for backend in ("auto", *get_args(GroupedMM))
+    ]
+    *others, fp8_digest = (prediction_digest(job, plan) for plan in plans)
+    assert len(set(others)) == 1
+    assert fp8_digest not in others
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moesaic.kernels import triton_gemm, triton_kernels
+import torch
+
+generation = int(sys.argv[1])
+
+def compile_kernel(function, pointers, consts, size):
+    names = function.arg_names
+    types = {n: pointers.get(n, "constexpr" if n in consts else "i32") for n in names}
+    source = ASTSource(function, types, consts)
+    target = GPUTarget("cuda", generation, 32)
+    options = {"num_warps": size.warps, "num_stages": size.stages}
+    kernel = triton.compile(source, target, options)
+    print(function.__name__, kernel.metadata.shared, len(kernel.asm["cubin"]))
+
+types = {"bf16": torch.bfloat16, "fp32": torch.float32}
+if generation >= 89:
+    types["fp8e4nv"] = triton_gemm.FP8
+for kind, dtype in types.items():
+    fp8 = dtype == triton_gemm.FP8
+    for rows in (16, 64, 4096) if kind == "bf16" else (4096,):
+        size = triton_gemm.tile_size(dtype, rows, divmod(generation, 10))
+        for gated in (False, True) if kind != "fp32" else (False,):
+            tile = [1, 2, size.columns // 2, size.depth] if gated else [1, size.columns, size.depth]
+            wide = "bf16" if fp8 else kind
+            compile_kernel(triton_kernels.grouped_mm, {
+                "rows": f"tensordesc<{kind}[{size.rows},{size.depth}]>",
+                "matrices": f"tensordesc<{kind}{tile}>".replace(" ", ""),
+                "out": f"*{wide}", "activated": f"*{wide}", "tiles": "*i32",
+                "row_scales": "*fp32", "column_scales": "*fp32",
+            }, {
+                "TRANSPOSED": True, "GATED": gated, "KEEP_INNER": True, "SCALED": fp8,
+                "PRECISION": "tf32x3", "PROGRAMS": 132, "GROUP_TILES": 4,
+                "M": size.rows, "N": size.columns, "K": size.depth,
+            }, size)
+        size = triton_gemm.wgrad_tile_size(dtype, rows, divmod(generation, 10))
+        if not fp8:
+            compile_kernel(triton_kernels.grouped_wgrad, {
+                "left": f"tensordesc<{kind}[{size.depth},{size.rows}]>",
+                "right": f"tensordesc<{kind}[{size.depth},{size.columns}]>",
+                "out": "*fp32", "ends": "*i32",
+            }, {
+                "ACCUMULATE": True, "PRECISION": "tf32x3", "M": size.rows, "N": size.columns,
+                "R": size.depth,
+            }, size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("generation", "shared"),
+    [
+        (90, 227),
+        *[
+            pytest.param(generation, shared, marks=pytest.mark.soak)
+            for generation, shared in ((80, 163), (89, 99), (100, 227), (120, 99))
+        ],
+    ],
+)
+def test_kernels_compile_for_gpus(generation: int, shared: int, tmp_path: Any) -> None:
+    """The kernels fit in `shared` KiB of shared memory."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(generation)], capture_output=True, text=True,
+        timeout=300, check=False, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 11 + 2 * (generation >= 89)
+    for _, used, size in lines:
+        assert int(used) <= shared << 10
+        assert int(size) > 0

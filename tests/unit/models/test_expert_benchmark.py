@@ -1,0 +1,103 @@
+"""Batches of the expert benchmark under limits of time and memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moesaic.facts.job import ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.models.expert_benchmark import (
+    BatchRun,
+    DeviceLimit,
+    ExpertLayerBenchmark,
+    MeasuredSpeed,
+    Roofline,
+    SkippedBatch,
+    max_limits,
+    measure_speeds,
+    required_s,
+)
+
+LIMIT = DeviceLimit("fp32", 1e9, 1e9)
+
+
+class _Through:
+    def __init__(self, layer: Paced, pass_s: float) -> None:
+        self._layer, self.first_pass_s = layer, pass_s
+        layer.now_s += pass_s
+
+    def measure(self, budget_s: float) -> tuple[float, float]:
+        self._layer.now_s += 12 * self.first_pass_s + budget_s
+        return self.first_pass_s, 3 * self.first_pass_s
+
+
+class Paced:
+    """A layer that takes 1 ms per token, and at best half of that."""
+
+    free_bytes = 1000
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def batch_bytes(self, tokens: int) -> int:
+        return tokens
+
+    def roofline(self, limit: DeviceLimit, tokens: int) -> Roofline:
+        return Roofline(limit.dtype, tokens, tokens, tokens * 5e-4, tokens * 1.5e-3, "matmul")
+
+    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> BatchRun:
+        return _Through(self, tokens * 1e-3)
+
+
+def in_time(sizes: list[int], budget_s: float) -> tuple[list[MeasuredSpeed | SkippedBatch], float]:
+    layer = Paced()
+    return list(measure_speeds(layer, LIMIT, sizes, budget_s)), layer.now_s
+
+
+@pytest.mark.parametrize("budget_s", [0.1, 1.0, 4.0, 20.0])
+def test_batches_stay_within_the_time_budget(budget_s: float) -> None:
+    found, took_s = in_time([1, 10, 100, 1000], budget_s)
+    longest_s = 1.0  # The first pass of a batch that turns out too slow.
+    assert took_s <= budget_s + longest_s + 0.01
+    measured_sizes = [one.roofline.tokens for one in found if isinstance(one, MeasuredSpeed)]
+    assert measured_sizes == [size for size in (1, 10, 100, 1000) if 13e-3 * size <= budget_s / 1.2]
+
+
+@pytest.mark.parametrize("sizes", [[1, 10, 100, 1000], [1000, 1], [300, 300]])
+def test_required_time_suffices(sizes: list[int]) -> None:
+    found, _ = in_time(sizes, 0.05)
+    assert any(isinstance(one, SkippedBatch) for one in found)
+    found, _ = in_time(sizes, required_s(found))
+    assert all(isinstance(one, MeasuredSpeed) for one in found)
+
+
+def test_batches_beyond_memory_are_skipped() -> None:
+    (small, large), took_s = in_time([1, 1001], 50.0)
+    assert isinstance(small, MeasuredSpeed)
+    assert large == SkippedBatch(Paced().roofline(LIMIT, 1001), "memory", 1001)
+    assert took_s < 1
+
+
+def test_max_limits_takes_the_higher_limit() -> None:
+    one, two = [DeviceLimit("fp32", 1.0, 5.0), DeviceLimit("bf16", 4.0, 5.0)], [
+        DeviceLimit("fp32", 2.0, 3.0), DeviceLimit("bf16", 3.0, 3.0),
+    ]  # fmt: skip
+    assert max_limits(one, two) == [DeviceLimit("fp32", 2.0, 5.0), DeviceLimit("bf16", 4.0, 5.0)]
+
+
+def test_limits_use_large_matmuls_at_any_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = []
+
+    def matmul(left: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> None:
+        rows.append(len(left))
+
+    layer = ExpertLayerBenchmark(ModelConfig(**PRESETS["tiny-mixtral"]), torch.device("cpu"))
+    monkeypatch.setattr("moesaic.models.expert_benchmark.matmul", matmul)
+    layer.measure_limits(["fp32"], 0.0)
+    assert {64, 4096} == set(rows)

@@ -1,0 +1,33 @@
+"""Helpers for rows that are sorted by slot already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.nn.dispatch.permute import Permutation
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.grouped import ArenaGradient, GatedExperts
+
+
+def identity_permutation(counts: Sequence[int]) -> Permutation:
+    """Return the permutation of rows of which slot s has `counts[s]`."""
+    return Permutation(torch.tensor(counts), torch.arange(sum(counts)))
+
+
+def run_experts(rows: Tensor, arena: Tensor, counts: Sequence[int], ffn: int) -> Tensor:
+    """Return each row's output of the expert in its slot."""
+    result: Tensor = GatedExperts.apply(
+        rows, arena, None, None, ffn, ArenaGradient(), *identity_permutation(counts)
+    )
+    return result
+
+
+def run_bank(
+    bank: ExpertBank, tokens: Tensor, routes: Permutation, weights_NK: Tensor | None = None
+) -> Tensor:
+    """Return the tokens' outputs of the experts of `bank`, in one call."""
+    with bank.expert_function() as compute:
+        return compute(tokens, routes, weights_NK)

@@ -1,0 +1,369 @@
+"""MoE layers of a single rank on a device: no host sync, and few launches.
+
+Meta tensors stand for the device: reading a value from one raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moesaic.facts.job.train import GroupedMM
+from moesaic.kernels import fused
+from moesaic.nn import moe, router
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.dispatch import dispatcher
+from moesaic.nn.dispatch.all_to_all import (
+    DispatchGroups,
+    make_full_permutation,
+    make_permutation,
+    slot_boundaries,
+)
+from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
+from moesaic.nn.dispatch.permute import Permutation
+from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.tiles import split_slots
+from moesaic.nn.moe import MoE
+from moesaic.nn.router import NO_EXPERT, Router
+
+HIDDEN, FFN, EXPERTS, TOP_K = 16, 8, 6, 2
+NO_LAUNCH = {
+    "alias", "detach", "device", "empty", "empty_like", "expand", "new_empty", "select", "slice",
+    "split", "t", "transpose", "unsqueeze", "view", "_unsafe_view",
+}  # fmt: skip
+"""Operations that launch no kernel."""
+
+
+class Launches(TorchDispatchMode):
+    """Recorder of launched operations that forbids copies from device to host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and record it if it launches a kernel."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name in {"_to_copy", "copy_"} and isinstance(result, Tensor):
+            sources = [one for one in args if isinstance(one, Tensor)]
+            from_device = any(one.device.type != "cpu" for one in sources)
+            assert not (from_device and result.device.type == "cpu"), "the host waits"
+        if name not in NO_LAUNCH:
+            self.names.append(name)
+        return result
+
+
+def make_layer(device: str, **options: Any) -> MoE:
+    result = MoE(
+        Router(3, HIDDEN, EXPERTS, TOP_K, **options),
+        ExpertBank(range(EXPERTS), HIDDEN, FFN, backend="triton"),
+        Dispatcher(EXPERTS, DispatchGroups(), capacity=None),
+    )
+    return result.to(device)
+
+
+def make_context(*, training: bool) -> Context:
+    result = Context(Rotary(torch.empty(0), torch.empty(0)))
+    result.training = training
+    return result
+
+
+@pytest.fixture
+def meta_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable autocast, which does not support meta tensors."""
+    monkeypatch.setattr(router.torch, "autocast", lambda *a, **k: nullcontext())
+    monkeypatch.setattr(moe, "compute_dtype", lambda x: x.dtype)
+
+
+def train_step(one: MoE, x: Tensor) -> Context:
+    """Run forward and backward of the output and all losses."""
+    ctx = make_context(training=True)
+    out = one(x, ctx)
+    facts = ctx.layer_facts[3]
+    assert out.shape == x.shape
+    assert facts.counts.shape == (1, EXPERTS)
+    assert facts.requested.shape == (EXPERTS,)
+    assert facts.counts.device == facts.requested.device == x.device
+    assert (facts.num_dropped, facts.dedup_counts, facts.balance_decision) == (0, None, None)
+    (out.sum() + facts.balance_loss + facts.z_loss).backward()
+    return ctx
+
+
+@pytest.mark.usefixtures("meta_tensors")
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("kind", ["top-k", "switch", "balanced"])
+def test_training_needs_no_host_sync(tokens: int, kind: str) -> None:
+    one = make_layer("meta", kind=kind)
+    x = torch.empty(1, tokens, HIDDEN, device="meta", requires_grad=True)
+    train_step(one, x)
+    assert x.grad is not None
+    assert all(parameter.grad is not None for parameter in one.parameters())
+
+
+@pytest.mark.usefixtures("meta_tensors")
+def test_migrated_experts_need_no_host_sync() -> None:
+    one = make_layer("meta")
+    one.set_slot_experts([4, 2, 0, 5, 1, 3])
+    train_step(one, torch.empty(2, 9, HIDDEN, device="meta"))
+
+
+@pytest.mark.usefixtures("meta_tensors")
+def test_adapters_need_no_host_sync() -> None:
+    one = make_layer("meta")
+    one.bank.add_adapters(4, 0.5)
+    one.bank.arena.requires_grad_(False)
+    one.to("meta")
+    x = torch.empty(1, 20, HIDDEN, device="meta", requires_grad=True)
+    train_step(one, x)
+    assert one.bank.adapters is not None
+    assert one.bank.adapters.arena.grad is not None
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("meta_tensors")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inference_needs_no_host_sync(
+    dtype: torch.dtype, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "compute_dtype", lambda x: dtype)
+    ctx = make_context(training=training)
+    out = make_layer("meta")(torch.empty(1, 40, HIDDEN, device="meta"), ctx)
+    assert (out.device.type, out.dtype) == ("meta", dtype)
+    assert ctx.layer_facts[3].counts.device.type == "meta"
+
+
+def test_gpu_copies_nothing_to_the_host() -> None:
+    with FakeTensorMode(), Launches() as launches:
+        experts_TK = torch.empty(40, TOP_K, dtype=torch.int64, device="cuda")
+        weights_TK = torch.empty(40, TOP_K, device="cuda")
+        tokens_TH = torch.empty(40, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        dispatcher = Dispatcher(EXPERTS, DispatchGroups())
+        token_slots = dispatcher.assign_slots(
+            dispatcher.count(experts_TK, training=True, is_complete=True, backend="triton")
+        )
+        permutations = list[Permutation]()
+
+        def record(tokens: Tensor, permutation: Permutation, weights_NK: Tensor | None) -> Tensor:
+            assert weights_NK is not None
+            permutations.append(permutation)
+            return tokens
+
+        out = dispatcher.start_dispatch(tokens_TH, weights_TK, token_slots).run_experts(record)
+        (permutation,) = permutations
+        ranges = split_slots(tokens_TH, permutation, FFN, EXPERTS)
+    assert out is tokens_TH
+    assert [(one.slots, one.rows) for one in ranges] == [(slice(0, EXPERTS), slice(0, 80))]
+    assert {one.device.type for one in (*permutation[:2], token_slots.counts_RCS)} == {"cuda"}
+    assert len(launches.names) < 10
+
+
+@pytest.mark.usefixtures("meta_tensors")
+@pytest.mark.parametrize("kernels", [True, False])  # False: too many experts for the sort kernel.
+def test_few_launches_between_router_and_experts(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a layer is made after the experts are launched."""
+    if not kernels:
+        monkeypatch.setattr(fused, "MAX_SORT_SLOTS", EXPERTS - 1)
+    one, launch_counts = make_layer("meta").to(torch.bfloat16), dict[str, int]()
+    forward = one.router.forward
+
+    def recording_route(*args: Any) -> Any:
+        actual = forward(*args)
+        launch_counts["routed"] = len(launches.names)
+        return actual
+
+    monkeypatch.setattr(one.router, "forward", recording_route)
+    x = torch.empty(1, 40, HIDDEN, device="meta", dtype=torch.bfloat16)
+    for _ in range(2):
+        with Launches() as launches:
+            one(x, make_context(training=True))
+    between = launches.names[launch_counts["routed"] : launches.names.index("grouped_swiglu")]
+    by_torch = ["_to_copy", "sort", "searchsorted", "sub", "arange", "scatter_"]
+    assert between == [
+        *(["sort_by_slot"] if kernels else by_torch),  # Permutation.
+        "_to_copy",  # Weights, to the dtype of tokens.
+        "permute",  # Rows.
+    ]  # fmt: skip
+
+
+def cases() -> dict[str, tuple[Tensor, int]]:
+    """Return (choices [tokens, K], number of experts) by name."""
+    draw = torch.Generator().manual_seed(5)
+
+    def top_experts(tokens: int, experts: int, top_k: int) -> Tensor:
+        return torch.rand(tokens, experts, generator=draw).topk(top_k).indices
+
+    in_turn = (torch.arange(12)[:, None] * 2 + torch.arange(2)) % 6
+    return {
+        "even": (in_turn, 6),
+        "random": (top_experts(50, 64, 8), 64),
+        "skewed": (torch.tensor([[5, 0]]).expand(33, 2), 6),
+        "of one expert": (torch.zeros(7, 1, dtype=torch.int64), 1),
+        "one token": (top_experts(1, 6, 3), 6),
+        "no token": (top_experts(0, 6, 3), 6),
+        "255 experts": (top_experts(40, 255, 4), 255),
+        "256 experts": (top_experts(40, 256, 4), 256),
+        "many experts": (top_experts(300, 40_000, 2), 40_000),
+    }
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_device_permutation_equals_host_permutation(name: str) -> None:
+    slots_NK, slots = CASES[name]
+    counts_S = torch.bincount(slots_NK.reshape(-1), minlength=slots)
+    expected = make_permutation(slots_NK, slots_NK < slots, counts_S)
+    actual = make_full_permutation(slots_NK, slot_boundaries(slots, slots_NK.device))
+    assert actual.present_NK is None
+    assert expected.present_NK is not None
+    assert expected.rows_NK is not None
+    assert actual.rows_NK is not None
+    assert expected.present_NK.all()
+    assert torch.equal(actual.counts, expected.counts)
+    assert torch.equal(actual.order_R, expected.order_R)
+    assert torch.equal(actual.rows_NK, expected.rows_NK)
+    assert [one.dtype for one in actual[:3]] == [torch.int64] * 3
+    rows = torch.randn(slots_NK.numel(), 5)
+    assert torch.equal(actual.unpermute(rows), expected.unpermute(rows))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_device_counts_equal_host_counts(name: str, moved: bool) -> None:
+    experts_TK, experts = CASES[name]
+    slot_experts = torch.randperm(experts).tolist() if moved else None
+    dispatcher = Dispatcher(experts, DispatchGroups(), slot_experts=slot_experts)
+    on_device, on_host = (
+        dispatcher.count_on_device(experts_TK),
+        dispatcher.count(experts_TK, training=True, is_complete=True),
+    )
+    assert (on_host.token_slots, on_device.token_slots is None) == (None, False)
+    for one in ("requested_E", "counts_RE", "counts_RCE"):
+        assert torch.equal(getattr(on_host, one), getattr(on_device, one))
+    assert (on_host.num_tokens, on_host.num_dropped) == (
+        on_device.num_tokens,
+        on_device.num_dropped,
+    )
+    token_slots, expected = dispatcher.assign_slots(on_device), dispatcher.assign_slots(on_host)
+    assert torch.equal(token_slots.slots_TK, expected.slots_TK)
+    assert torch.equal(token_slots.counts_RCS, expected.counts_RCS)
+    tokens = torch.randn(len(experts_TK), 4, dtype=torch.float64)
+    weights = torch.rand(experts_TK.shape)
+    permutations = list[tuple[Tensor, Permutation, Tensor | None]]()
+
+    def record(*given: Any) -> Tensor:
+        permutations.append(given)
+        return given[0]
+
+    for one in (token_slots, expected):
+        dispatcher.start_dispatch(tokens, weights, one).run_experts(record)
+    (rows, permutation, actual_weights), (expected_rows, expected_permutation, expected_weights) = (
+        permutations
+    )
+    assert rows is expected_rows is tokens
+    assert actual_weights is not None
+    assert expected_weights is not None
+    assert torch.equal(actual_weights, expected_weights)
+    assert actual_weights.dtype == expected_weights.dtype
+    for one, other in zip(permutation[:3], expected_permutation[:3], strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["top-k", "balanced"])
+def test_device_counts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    actual = []
+    for on_device in (False, True):
+        torch.manual_seed(3)
+        one = make_layer("cpu", kind=kind)
+        one.bank.backend = "torch"
+        for parameter in one.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        if on_device:
+            monkeypatch.setattr(one.dispatcher, "count", count_on_device(one.dispatcher))
+        x = torch.randn(2, 15, HIDDEN, requires_grad=True)
+        facts = train_step(one, x).layer_facts[3]
+        grads = [parameter.grad for parameter in one.parameters()]
+        actual.append(
+            [facts.counts, facts.requested, facts.balance_loss, facts.z_loss, x.grad, *grads]
+        )
+    for one, other in zip(*actual, strict=True):
+        assert torch.equal(one, other)
+
+
+def count_on_device(dispatcher: Dispatcher) -> Callable[..., DispatchCounts]:
+    def count(
+        experts_TK: Tensor, *, training: bool, is_complete: bool, backend: str
+    ) -> DispatchCounts:
+        assert training
+        assert is_complete
+        assert backend == "torch"
+        return dispatcher.count_on_device(experts_TK)
+
+    return count
+
+
+def test_cases_that_need_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacity, chunks, local pieces, dropped choices, torch matmuls, and the CPU need them."""
+    choices = CASES["even"][0]
+    monkeypatch.setattr(dispatcher, "make_full_permutation", None)
+    for options in ({}, {"capacity": 2.0}, {"num_chunks": 2}, {"overlap_local": True}):
+        counted = Dispatcher(6, DispatchGroups(), **options).count(
+            choices, training=True, is_complete=True
+        )
+        assert counted.token_slots is None
+        assert counted.counts_RE.tolist() == [[4] * 6]
+    meta_choices = choices.to("meta")
+    cases: list[tuple[dict[str, Any], bool, GroupedMM]] = [
+        ({"capacity": 2.0}, True, "triton"), ({"num_chunks": 2}, True, "triton"),
+        ({"overlap_local": True}, True, "triton"), ({}, False, "triton"), ({}, True, "torch"),
+    ]  # fmt: skip
+    for options, is_complete, backend in cases:
+        with pytest.raises(NotImplementedError):
+            Dispatcher(6, DispatchGroups(), **options).count(
+                meta_choices, training=True, is_complete=is_complete, backend=backend
+            )
+    assert choices.min() > NO_EXPERT
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "replayed", "is_complete"),
+    [
+        ("top-k", True, False, True), ("top-k", False, False, True), ("top-k", True, True, False),
+        ("switch", True, False, True), ("gshard", True, False, False),
+        ("gshard", False, False, False), ("balanced", True, False, True),
+    ],
+)  # fmt: skip
+def test_routers_report_complete_choices(
+    kind: Any, training: bool, replayed: bool, is_complete: bool
+) -> None:
+    one, ctx = Router(0, 4, 6, 2, kind=kind), make_context(training=training)
+    torch.nn.init.normal_(one.weight)
+    if replayed:
+        ctx.replay = {0: torch.tensor([[1, 2], [-2, 3], [0, 1]])}
+    routing = one(torch.randn(3, 4), ctx)
+    assert routing.is_complete == is_complete
+    assert not is_complete or bool((routing.experts_TK >= 0).all())
+
+
+def test_device_counts_give_one_range() -> None:
+    permutation = make_full_permutation(
+        CASES["random"][0].to("meta"), slot_boundaries(64, torch.device("meta"))
+    )
+    (slot_range,) = split_slots(torch.empty(50, 4, device="meta"), permutation, 8, 64, "triton")
+    assert (slot_range.slots, slot_range.rows) == (slice(0, 64), slice(0, 400))
+    assert slot_range.counts is permutation.counts
+    assert (slot_range.single_thread, slot_range.arena, slot_range.backend) == (False, 0, "triton")

@@ -1,0 +1,215 @@
+"""Latent attention against a loop over heads, queries, and keys, and against transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
+
+from moesaic.facts.job.model import LatentConfig, RopeScaling
+from moesaic.nn.context import Context, Rotary
+from moesaic.nn.latent_attention import NORM_EPSILON, LatentAttention
+
+HIDDEN, HEADS, HEAD_DIM = 24, 3, 10
+LATENTS = [
+    LatentConfig(kv_lora_rank=7, qk_rope_head_dim=4, v_head_dim=6),
+    LatentConfig(kv_lora_rank=7, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=9),
+    LatentConfig(kv_lora_rank=7, qk_rope_head_dim=4, v_head_dim=10, q_lora_rank=9),
+    LatentConfig(kv_lora_rank=7, qk_rope_head_dim=4, v_head_dim=13),
+]
+YARN = RopeScaling(
+    kind="yarn", factor=40, original_max_positions=16, mscale=1.0, mscale_all_dim=0.7
+)
+
+
+def make(latent: LatentConfig, scaling: RopeScaling | None = None) -> LatentAttention:
+    layer = LatentAttention(0, HIDDEN, HEADS, HEAD_DIM, latent, scaling)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def make_context(batch: int, sequence: int, mask: Tensor | None = None) -> Context:
+    positions = torch.arange(sequence).expand(batch, -1)
+    context = Context(
+        Rotary.at_positions(positions, LATENTS[0].qk_rope_head_dim, 100.0, torch.float64)
+    )
+    context.mask = mask
+    return context
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean() + NORM_EPSILON).sqrt() * weight
+
+
+def rotate(x: Tensor, key_position: int) -> Tensor:
+    out = []
+    for pair in range(len(x) // 2):
+        angle = key_position * 100.0 ** (-2 * pair / len(x))
+        a, b = x[2 * pair], x[2 * pair + 1]
+        out += [
+            a * math.cos(angle) - b * math.sin(angle),
+            b * math.cos(angle) + a * math.sin(angle),
+        ]
+    return torch.stack(out)
+
+
+def oracle(layer: LatentAttention, x: Tensor, mask: Tensor) -> Tensor:
+    """Compute with loops; `mask` is [batch, queries, keys]."""
+    weight = dict(layer.named_parameters())
+    nope_dim = HEAD_DIM - layer.rope_dim
+
+    def queries(token: Tensor) -> Tensor:
+        if "q.weight" in weight:
+            return weight["q.weight"] @ token
+        latent_vector = norm(weight["q_down.weight"] @ token, weight["q_norm.weight"])
+        return weight["q_up.weight"] @ latent_vector
+
+    def result(row: Tensor, position: int, visible: Tensor) -> Tensor:
+        out = []
+        for head in range(HEADS):
+            q = queries(row[position])[head * HEAD_DIM :][:HEAD_DIM]
+            scores, values = [], []
+            for key_position in visible.nonzero().flatten().tolist():
+                kv_latent = weight["kv_down.weight"] @ row[key_position]
+                latent_vector = norm(kv_latent[: layer.latent_dim], weight["kv_norm.weight"])
+                size = nope_dim + layer.value_dim
+                kv = (weight["kv_up.weight"] @ latent_vector)[head * size :][:size]
+                score = q[:nope_dim] @ kv[:nope_dim]
+                score = score + rotate(q[nope_dim:], position) @ rotate(
+                    kv_latent[layer.latent_dim :], key_position
+                )
+                scores.append(score * layer.scale)
+                values.append(kv[nope_dim:])
+            out.append(torch.stack(scores).softmax(0) @ torch.stack(values))
+        return weight["o.weight"] @ torch.cat(out)
+
+    return torch.stack([
+        torch.stack([result(row, position, visible[position]) for position in range(len(row))])
+        for row, visible in zip(x, mask, strict=True)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("latent", LATENTS, ids=str)
+def test_equals_loop_over_heads_queries_and_keys(latent: LatentConfig, masked: bool) -> None:
+    layer = make(latent).double()
+    x = torch.randn(2, 6, HIDDEN, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    if masked:
+        mask[1, 4:, :3] = False
+    context = make_context(2, 6, mask[:, None] if masked else None)
+    cotangent = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
+    actual = []
+    for out in (layer(x, context), oracle(layer, x, mask)):
+        grads = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
+        actual.append([out, *grads])
+    for ours, expected in zip(*actual, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_no_tokens_give_zero_gradients() -> None:
+    layer = make(LATENTS[1]).double()
+    layer(torch.zeros(0, 6, HIDDEN, dtype=torch.float64), make_context(0, 6)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+PEER_NAMES = {
+    "q": "q_proj", "q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj",
+    "o": "o_proj",
+}  # fmt: skip
+
+
+def make_peer(latent: LatentConfig, scaling: RopeScaling | None) -> tuple[Any, Any]:
+    """Return the layer of transformers and its rotary embedding."""
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+    if scaling is not None:
+        parameters |= {
+            "rope_type": "yarn", "factor": scaling.factor, "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }  # fmt: skip
+    config = DeepseekV3Config(
+        hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS,
+        kv_lora_rank=latent.kv_lora_rank, q_lora_rank=latent.q_lora_rank,
+        v_head_dim=latent.v_head_dim, qk_rope_head_dim=latent.qk_rope_head_dim,
+        qk_nope_head_dim=HEAD_DIM - latent.qk_rope_head_dim,
+        rope_parameters=parameters, max_position_embeddings=640, rms_norm_eps=0.1,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return DeepseekV3Attention(config, 0), DeepseekV3RotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("latent", LATENTS, ids=str)
+def test_equals_transformers(latent: LatentConfig, scaling: RopeScaling | None) -> None:
+    ours, (peer, rotary) = make(latent, scaling), make_peer(latent, scaling)
+    peer_state = {
+        f"{PEER_NAMES[name.removesuffix('.weight')]}.weight": p
+        for name, p in ours.named_parameters()
+    }
+    peer.load_state_dict(peer_state)
+    x = torch.randn(2, 9, HIDDEN, requires_grad=True)
+    positions = torch.arange(9).expand(2, -1)
+    context = Context(
+        Rotary.at_positions(positions, latent.qk_rope_head_dim, 100.0, torch.float32, scaling)
+    )
+    causal_mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    cotangent = torch.randn(2, 9, HIDDEN)
+    output = ours(x, context)
+    peer_output = peer(x, rotary(x, positions), causal_mask)[0]
+    expected = torch.autograd.grad(peer_output, [x, *peer.parameters()], cotangent)
+    actual = torch.autograd.grad(output, [x, *ours.parameters()], cotangent)
+    by_name = dict(zip(["x", *(n for n, _ in peer.named_parameters())], expected, strict=True))
+    pairs = [
+        (output, peer_output),
+        *((g, by_name[n]) for n, g in zip(["x", *peer_state], actual, strict=True)),
+    ]
+    for a, b in pairs:
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+class ConcatCache:
+    """Cache of one layer."""
+
+    def __init__(self) -> None:
+        self.entries = torch.empty(0)
+
+    def extend(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append one tensor with one head."""
+        (part,) = new
+        assert layer == 0
+        self.entries = torch.cat((self.entries, part), 2) if self.entries.numel() else part
+        return (self.entries,)
+
+
+@pytest.mark.parametrize("chunk_sizes", [[5, 1, 1], [4, 3], [1] * 7], ids=str)
+@pytest.mark.parametrize("latent", LATENTS, ids=str)
+def test_latent_cache_equals_full_attention(latent: LatentConfig, chunk_sizes: list[int]) -> None:
+    layer = make(latent, YARN).double()
+    x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
+    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
+    mask[1, :, 2:, :2] = False  # left padding of a shorter prompt
+    whole = layer(x, make_context(2, 7, mask))
+    cache, actual, start = ConcatCache(), [], 0
+    for size in chunk_sizes:
+        end = start + size
+        context = make_context(2, 7, mask[:, :, start:end, :end])
+        rotary = context.rotary
+        context.rotary = Rotary(rotary.cosine[:, :, start:end], rotary.sine[:, :, start:end])
+        context.cache = cache
+        actual.append(layer(x[:, start:end], context))
+        start = end
+    torch.testing.assert_close(torch.cat(actual, 1), whole, rtol=1e-9, atol=1e-9)
+    assert cache.entries.shape == (2, 1, 7, latent.kv_lora_rank + latent.qk_rope_head_dim)

@@ -1,0 +1,257 @@
+"""Layer balancer: when replicas are planned anew, and when a policy runs at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+from moesaic.base.compiled import cached_njit, notify_on_compile
+from moesaic.base.errors import ConfigError
+from moesaic.facts.balance import BalanceProblem, IntArray
+from moesaic.facts.job import BalanceConfig
+from moesaic.facts.job.balance import YardstickConfig
+from moesaic.facts.plan import plan_from_job
+from moesaic.policy.balance import (
+    LayerBalancer,
+    assign_evenly,
+    compile_notice,
+    load_drift,
+    pro_prophet,
+    reason_not_to_balance,
+    should_balance,
+    use_local_replicas,
+)
+from moesaic.policy.balance.yardsticks import make_balancer, split_optimally
+from moesaic.testing.jobs import tiny_job
+
+LONG = {"data": {"sequence": 512}}
+SETTING = BalanceProblem(np.arange(8) // 2, 4, 1e4, 8.0, 1e9, 1e3, 1e3)
+
+
+def hot(expert: int, share: float = 0.5) -> IntArray:
+    """Return 1,000 routed tokens on each of four ranks; one expert has the fraction `share`."""
+    each = round(1000 * (1 - share) / 7)
+    counts = np.full((4, 8), each, np.int64)
+    counts[:, expert] = 1000 - 7 * each
+    return counts
+
+
+def replan(config: BalanceConfig, passes: list[IntArray]) -> list[list[list[int]]]:
+    """Return the replicas of each pass."""
+    balancer, found = LayerBalancer(config, SETTING), list[list[list[int]]]()
+    for counts in passes:
+        replicas = balancer.early_replicas().replicas
+        balance = balancer(counts)
+        if len(found) % 2:  # Planning early must not change the result.
+            balancer.plan_next()
+        assert np.array_equal(replicas, balance.replicas)
+        found.append(replicas.tolist())
+    return found
+
+
+def config(**values: object) -> BalanceConfig:
+    return BalanceConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"policy": "pro-prophet"}, {"policy": "eplb"}, {"policy": "quota", "prefetch": True}],
+)
+def test_replicas_are_replanned_only_when_loads_drift(
+    settings: dict[str, object],
+) -> None:
+    draw = np.random.default_rng(0)
+    still = [hot(2) + draw.integers(0, 30, (4, 8)) for _ in range(5)]
+    moved = [hot(5)] * 4
+    found = replan(config(**settings, replan_every=1000, replan_drift=0.1), still + moved)
+    assert found[0] == []
+    assert any(expert == 2 for expert, _ in found[1])
+    # The sixth pass does not know the new loads yet.
+    assert all(replicas == found[1] for replicas in found[1:6])
+    assert any(expert == 5 for expert, _ in found[6])
+    assert all(replicas == found[6] for replicas in found[6:])
+    assert found[1] != found[6]
+
+
+@pytest.mark.parametrize("drifted", [None, 0.9])
+def test_replicas_are_kept_for_replan_every_micro_batches(drifted: float | None) -> None:
+    passes = [hot(number % 8) for number in range(10)]
+    kept = replan(config(policy="eplb", replan_every=3, replan_drift=drifted), passes)
+    each = replan(config(policy="eplb"), passes)
+    assert kept[0] == []
+    assert kept[1:] == [each[1]] * 3 + [each[4]] * 3 + [each[7]] * 3
+    assert each[1] != each[4] != each[7]
+
+
+def test_replicas_are_replanned_every_time_by_default() -> None:
+    passes = [hot(number % 8) for number in range(6)]
+    found = replan(config(policy="pro-prophet"), passes)
+    wanted = [pro_prophet(counts, SETTING).replicas.tolist() for counts in passes]
+    assert found == [[], *wanted[:-1]]
+
+
+def test_current_tokens_are_split_over_kept_replicas() -> None:
+    lp = make_balancer(YardstickConfig(policy="lp", replan_every=9), SETTING)
+    eplb = LayerBalancer(config(policy="eplb", replan_every=9), SETTING)
+    for balancer, spread in ((lp, split_optimally), (eplb, assign_evenly)):
+        balancer(hot(2))
+        replicas = balancer.early_replicas().replicas
+        found = balancer(hot(2, 0.7))
+        assert found.rerouted.tolist() == spread(hot(2, 0.7), SETTING, replicas).rerouted.tolist()
+    prophet = LayerBalancer(config(policy="pro-prophet", replan_every=9), SETTING)
+    prophet(hot(2))
+    replicas = prophet.early_replicas().replicas
+    assert (
+        prophet(hot(3)).rerouted.tolist() == use_local_replicas(hot(3), replicas).rerouted.tolist()
+    )
+
+
+@pytest.mark.parametrize("policy", ["eplb", "faster-moe", "pro-prophet"])
+def test_replicas_that_do_not_pay_are_made_only_as_published(policy: str) -> None:
+    expensive = {
+        "faster-moe": {"overlaps": False, "latency_s": 1.0},  # FasterMoE's model ignores both.
+        # Pro-Prophet's model ignores this.
+        "pro-prophet": {"overlaps": True, "cpu_s_per_byte": 1.0},
+    }
+    setting = SETTING._replace(**expensive.get(policy, {"expert_bytes": 1e9}))
+    made = list[int]()
+    for settings in ({"as_published": True}, {}):
+        balancer = LayerBalancer(config(policy=policy, **settings), setting)
+        balancer(hot(2))
+        made.append(len(balancer(hot(2)).replicas))
+        cheap = LayerBalancer(config(policy=policy, **settings), SETTING)
+        cheap(hot(2))
+        assert len(cheap(hot(2)).replicas) > 0
+    assert made[0] > 0
+    assert made[1] == 0
+
+
+def test_early_replicas_are_rated_with_their_assigned_tokens() -> None:
+    """All tokens of the hottest expert are on its owner rank.
+
+    An assignment of local tokens only would save nothing, and replicas cost CPU time.
+    """
+    counts = np.full((4, 8), 50, np.int64)
+    counts[:, 2] = 0
+    counts[1, 2] = 1000
+    setting = SETTING._replace(cpu_s_per_byte=1e-8)
+    for early in (True, False):
+        balancer = make_balancer(YardstickConfig(policy="top-k-broadcast", prefetch=early), setting)
+        balancer(counts)
+        found = balancer(counts)
+        assert (len(found.replicas) > 0) == early
+        assert (found.rerouted[:, 3].sum() > 0) == early
+
+
+def test_drift_is_the_fraction_of_tokens_that_changed_expert() -> None:
+    one = np.array([[10, 0, 30], [10, 30, 20]])
+    assert load_drift(one, 3 * one) == 0.0
+    assert load_drift(one, one[::-1]) == 0.0  # Other ranks, but the same experts.
+    assert load_drift(one, np.array([[0, 10, 30], [0, 40, 20]])) == pytest.approx(0.2)
+    assert load_drift(np.zeros_like(one), np.zeros_like(one)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"policy": "eplb", "replan_drift": 0.1}, "drift = 0.1 with balance.replan_every = 1"),
+        ({"policy": "quota", "replan_every": 4}, "or set balance.prefetch = true"),
+        ({"policy": "pro-prophet", "max_replicas_sent": 2}, "max_replicas_sent = 2 with balance"),
+        ({"policy": "lp"}, '^tiny job: balance.policy = "lp" is a yardstick for replay; training '
+         "takes none, quota, pro-prophet, eplb or faster-moe$"),
+        ({"policy": "auto"}, 'balance.policy = "auto" is not known: give "none", "quota"'),
+        ({"num_broadcast_experts": 2}, "unknown key 'balance.num_broadcast_experts'"),
+    ],
+)  # fmt: skip
+def test_invalid_settings_are_rejected(values: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny_job(balance=values)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tables", "wanted", "why"),
+    [
+        ("quota", LONG, True, None),
+        ("quota", {"data": {"sequence": 8}}, False, "replicas pay off from 256"),
+        ("eplb", {"data": {"sequence": 8}}, True, None),
+        ("none", LONG, False, None),
+        ("quota", {"layout": {"ep": 1}}, False, None),
+        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["experts"]}}, False,
+         "LoRA adapters"),
+        ("quota", {**LONG, "finetune": {"method": "lora", "targets": ["attention"]}}, True, None),
+    ],
+)  # fmt: skip
+def test_conditions_under_which_a_policy_runs(
+    policy: str, tables: dict[str, object], wanted: bool, why: str | None
+) -> None:
+    job = tiny_job(**{"layout": {"ep": 2}, **tables, "balance": {"policy": policy}})
+    assert should_balance(job, plan_from_job(job, 2)) is wanted
+    reason = reason_not_to_balance(job, plan_from_job(job, 2))
+    assert reason is None if why is None else why in str(reason)
+
+
+def test_no_policy_runs_without_replica_slots() -> None:
+    """Deciding on no replicas would take as long as on any."""
+    for policy in ("quota", "eplb"):
+        tables = {"layout": {"ep": 2}, **LONG}
+        job = tiny_job(**tables, balance={"policy": policy, "max_replicas": 0})
+        assert not should_balance(job, plan_from_job(job, 2))
+        reason = reason_not_to_balance(job, plan_from_job(job, 2))
+        assert reason == "balance.max_replicas = 0 leaves no room for replicas"
+        room = tiny_job(**tables, balance={"policy": policy, "max_replicas": 1})
+        assert should_balance(room, plan_from_job(room, 2))
+    none = tiny_job(**tables, balance={"policy": "none", "max_replicas": 0})
+    assert reason_not_to_balance(none, plan_from_job(none, 2)) is None
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_replicas_that_do_not_fit_under_attention_are_sent_earlier(follows: bool) -> None:
+    settings = config(policy="faster-moe", prefetch=True)
+    balancer = LayerBalancer(
+        settings, SETTING._replace(dense_compute_s=2e-6), follows_expert_layer=follows
+    )
+    balancer(hot(2))
+    early = balancer.early_replicas()
+    assert len(early.replicas) == 3  # The owner sends two of them in that time.
+    assert (
+        early.prefetched is not None and early.prefetched.tolist() == [False, False, True]
+    ) == follows
+    found = balancer(hot(2))
+    assert (found.prefetched is None) != follows
+    if found.prefetched is not None and early.prefetched is not None:
+        early_pairs = found.replicas[found.prefetched]
+        assert early_pairs.tolist() == early.replicas[early.prefetched].tolist()
+
+
+def test_compilations_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback runs before a compilation, not for cached functions, and knows if it can be
+    cached."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    for expected in ([True], []):
+        begun, function = list[bool](), cached_njit(double)
+        with notify_on_compile(begun.append):
+            assert function(4) == 8
+            assert function(5) == 10
+        assert begun == expected
+    without = numba.njit
+
+    def nowhere(cache: object = False) -> object:
+        if isinstance(cache, bool) and cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return without(cache)
+
+    monkeypatch.setattr("moesaic.base.compiled.njit", nowhere)
+    function = cached_njit(double)
+    for expected in ([False], []):
+        begun = []
+        with notify_on_compile(begun.append):
+            assert function(4) == 8
+        assert begun == expected
+    assert "at each start" in compile_notice(is_cached=False)

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moesaic.base.config import parse
+from moesaic.base.errors import ConfigError
+from moesaic.facts.job import Job, LayoutConfig, ModelConfig
+from moesaic.facts.job.model import PRESETS
+from moesaic.facts.plan import plan_from_layout
+from moesaic.models.hf.config import config_text
+from moesaic.models.tokenizer import open_tokenizer
+from moesaic.testing.chat_templates import write_tokenizer
+from moesaic.train.job_file import apply_plan, check_inputs, load_job
+
+JOB = """# what a person wrote
+[model]
+{model}
+
+[data]
+path = "text.txt"
+sequence = 16
+
+[train]
+steps = 2
+batch = 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    return tmp_path
+
+
+def write(model: str = 'preset = "tiny-olmoe"') -> Path:
+    Path("job.toml").write_text(JOB.format(model=model))
+    return Path("job.toml")
+
+
+def write_model(directory: str = "hf", **changes: object) -> ModelConfig:
+    model = parse(ModelConfig, {**PRESETS["tiny-mixtral"], **changes}, "preset")
+    Path(directory).mkdir()
+    Path(directory, "config.json").write_text(config_text(model, "float32"))
+    return model
+
+
+def refusal(*sets: str, model: str = 'preset = "tiny-olmoe"') -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(load_job(write(model), sets).job, "job.toml")
+    return str(caught.value)
+
+
+def test_a_job_keeps_its_text_and_sets() -> None:
+    text = write().read_text()
+    loaded = load_job(Path("job.toml"))
+    assert (loaded.text, loaded.warnings) == (text, [])
+    loaded = load_job(Path("job.toml"), ["train.steps=3", "data.path=a\nb"])
+    assert loaded.job.train.steps == 3
+    assert loaded.text == f"{text.rstrip()}\n\n# --set train.steps=3\n# --set data.path=a\n# b\n"
+
+
+def test_from_takes_the_model_and_names_the_source(place: Path) -> None:
+    model = write_model(rope_theta=12345.0)
+    loaded = load_job(write('from = "hf"\nmax_positions = 64\ninit_std = 0.5'))
+    assert loaded.job.source == str(place / "hf")
+    assert loaded.job.model == model.model_copy(update={"max_positions": 64, "init_std": 0.5})
+    again = parse(Job, json.loads(loaded.job.to_json()), "job.json")
+    assert again == loaded.job
+
+
+def test_unknown_keys_of_config_json_warn() -> None:
+    write_model()
+    raw = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps({**raw, "mystery": 1}))
+    (warning,) = load_job(write('from = "hf"')).warnings
+    assert "mystery" in warning
+
+
+def test_settings_without_effect_warn() -> None:
+    loaded = load_job(write('preset = "tiny-dense"'), ["routing.z_loss=0.1"])
+    assert loaded.warnings == ["routing.z_loss has no effect: the model is dense"]
+
+
+@pytest.mark.parametrize("preset", ["tiny-olmoe", "tiny-dense", "tiny-deepseek"])
+def test_explicit_defaults_do_not_warn(preset: str) -> None:
+    """Load the output of a dry run as a job file."""
+    first = load_job(write(f'preset = "{preset}"'))
+    Path("whole.toml").write_text(first.job.to_toml())
+    again = load_job(Path("whole.toml"))
+    assert again.job == first.job
+    assert again.warnings == first.warnings == []
+
+
+@pytest.mark.parametrize(("ep", "keys"), [(2, []), (1, ["chunks", "overlap_local"])])
+def test_settings_without_effect_under_a_plan_warn(ep: int, keys: list[str]) -> None:
+    """Warn only about settings of the job, not about those the plan adds."""
+    write()
+    text = "\n[layout]\noverlap_local = false\nchunks = 1\n"
+    Path("job.toml").write_text(Path("job.toml").read_text() + text)
+    alone = load_job(Path("job.toml"))
+    sentence = "layout.{} has no effect: layout.ep = 1 dispatches no tokens"
+    assert alone.warnings == [sentence.format(key) for key in ("overlap_local", "chunks")]
+    dispatch = "dedup" if ep > 1 else "all_to_all"
+    layout = LayoutConfig(ep=ep, dispatch=dispatch)
+    plan = plan_from_layout(layout, alone.job.model, 2)
+    Path("plan.json").write_text(plan.to_json())
+    loaded = apply_plan(alone, Path("plan.json"))
+    assert sorted(loaded.warnings) == [sentence.format(key) for key in keys]
+
+
+def test_settings_that_a_plan_overrides_warn() -> None:
+    path = write()
+    Path("job.toml").write_text(path.read_text() + "\n[layout]\nep = 2\noverlap_local = true\n")
+    alone = load_job(path)
+    plan = plan_from_layout(LayoutConfig(ep=2, chunks=4), alone.job.model, 2)
+    Path("plan.json").write_text(plan.to_json())
+    (warning,) = apply_plan(alone, Path("plan.json")).warnings
+    assert warning == (
+        "--plan 'plan.json' overrides the job: layout.overlap_local = false, not true"
+    )
+    with pytest.raises(
+        ConfigError, match=r"--set layout.overlap_local=true beside --plan 'plan.json'"
+    ):
+        apply_plan(alone, Path("plan.json"), ["layout.overlap_local=true"])
+
+
+@pytest.mark.parametrize("pinned", ["auto", "torch", "triton", "fp8"])
+@pytest.mark.parametrize("planned", ["auto", "torch", "triton"])
+def test_a_plan_with_auto_kernels_leaves_them_to_the_job(pinned: str, planned: str) -> None:
+    """Obey a plan that names kernels, except for fp8; the job may name the same ones."""
+    path, sets = write(), [f'kernels.grouped_mm="{pinned}"'] * (pinned != "auto")
+    plan = plan_from_layout(LayoutConfig(), load_job(path).job.model, 1)
+    plan = plan.model_copy(update={"grouped_mm": planned})
+    Path("plan.json").write_text(plan.to_json())
+    if pinned == "auto" or planned in ("auto", pinned):
+        loaded = apply_plan(load_job(path, sets), Path("plan.json"), sets)
+        assert loaded.plan is not None
+        expected = pinned if planned == "auto" else planned
+        assert loaded.plan.grouped_mm == loaded.job.kernels.grouped_mm == expected
+    else:
+        with pytest.raises(ConfigError, match="grouped_mm = "):
+            apply_plan(load_job(path, sets), Path("plan.json"), sets)
+
+
+def test_a_model_that_cannot_be_exported_warns() -> None:
+    (warning,) = load_job(write('preset = "tiny-mixtral"\nrenormalise = false')).warnings
+    assert warning.startswith("this model cannot be exported to a Hugging Face directory: ")
+
+
+def test_invalid_values_of_from() -> None:
+    write_model()
+    Path("empty").mkdir()
+    give = "give a Hugging Face model directory"
+    assert refusal(model='from = "no"') == f'job.toml: model.from = "no" is no directory: {give}'
+    assert refusal(model='from = "empty"') == (
+        f'job.toml: model.from = "empty" holds no config.json: {give}'
+    )
+    assert refusal(model="from = 3") == f"job.toml: model.from = 3 is not a string: {give}"
+    remedy = (
+        "the directory defines the model, remove one of the two "
+        "(only init_std and max_positions may stand beside it)"
+    )
+    assert refusal(model='from = "hf"\nhidden = 64') == (
+        f'job.toml: model.from = "hf" and model.hidden = 64: {remedy}'
+    )
+    assert refusal(model='preset = "tiny-olmoe"\nfrom = "hf"') == (
+        f'job.toml: model.from = "hf" and model.preset = "tiny-olmoe": {remedy}'
+    )
+
+
+def test_a_resumed_run_supplies_the_model_of_a_missing_directory(place: Path) -> None:
+    """Only the run that began with the directory supplies the model, and only to resume."""
+    model = write_model()
+    path, run = write('from = "hf"\nmax_positions = 64'), place / "run"
+    run.mkdir()
+    (run / "job.json").write_text(load_job(path).job.to_json())
+    Path("hf").rename("elsewhere")
+    loaded = load_job(path, run=run)
+    assert loaded.job.model == model.model_copy(update={"max_positions": 64})
+    assert loaded.job.source == str(place / "hf")
+    (warning,) = loaded.warnings
+    assert warning == (
+        f"job.toml: model.from = \"hf\" is no directory any more: taking the model from '{run}'"
+    )
+    for sets, given in (([], None), ([], place), (['model.from="other"'], run)):
+        with pytest.raises(ConfigError, match="is no directory: give"):
+            load_job(path, sets, given)
+
+
+def test_from_a_run_checkpoint_or_adapter() -> None:
+    for name, mark in (("run", "job.json"), ("step", "COMMIT"), ("lora", "adapter_config.json")):
+        Path(name).mkdir()
+        Path(name, mark).write_text("{}")
+    for name in ("run", "step"):
+        assert refusal(model=f'from = "{name}"') == (
+            f'job.toml: model.from = "{name}" holds no config.json, as it is a run or a '
+            f"checkpoint: write its model out (moesaic convert {name} --out DIR), and give DIR"
+        )
+    assert refusal(model='from = "lora"') == (
+        'job.toml: model.from = "lora" holds no config.json, as it is an adapter, which holds no '
+        "model of its own: give the merged model (for a run of moesaic: moesaic convert RUN "
+        "--out DIR)"
+    )
+
+
+def test_from_takes_the_tokenizer() -> None:
+    write_model(vocab=320)
+    write_tokenizer(Path("hf"))
+    write_tokenizer(Path("other"))
+    loaded = load_job(write('from = "hf"'), ["data.end_token=<|end|>"])
+    assert (loaded.job.data.tokenizer, loaded.warnings) == ("hf", [])
+    assert json.loads(loaded.job.to_json())["data"]["tokenizer"] == "hf"
+    check_inputs(loaded.job, "job.toml")
+    loaded = load_job(write('from = "hf"'), ["data.tokenizer=other"])
+    assert (loaded.job.data.tokenizer, loaded.warnings) == ("other", [])
+    loaded = load_job(write('from = "hf"'), ["data.tokenizer=bytes"])
+    assert loaded.job.data.tokenizer == "bytes"
+    assert loaded.warnings == [
+        'job.toml: model.from = "hf" has a tokenizer, and data.tokenizer = "bytes" is another: its '
+        "ids mean other text than those the model was trained on, and an export would replace the "
+        "model's own tokenizer by it; remove data.tokenizer to train with the model's"
+    ]
+
+
+def test_from_without_a_supported_tokenizer() -> None:
+    write_model(vocab=320)
+    loaded = load_job(write('from = "hf"'))
+    assert (loaded.job.data.tokenizer, loaded.warnings) == ("bytes", [])
+    for name, data in open_tokenizer("bytes").files().items():  # As exported by a run on bytes.
+        Path("hf", name).write_bytes(data)
+    for sets in ((), ("data.tokenizer=bytes",)):
+        loaded = load_job(write('from = "hf"'), sets)
+        assert (loaded.job.data.tokenizer, loaded.warnings) == ("bytes", [])
+    for text in ("{}", "[]", "nonsense"):
+        Path("hf/tokenizer.json").write_text(text)
+        assert "tokenizer.json' is not a tokenizer" in refusal(model='from = "hf"')
+    Path("hf/tokenizer.json").unlink()
+    Path("hf/tokenizer.model").write_text("pieces")
+    (warning,) = load_job(write('from = "hf"')).warnings
+    assert 'has a tokenizer, and data.tokenizer = "bytes" is another' in warning
+    assert "save that (tokenizer.model) as tokenizer.json" in warning
+
+
+def test_a_resumed_run_keeps_its_tokenizer() -> None:
+    """Its source directory may be gone."""
+    write_model(vocab=320)
+    write_tokenizer(Path("hf"))
+    runs = {name: Path(name) for name in ("of-bytes", "of-file")}
+    for run in runs.values():
+        sets = ["data.tokenizer=bytes"] if run.name == "of-bytes" else []
+        run.mkdir()
+        (run / "job.json").write_text(load_job(write('from = "hf"'), sets).job.to_json())
+    write_tokenizer(Path("of-file/tokenizer"))
+    found = {
+        name: load_job(write('from = "hf"'), (), run).job.data.tokenizer
+        for name, run in runs.items()
+    }
+    assert found == {"of-bytes": "bytes", "of-file": "hf"}
+    shutil.rmtree("hf")
+    loaded = load_job(write('from = "hf"'), (), runs["of-file"])
+    assert loaded.job.data.tokenizer == "of-file/tokenizer"
+    assert load_job(write('from = "hf"'), (), runs["of-bytes"]).job.data.tokenizer == "bytes"
+
+
+def test_source_is_not_for_files() -> None:
+    assert refusal("source=hf") == (
+        "job.toml: 'source' is not a key of a job: write from = DIR in [model]"
+    )
+
+
+def test_missing_inputs(place: Path) -> None:
+    Path("tok").mkdir()
+    where = f"give a file, a directory or a glob, relative to {place}"
+    for key in ("data.path", "data.validation_path"):
+        assert refusal(f"{key}=no.txt") == f'job.toml: {key} = "no.txt" does not exist: {where}'
+        assert refusal(f"{key}=*.md") == f'job.toml: {key} = "*.md" matches no file: {where}'
+    assert refusal("data.tokenizer=no") == (
+        'job.toml: data.tokenizer = "no" does not exist: '
+        'give "bytes", a tokenizer.json, or the directory that holds one'
+    )
+    Path("tokenizer.json").write_text("{}")
+    assert "tokenizer.json' is not a tokenizer" in refusal("data.tokenizer=tokenizer.json")
+    assert "holds no tokenizer.json" in refusal("data.tokenizer=tok")
+    assert refusal("model.vocab=256") == (
+        "job.toml: model.vocab = 256 is less than the 257 ids of "
+        'data.tokenizer = "bytes": set model.vocab = 320 (any number from 257), or choose another '
+        "tokenizer"
+    )
+    assert refusal("routing.replay=no") == (
+        'job.toml: routing.replay = "no" does not exist: give a file written by routing.record'
+    )
+    assert refusal("log.wandb=mine") == (
+        'job.toml: log.wandb = "mine" needs the package wandb: '
+        "pip install 'moesaic[wandb]', or remove the key"
+    )
+
+
+def test_existing_inputs(place: Path) -> None:
+    for name, content in open_tokenizer("bytes").files().items():
+        Path(name).write_bytes(content)
+    sets = ["data.tokenizer=tokenizer.json", "data.path=*.txt", f"data.validation_path={place}"]
+    check_inputs(load_job(write(), sets).job, "job.toml")
