@@ -328,8 +328,8 @@ def grouped_wgrad(
     accumulate: bool = False,
     backend: GroupedMM = "torch",
 ) -> None:
-    """Write left[s].T @ right[s] to out[s] for every slot s, or add it if `accumulate`. Slots
-    without rows count as zero."""
+    """Write left[s].T @ right[s] to out[s] for every slot s, or add it if `accumulate`. A slot
+    without rows gets zeros, or keeps its values if `accumulate`."""
     _check_no_grad(left, right)
     torch.ops.moesaic.grouped_wgrad.default(left, right, counts, out, accumulate, backend)
 
@@ -365,9 +365,9 @@ def describe_backend(
 
 
 def _uses_torch_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether `F.grouped_mm` multiplies these: bf16 on a GPU. On a CPU it is a loop too."""
+    """Return whether `F.grouped_mm` multiplies these: bf16 on a GPU. On a CPU it only loops."""
     narrow = rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
-    # It needs rows of whole 16 bytes, which a LoRA rank may not give.
+    # It needs 16-byte-aligned rows; a LoRA rank that is not a multiple of 8 has none.
     return narrow and not any(extent % 8 for extent in weight.shape[1:])
 
 

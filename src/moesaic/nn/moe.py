@@ -29,11 +29,12 @@ class Balancer(Protocol):
         """Return the replicas of this step, without rerouted rows."""
 
     def plan_next(self) -> None:
-        """Choose the next step's replicas, if it is early; overlaps the exchange of tokens."""
+        """Choose the next step's replicas, if the policy prefetches; overlaps the exchange of
+        tokens."""
 
     def __call__(self, counts: IntArray) -> BalanceDecision:
-        """Return the decision for the row counts, [ranks, experts]; an early policy keeps its
-        replicas."""
+        """Return the decision for the assignment counts, [ranks, experts]; a prefetching policy
+        keeps its replicas."""
 
     def set_owners(self, owners: IntArray) -> None:
         """Set the owner rank of each expert, [experts]."""
@@ -59,9 +60,10 @@ class MoE(nn.Module):
         self.balancer: Balancer | None = None
         """Balancing policy; None: every row is computed on its expert's owner rank."""
         self.next_layers: tuple[MoE, ...] = ()
-        """Next MoE layer, if any; its replicas may be prefetched under this layer's experts."""
+        """Next MoE layer, if any; its replicas may be prefetched under this layer's experts. A
+        tuple, so that `nn.Module` does not register it."""
         self.clock: Clock | None = None
-        """Clock of training: time of the experts, and time that replicas block this rank."""
+        """Timer of training: seconds of the experts, and seconds that replicas block this rank."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return the output of the layer, in the shape of `x`."""
@@ -100,7 +102,8 @@ class MoE(nn.Module):
             self.dispatcher.num_computations, replicas, clock
         ) as compute:
             combined = tp.reduce_scatter(dispatch.run_experts(compute)).view(x.shape)
-        if counts.token_slots is not None:  # Experts compute while the host launches this.
+        # Counts on the device: this launches kernels, so do it while the experts compute.
+        if counts.token_slots is not None:
             report()
         return combined if shared is None else combined + shared
 
@@ -117,7 +120,7 @@ class MoE(nn.Module):
             self.balancer.set_owners(placement.slot_of_expert // placement.slots_per_rank)
 
     def _active_balancer(self, context: Context) -> Balancer | None:
-        """Return the balancer in training; its statistics exclude evaluation."""
+        """Return the balancer; None in evaluation, which never uses replicas."""
         return self.balancer if context.training else None
 
     def _decide_balance(self, counts: DispatchCounts, context: Context) -> BalanceDecision | None:
@@ -132,7 +135,8 @@ class MoE(nn.Module):
         return balancer(counts.counts_RE[ep_ranks].numpy())
 
     def start_replicas(self, context: Context, dtype: torch.dtype) -> None:
-        """Start to send replicas that are chosen before counts are known, or those not yet sent.
+        """Send the replicas of a prefetching policy: all, or those that the previous layer has not
+        sent yet.
 
         The transfer overlaps whatever is computed until the experts.
         """

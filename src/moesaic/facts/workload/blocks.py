@@ -55,8 +55,8 @@ def workload(
     order of micro-batches are not included.
 
     Args:
-        job: the job as the plan changes it (`facts.plan.job_under_plan`); only the job decides
-            recomputation here.
+        job: the job with the plan's settings (`facts.plan.job_under_plan`); recomputation is read
+            from it, not from `plan`.
         plan: placement of the model on ranks.
         rank: the rank.
         loads: one load per expert layer of the whole model, as `loads.expert_counts` takes it; None
@@ -125,12 +125,13 @@ class _BlockBuilder:
         width = 0 if is_moe else model.ffn_width(layer)
         has_own_load = self.loads is not None or bool(self.plan.expert_placement_by_layer)
         own_load = layer if is_moe and has_own_load else None
-        # FSDP prefetches the layer before the first trainable one.
+        # Layers differ only by their place: far before, just before (FSDP prefetches it), at, or
+        # after the first trainable layer.
         from_first = max(-2.0, min(layer - first, 1.0))
         return is_moe, width, own_load, from_first
 
     def blocks(self, name: str) -> Iterator[Block]:
-        """Yield the workload's blocks of the model's block `name`: two for a layer, else one."""
+        """Yield the parts of the model's block `name`: two for a decoder layer, else one."""
         model, recompute = self.job.model, self.job.train.recompute
         sizes_and_rank = self.sizes, self.plan, self.rank
         if name == "embed":

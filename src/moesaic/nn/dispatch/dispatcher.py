@@ -46,7 +46,8 @@ from moesaic.nn.router import NO_EXPERT
 class DispatchCounts:
     """Assignments of one layer and micro-batch; R ranks, C chunks, K choices, E experts.
 
-    Tensors but `experts_TK` are on the host, or with the tokens if `token_slots` is set.
+    All tensors except `experts_TK` are on the host, or on the tokens' device if counted there
+    (`token_slots` is set).
     """
 
     experts_TK: Tensor
@@ -103,7 +104,7 @@ class TokenSlots:
 
 
 class Dispatcher:
-    """Token dispatch of one layer, without parameters."""
+    """Token dispatch of one layer. It has no trainable tensors."""
 
     def __init__(
         self,
@@ -168,8 +169,8 @@ class Dispatcher:
     ) -> DispatchCounts:
         """Count assignments over all ranks, and in training drop those beyond capacity.
 
-        A single rank counts on its device, without a wait of the host, if choices are complete and
-        the matmul kernels allow it.
+        A single rank counts on its device, without a host sync, if choices are complete and the
+        matmul kernels allow it.
 
         Args:
             experts_TK: chosen experts of this rank's tokens.
@@ -311,7 +312,8 @@ class Dispatcher:
     ) -> Iterator[ExpertInputs]:
         """Yield the inputs of this rank's own experts in pieces with equal numbers of rows.
 
-        Most slots fall into one piece. The permutation is built when the first piece is requested.
+        A piece may end within a slot; most slots lie in one piece. The permutation is built when
+        the first piece is requested.
         """
         local = self.groups.local_slots(num_slots)
         slots_TK = torch.where(is_local_TK, slots_TK - local.start, len(local))
@@ -365,7 +367,7 @@ class _Destinations(NamedTuple):
 
     @property
     def num_counts(self) -> int:
-        """Counts that a rank gathers."""
+        """Number of counts that each rank contributes to the all-gather."""
         return sum(self.sizes)
 
     def dedup_traffic(self, counts_R: Tensor) -> list[DedupTraffic]:

@@ -110,7 +110,7 @@ class ExpertBank(nn.Module):
         results: Tensor
         arena_grad.backend = self.grouped_mm(tokens.dtype)
         if self.adapters is None:
-            if replicas is not None:  # Counts cover the rank with the most replicas.
+            if replicas is not None:  # `counts` is padded to the most replicas of any rank.
                 num_slots = len(arena) + len(replicas)
                 permutation = permutation._replace(counts=permutation.counts[:num_slots])
             apply = GatedExperts.apply if torch.is_grad_enabled() else gated_experts

@@ -1,20 +1,19 @@
-"""quota: moesaic's own policy, with few replicas, placed where tokens are, and an exact number of
-tokens each.
+"""quota: moesaic's own policy: few replicas, on ranks that already hold many of the expert's
+tokens. Each replica takes a fixed number of tokens, its quota.
 
-A greedy search adds replicas one by one. The busiest rank hands over its excess above the mean,
-from its largest expert, to the rank that saves most by it. Savings are computing of the busiest
-rank, and traffic of the receiver's own tokens. Four strategies differ in the tokens that a receiver
-takes:
+A greedy search adds replicas one by one. Each step takes the rank with the most tokens and its
+largest expert. It gives a replica to the rank where that shortens the layer most: the busiest rank
+computes less, and the receiver keeps its own tokens. Four strategies differ in the tokens that a
+receiver takes:
 
 - up to the mean: least work, where replicas are cheap
 - half of the difference: fewest replicas
-- up to the mean, plus its own experts' tokens that it can hand on: each owner sends few replicas,
-  and many owners send at once
+- more than the mean, if the receiver can pass its own experts' tokens on to a third rank
 - local tokens: they relieve the rank that sends or receives most
 
 With local tokens, a rank computes all its own tokens of one expert; the pair with the largest net
-saving is chosen. The cost model rates each state, and the best state of all strategies wins. If
-balancing cannot pay, there are no replicas.
+saving is chosen. The cost model rates the replicas after each addition, and the best of all
+strategies wins. If balancing cannot pay, there are no replicas.
 """
 
 from __future__ import annotations
@@ -37,14 +36,15 @@ _MIN_SPEEDUP = 1.01
 """Smallest speedup for which replicas are made."""
 
 _MAX_SEARCH_FRACTION, _SEARCH_S_PER_ENTRY = 0.01, 4e-9
-"""Fraction of a layer's time that the search for local tokens may take, and its seconds per
-replica, for each rank and each expert."""
+"""Fraction of a layer's time that the search for local tokens may take; search seconds per replica,
+divided by (ranks + experts)."""
 _MAX_SEARCH_ENTRIES = 1 << 16
-"""Ranks times experts beyond which local tokens are not searched."""
+"""Largest ranks * experts for which the local-token strategy is tried."""
 
 
 def quota(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
-    """Return the fastest state of all strategies, from tokens on owner ranks to equal loads."""
+    """Return the decision with the lowest predicted layer time over all strategies; no replicas if
+    it saves less than 1%."""
     on_owners = count_rank_tokens(counts, setting.owners, no_replicas())
     unbalanced_s = layer_times_from_tokens(
         on_owners, *count_replica_transfers(no_replicas(), setting), setting
@@ -66,7 +66,8 @@ def quota(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
 def assign_to_replicas(
     counts: IntArray, setting: BalanceProblem, replicas: IntArray
 ) -> BalanceDecision:
-    """Return the best assignment of tokens to existing replicas, which cost nothing any more."""
+    """Return the best assignment of tokens to replicas that were already sent. Their transfer is
+    not charged."""
     if not len(replicas):
         return no_replicas()
     from moesaic.policy.balance import quota_search
