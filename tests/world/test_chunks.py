@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import Outcome, assert_same, outcome
-from test_visits import DROPS, PLACEMENT, TP_SIZES
+from test_dedup import DROPS, PLACEMENT, TP_SIZES
 
 from moesaic.dist.all_to_all import Transport, Work
 from moesaic.dist.world import World

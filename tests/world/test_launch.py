@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,22 +48,33 @@ GO_ON = (
 )
 
 
+_started: list[subprocess.Popen[str]] = []
+"""Processes of the running test."""
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "text.txt").write_text("words and more words " * 40)
     (tmp_path / "job.toml").write_text(JOB)
-    return tmp_path
+    yield tmp_path
+    for process in _started:  # A failed test leaves its run, which may be endless.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    _started.clear()
 
 
 def start(
     place: Path, *flags: str, module: str = "moesaic", file_limit: int | None = None
 ) -> subprocess.Popen[str]:
     limit = ["prlimit", f"--fsize={file_limit}"] if file_limit else []
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*limit, sys.executable, "-m", *module.split(), "train", "job.toml", *flags],
         cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
+    _started.append(process)
+    return process
 
 
 def ranks_of(parent: int) -> list[int]:

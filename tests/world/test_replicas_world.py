@@ -179,7 +179,7 @@ def leave_unneeded(world: World, job: Job) -> list[Any]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_guests_without_rows_are_received(ranks: RankPool, recompute: bool) -> None:
+def test_replicas_without_rows_are_received(ranks: RankPool, recompute: bool) -> None:
     """Where a layer is computed again, nothing behind its last product is: what nobody receives
     would stay in memory, or stand in the way of what comes after it."""
     tables = {"train": {"recompute": recompute}}
