@@ -156,7 +156,7 @@ def _tiles(headline: dict[str, Any]) -> str:
 def _findings(headline: dict[str, Any]) -> str:
     findings = headline["findings"]
     if all(finding["severity"] == "note" for finding in findings) and headline["step"]:
-        text = "No dead or hot experts, loss spikes, slow steps or failed saves."
+        text = "No problem and no warning was found."
         clear = {"severity": "clear", "title": "Nothing needs attention", "text": text}
         findings = [clear, *findings]
     items = "".join(

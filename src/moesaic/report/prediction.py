@@ -37,7 +37,7 @@ def read_prediction(
     plan: Mapping[str, Any], launches: Sequence[Launch], steps: Steps, ranks: Sequence[RankStats]
 ) -> Prediction | None:
     """Return the prediction; None if nothing was predicted or no step was taken."""
-    if plan.get("predictions") is None or not launches:
+    if not isinstance(plan.get("predictions"), dict) or not launches:
         return None
     try:
         predicted = parse(Predictions, plan["predictions"], "plan.json")
