@@ -27,7 +27,7 @@ from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import check_backend
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import LOW_PRECISION
+from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.train import loss_scale
 from moesaic.train.assemble import DTYPES, assemble
 from moesaic.train.data import TextData
@@ -111,13 +111,13 @@ def _train(
     if replay is not None:
         replay.check_steps(first_step)
     run = assemble(job, plan, world, source, counters, progress.message)
-    plan, run.replay = run.plan, replay
+    plan, run.routing_replay = run.plan, replay
     if origin is not None:
         _set_resume_point(Path(origin), out, world, progress)
     with ExitStack() as stack:
         if job.routing.record:
             record_path = Path(job.routing.record)
-            run.recorder = stack.enter_context(
+            run.routing_recorder = stack.enter_context(
                 open_recorder(record_path, world, data.digest, first_step)
             )
         write_run_metadata(out, loaded.text, job, plan, world, data.tokenizer)
@@ -357,8 +357,8 @@ class _Session:
             with ExitStack() as stack:
                 stack.callback(self.run.close)
                 stack.callback(self.record.close)
-                if self.run.recorder is not None:
-                    stack.callback(self.run.recorder.flush)
+                if self.run.routing_recorder is not None:
+                    stack.callback(self.run.routing_recorder.flush)
                 stack.callback(self.saver.abandon)
         except (OSError, StoreError):
             if kind is None:
@@ -414,8 +414,8 @@ class _Session:
 
     def _save(self) -> None:
         self.record.flush()
-        if self.run.recorder is not None:
-            self.run.recorder.flush()
+        if self.run.routing_recorder is not None:
+            self.run.routing_recorder.flush()
         facts = {
             "job": self.job.model_dump(mode="json"), "plan": self.run.plan.decisions(),
             "data": self.data.digest,
