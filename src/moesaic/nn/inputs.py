@@ -72,7 +72,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What all blocks of a model know of one micro-batch. A block returns the rest in its report.
+    """Inputs of one micro-batch, the same for all blocks. A block returns the rest in its report.
 
     FSDP copies dataclasses among a module's inputs, so nothing here may be changed in place.
     """
