@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moesaic.base.errors import ConfigError
 from moesaic.dist.probe.timing import time_call
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.facts.plan import block_names
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import describe_backend, matmul
@@ -251,7 +251,7 @@ class ExpertLayerBenchmark:
         self,
         model: ModelConfig,
         device: torch.device,
-        backend: Literal["auto"] | GroupedMM = "auto",
+        backend: Literal["auto"] | MatmulBackend = "auto",
         weights: str = "fp32",
     ) -> None:
         """Create the layer with weights of dtype `weights`; `backend` selects the GPU kernels."""

@@ -8,7 +8,7 @@ import torch
 
 from moesaic.base.errors import ConfigError
 from moesaic.dist.state import PRECISIONS
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.models.hf.origin import Origin
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
@@ -19,7 +19,7 @@ def load_model(
     origin: Origin,
     device: torch.device,
     precision: str = "keep",
-    grouped_mm: Literal["auto"] | GroupedMM = "auto",
+    grouped_mm: Literal["auto"] | MatmulBackend = "auto",
 ) -> LanguageModel:
     """Return the model of `origin` on `device`, filled tensor by tensor.
 
