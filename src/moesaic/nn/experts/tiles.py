@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused, threads
-from moesaic.kernels.cpu_gemm import is_memory_bound
+from moesaic.kernels.cpu_gemv import is_memory_bound
 from moesaic.kernels.grouped_mm import grouped_mlp, grouped_mm, grouped_swiglu, grouped_wgrad
 from moesaic.nn.dispatch.permute import Permutation
 
