@@ -9,7 +9,7 @@ import torch.distributed as dist
 from layouts import SIGMOID, plain, put_together, worst_element
 
 from moesaic.base.errors import StoreError
-from moesaic.dist.state import EXPERT_ROWS, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.transfer import PeerSource
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
@@ -79,7 +79,7 @@ def convert_state(world: World, first: dict[str, Any], then: dict[str, Any]) -> 
         return str(error)
     finally:
         run.close()
-    names = {shard.key for shard in again.state().shards if shard.kind == EXPERT_ROWS}
+    names = {shard.key for shard in again.state().shards if shard.kind == EXPERT_TOKENS}
     again.close()
     return sorted(names)
 

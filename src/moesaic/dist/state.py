@@ -24,9 +24,9 @@ ROOT_CODES, ROOT_SCALES = "second_moment_root_codes", "second_moment_root_scales
 """8-bit moments: a code per element and a scale per block of a row; the root of the second moment.
 """
 
-EXPERT_ROWS = "rows"
+EXPERT_TOKENS = "expert_tokens"
 """Tokens per expert of a layer since the last placement decision; not a model tensor."""
-OPTIONAL_KINDS = frozenset({EXPERT_ROWS})
+OPTIONAL_KINDS = frozenset({EXPERT_TOKENS})
 """Kinds that start as zeros if the source lacks them."""
 
 PRECISIONS = {

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moesaic.base.errors import ConfigError
 from moesaic.dist.probe.timing import time_call
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.facts.plan import block_names
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import describe_backend, matmul
@@ -105,38 +105,8 @@ class SkippedBatch:
     """Seconds needed, or bytes beside the experts."""
 
 
-class BatchRun(Protocol):
-    """A batch that went through a layer once."""
-
-    first_pass_s: float
-    """Seconds of its first forward pass."""
-
-    def measure(self, budget_s: float) -> tuple[float, float]:
-        """Return seconds forward and with backward, in so many seconds beyond the least."""
-
-
-class BenchmarkLayer(Protocol):
-    """A layer that `measured` measures."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes for a batch."""
-
-    def batch_bytes(self, tokens: int) -> int:
-        """Return bytes of a batch of so many tokens, about."""
-
-    def roofline(self, limit: DeviceLimit, tokens: int) -> Roofline:
-        """Return its least times."""
-
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> BatchRun:
-        """Return one that went through once, or twice if the first pass took at most so long."""
-
-    def clock(self) -> float:
-        """Return seconds, after all launched work has ended."""
-
-
 def measure_speeds(
-    layer: BenchmarkLayer,
+    layer: ExpertLayerBenchmark,
     limit: DeviceLimit,
     sizes: Sequence[int],
     budget_s: float,
@@ -250,7 +220,7 @@ class ExpertLayerBenchmark:
         self,
         model: ModelConfig,
         device: torch.device,
-        backend: Literal["auto"] | GroupedMM = "auto",
+        backend: Literal["auto"] | MatmulBackend = "auto",
         weights: str = "fp32",
     ) -> None:
         """Create the layer with weights of dtype `weights`; `backend` selects the GPU kernels."""
@@ -349,9 +319,9 @@ class ExpertLayerBenchmark:
         of_tokens = 5 * model.hidden + 3 * (model.experts + model.shared_experts * model.ffn)
         return 4 * (rows * (2 * model.hidden + 3 * model.ffn) + tokens * of_tokens)
 
-    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> BatchRun:
+    def prepare_batch(self, dtype: str, tokens: int, max_s: float) -> PreparedBatch:
         """Return a batch that went through once, or twice, as a first pass may prepare much."""
-        return _PreparedBatch(self.passes(dtype, tokens), self.clock, max_s)
+        return PreparedBatch(self.passes(dtype, tokens), self.clock, max_s)
 
     def clock(self) -> float:
         """Return seconds, after all work of the device has ended."""
@@ -454,8 +424,8 @@ class Passes:
             leaf.grad = None
 
 
-class _PreparedBatch:
-    """A batch on its way through a layer."""
+class PreparedBatch:
+    """A batch that went through a layer once, or twice."""
 
     def __init__(self, passes: Passes, clock: Callable[[], float], max_s: float) -> None:
         self._forward, self._step, self._clock = passes.forward, passes.step, clock

@@ -105,7 +105,7 @@ class MoE(nn.Module):
             tp.gather_rows(routing.weights_TK),
         )
         allow_device_counts = routing.is_complete and balancer is None
-        backend = self.bank.grouped_mm(compute_dtype(x))
+        backend = self.bank.matmul_backend(compute_dtype(x))
         counts = self.dispatcher.count(
             experts_TK,
             training=inputs.training,

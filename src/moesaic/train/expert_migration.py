@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moesaic.dist.all_to_all import Transport
-from moesaic.dist.state import EXPERT_ROWS, PARAMETER, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS, PARAMETER, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.moves import ExpertMoves, RankMoves
@@ -65,7 +65,7 @@ class ExpertMigration:
         owners = tuple(range(self._world.size))
         for layer, rows in self._token_counts.items():
             yield TensorShard(
-                EXPERT_ROWS, f"layers.{layer}.moe", tuple(rows.shape), (0,), rows, owners
+                EXPERT_TOKENS, f"layers.{layer}.moe", tuple(rows.shape), (0,), rows, owners
             )
 
     def add_counts(self, counts: Mapping[int, Tensor]) -> None:

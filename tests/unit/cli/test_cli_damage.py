@@ -18,32 +18,10 @@ from moesaic.dist.checkpoint import Saver
 from moesaic.dist.state import PARAMETER, State, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.workload import parameters
+from moesaic.testing.jobs import RUN_JOB
 from moesaic.train.job_file import load_job
 
-JOB = """
-[model]
-preset = "tiny-olmoe"
-layers = 1
-hidden = 32
-head_dim = 8
-ffn = 16
-
-[data]
-path = "text.txt"
-sequence = 16
-cache = "cache"
-
-[train]
-steps = 4
-batch = 4
-device = "cpu"
-
-[checkpoint]
-every = 2
-
-[log]
-tensorboard = false
-"""
+JOB = RUN_JOB + "\n[checkpoint]\nevery = 2\n"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 from moesaic.nn import moe, router
 from moesaic.nn.dispatch import dispatcher
@@ -324,7 +324,7 @@ def test_cases_that_need_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counted.token_slots is None
         assert counted.counts_RE.tolist() == [[4] * 6]
     meta_choices = choices.to("meta")
-    cases: list[tuple[dict[str, Any], bool, GroupedMM]] = [
+    cases: list[tuple[dict[str, Any], bool, MatmulBackend]] = [
         ({"capacity": 2.0}, True, "triton"), ({"num_chunks": 2}, True, "triton"),
         ({"overlap_local": True}, True, "triton"), ({}, False, "triton"), ({}, True, "torch"),
     ]  # fmt: skip

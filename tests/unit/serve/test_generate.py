@@ -11,7 +11,7 @@ from moesaic.base.config import parse
 from moesaic.base.errors import ConfigError
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
@@ -146,7 +146,7 @@ def test_triton_kernels_give_the_same_tokens(name: str) -> None:
     InitialSource(1, 0.4).fill(tensor_shards(model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = []
-    for by in get_args(GroupedMM)[:2]:
+    for by in get_args(MatmulBackend)[:2]:
         for _, moe in model.expert_layers():
             moe.bank.backend = by
         texts.append(generate(model, PROMPTS, 6))

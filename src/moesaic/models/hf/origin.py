@@ -32,12 +32,11 @@ from moesaic.models.hf.special_tokens import (
     GENERATION_CONFIG_NAME,
     SPECIAL_TOKENS,
     as_ids,
-    read_json_object,
     special_token_ids,
     update_special_tokens,
 )
 from moesaic.models.hf.writer import find_companions
-from moesaic.models.tokenizer import FileTokenizer
+from moesaic.models.tokenizer import FileTokenizer, read_json_object
 
 TOKENIZER = "tokenizer"
 """Directory in a run or a bare checkpoint for the tokenizer and generation files."""

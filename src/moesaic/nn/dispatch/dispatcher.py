@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.dist.collectives import all_gather
 from moesaic.facts.balance import BalanceDecision
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.facts.workload.loads import split_evenly
 from moesaic.nn.dispatch.all_to_all import (
     AllToAll,
@@ -165,7 +165,7 @@ class Dispatcher:
         *,
         training: bool,
         allow_device_counts: bool = False,
-        backend: GroupedMM = "torch",
+        backend: MatmulBackend = "torch",
     ) -> DispatchCounts:
         """Count assignments over all ranks, and in training drop those beyond capacity.
 
@@ -211,7 +211,9 @@ class Dispatcher:
         dropped = int(requested_RCKE.sum() - kept_RCKE.sum())
         return DispatchCounts(kept_TK, requested_KE, kept_RCKE.sum(2), total, dropped, dedup)
 
-    def count_on_device(self, experts_TK: Tensor, backend: GroupedMM = "torch") -> DispatchCounts:
+    def count_on_device(
+        self, experts_TK: Tensor, backend: MatmulBackend = "torch"
+    ) -> DispatchCounts:
         """Count assignments and find slots on the device of a single rank, without a host sync."""
         device = experts_TK.device
         if self._slot_boundaries_S is None or self._slot_boundaries_S.device != device:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.dist.clock import Clock, timed
-from moesaic.facts.job.train import GroupedMM
-from moesaic.kernels.grouped_mm import choose
+from moesaic.facts.job.train import MatmulBackend
+from moesaic.kernels.grouped_mm import choose_backend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import (
     FORWARD,
@@ -47,10 +47,10 @@ class ExpertBank(nn.Module):
         hidden: int,
         ffn: int,
         tp: TensorParallel = NO_TP,
-        backend: Literal["auto"] | GroupedMM = "auto",
+        backend: Literal["auto"] | MatmulBackend = "auto",
     ) -> None:
         """Create the slots of `experts`; `backend` selects the grouped matmul on a GPU (see
-        `choose`)."""
+        `choose_backend`)."""
         super().__init__()
         self.experts, self.tp, self.backend = list(experts), tp, backend
         self.hidden, self.ffn = hidden, ffn // tp.size
@@ -62,9 +62,9 @@ class ExpertBank(nn.Module):
         shape = AdapterShape(self.hidden, self.ffn, rank, scale)
         self.adapters = Adapters(self.experts, shape)
 
-    def grouped_mm(self, dtype: torch.dtype) -> GroupedMM:
-        """Return the grouped matmul backend for tokens of `dtype`."""
-        return choose(self.backend, self.arena.device, dtype)
+    def matmul_backend(self, dtype: torch.dtype) -> MatmulBackend:
+        """Return the matmul backend for tokens of `dtype`."""
+        return choose_backend(self.backend, self.arena.device, dtype)
 
     def set_experts(self, experts: Sequence[int]) -> None:
         """Set the expert of each slot; the caller has moved the parameters."""
@@ -108,7 +108,7 @@ class ExpertBank(nn.Module):
         weights_NK: Tensor | None,
     ) -> Tensor:
         results: Tensor
-        arena_grad.backend = self.grouped_mm(tokens.dtype)
+        arena_grad.backend = self.matmul_backend(tokens.dtype)
         if self.adapters is None:
             if replicas is not None:  # `counts` is padded to the most replicas of any rank.
                 num_slots = len(arena) + len(replicas)

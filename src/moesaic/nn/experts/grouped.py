@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesaic.dist.all_to_all import AsyncAllToAll
 from moesaic.dist.clock import Clock, timed
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused
 from moesaic.kernels.cpu_gemm import prefers_transposed
 from moesaic.nn.dispatch.permute import Permutation
@@ -217,7 +217,7 @@ class ArenaGradient:
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock
-        self.backend: GroupedMM = "torch"
+        self.backend: MatmulBackend = "torch"
         self._num_calls, self._num_forward, self._num_backward, self._all_to_alls = (
             num_calls,
             0,
@@ -304,7 +304,7 @@ def initial_state(
     return SplitBackwardState(grad, grad._version, ranges, [None] * len(ranges), row_weights)
 
 
-def swiglu(inner: Tensor, backend: GroupedMM = "torch") -> Tensor:
+def swiglu(inner: Tensor, backend: MatmulBackend = "torch") -> Tensor:
     """Return silu(gate) * up, given gate and up side by side."""
     if fused.is_supported(inner, backend):
         return fused.swiglu(inner)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.grouped import (
     RowWeights,
@@ -97,7 +97,7 @@ class AdapterShape(NamedTuple):
     ffn: int
     rank: int
     scale: float
-    backend: GroupedMM = "torch"
+    backend: MatmulBackend = "torch"
     """Grouped matmul on a GPU."""
 
     def pairs(self, arena: Tensor) -> tuple[LoraPair, LoraPair, LoraPair]:

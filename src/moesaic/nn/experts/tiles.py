@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moesaic.facts.job.train import GroupedMM
+from moesaic.facts.job.train import MatmulBackend
 from moesaic.kernels import fused, threads
-from moesaic.kernels.cpu_gemm import is_memory_bound
+from moesaic.kernels.cpu_gemv import is_memory_bound
 from moesaic.kernels.grouped_mm import grouped_mlp, grouped_mm, grouped_swiglu, grouped_wgrad
 from moesaic.nn.dispatch.permute import Permutation
 
@@ -41,7 +41,7 @@ class SlotRange:
     intermediate results fit one core's cache."""
     arena: int = 0
     """0: own experts, 1: replicas."""
-    backend: GroupedMM = "torch"
+    backend: MatmulBackend = "torch"
     """Grouped matmul on a GPU."""
 
     def matmul(
@@ -127,7 +127,7 @@ class TokenResults(RangeResults):
         self, ranges: Sequence[SlotRange], tokens: Tensor, permutation: Permutation
     ) -> None:
         self._permutation, self._is_one_to_one = permutation, permutation.rows_NK is None
-        self._backend: GroupedMM = ranges[0].backend if ranges else "torch"
+        self._backend: MatmulBackend = ranges[0].backend if ranges else "torch"
         super().__init__(() if self._is_one_to_one else ranges, tokens, tokens.shape[1])
         if self._is_one_to_one:  # One row per token: scatter results straight to tokens.
             self.tensor = torch.empty_like(tokens)
@@ -157,7 +157,7 @@ class PermutedRows:
     """Rows of ranges, gathered from tokens on access."""
 
     def __init__(
-        self, tokens: Tensor, permutation: Permutation, backend: GroupedMM = "torch"
+        self, tokens: Tensor, permutation: Permutation, backend: MatmulBackend = "torch"
     ) -> None:
         """Select fused kernels if `backend` supports them."""
         self._tokens, self._permutation, self._is_fused = (
@@ -181,7 +181,7 @@ def split_slots(
     permutation: Permutation,
     ffn: int,
     num_owned: int | None = None,
-    backend: GroupedMM = "torch",
+    backend: MatmulBackend = "torch",
 ) -> list[SlotRange]:
     """Split all slots into ranges.
 
@@ -220,7 +220,11 @@ def split_slots(
 
 
 def split_slots_forward(
-    tokens: Tensor, permutation: Permutation, ffn: int, down: Matrices, backend: GroupedMM = "torch"
+    tokens: Tensor,
+    permutation: Permutation,
+    ffn: int,
+    down: Matrices,
+    backend: MatmulBackend = "torch",
 ) -> list[SlotRange]:
     """Split all slots into ranges for a forward pass.
 
