@@ -19,16 +19,18 @@ from numpy.typing import ArrayLike
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan, pipeline_actions, stage_blocks
 from moesaic.facts.workload.blocks import BlockBuilder
-from moesaic.facts.workload.expert_memory import (
-    expert_backward_bytes,
-    expert_elements,
-    gated_ffn_bytes,
-)
 from moesaic.facts.workload.gradient_reduction import gradient_reductions
 from moesaic.facts.workload.parameters import Parameter, local_size
 from moesaic.facts.workload.rank_params import RankParams
-from moesaic.facts.workload.sizes import BIAS_BYTES, LOSS_CHUNK_TOKENS
+from moesaic.facts.workload.sizes import BIAS_BYTES
 from moesaic.facts.workload.spec import BlockSpec
+from moesaic.facts.workload.temporary_memory import (
+    captured_bytes,
+    expert_backward_bytes,
+    expert_elements,
+    gated_ffn_bytes,
+    logits_bytes,
+)
 
 _NORM_STREAMS = 5
 """Temporaries in backward of a norm, in units of the residual stream."""
@@ -249,25 +251,8 @@ class _StepMemory:
         return sum(self.dense_bytes.get(name, 0) for name in ("", *near))
 
     def logits_bytes(self) -> int:
-        """Return peak bytes of the loss beside what it saves; 0 if the head is on another rank.
-
-        These are its input, and logits and log-probabilities of a chunk. Low precision adds a cast
-        weight, the cast gradient of the logits, and an addend of the weight's gradient. A tied
-        weight may be gathered from column shards.
-        """
-        s = self.sizes
-        if "head" not in self.saved:
-            return 0
-        inputs = s.gathered_elements * s.compute_bytes
-        if s.tp == 1:
-            inputs = s.stream_elements * (s.stored_bytes + s.num_casts * s.compute_bytes)
-        weight = s.num_casts * s.vocab * s.model.hidden * s.compute_bytes
-        logits = min(s.tokens, LOSS_CHUNK_TOKENS) * s.vocab
-        chunk = max(
-            2 * logits * s.stored_bytes, logits * (s.stored_bytes + s.compute_bytes) + weight
-        )
-        table = s.gathers_tied_embedding * s.vocab * s.model.hidden * s.stored_bytes
-        return inputs + weight + chunk + table
+        """Return peak bytes of the loss beside what it saves; 0 if the head is on another rank."""
+        return logits_bytes(self.sizes) if "head" in self.saved else 0
 
     def working_bytes(self, index: int, *, gradient_stays: bool) -> int:
         """Return bytes of temporaries in backward of the larger half of layer `index`, less freed
@@ -342,32 +327,9 @@ class _StepMemory:
         return _Stage(layers, is_first, is_last, saved, (not is_last) * self.stream_bytes, captured)
 
     def _captured_bytes(self, index: int) -> int:
-        """Return bytes of a layer's gradients of results, which a split backward keeps for its
-        weights."""
-        s, model, latent = self.sizes, self.sizes.model, self.sizes.model.latent
-        gathered = s.gathered_elements * s.compute_bytes
-        attention = s.tokens * (s.q_width + 2 * s.kv_width) * s.compute_bytes
-        if latent is not None:
-            ranks = latent.kv_lora_rank + (latent.q_lora_rank or 0)
-            up_width = s.q_width + s.heads * (latent.v_head_dim + model.head_dim)
-            attention = s.tokens * up_width * s.compute_bytes
-            attention += s.shard_tokens * ranks * (s.stored_bytes + s.compute_bytes)
-        elif model.qk_norm is not None:
-            attention += s.tokens * (s.q_width + s.kv_width) * s.stored_bytes
-        captured = 2 * self.stream_bytes + gathered + attention
-        if index not in self.moe_layers:
-            return captured + gathered + 2 * s.tokens * s.ffn_width(index) * s.compute_bytes
-        routed = self.routed[index]
-        num_rows = sum(routed.slot_tokens) if routed.is_all_to_all else s.dispatched_tokens
-        if routed.is_dedup:
-            num_rows = routed.exchanges[-1].num_received
-        num_rows += bool(routed.num_local_chunks) * s.dispatched_tokens
-        elements = num_rows * model.hidden + 2 * s.expert_width * routed.num_tokens
-        captured += s.shard_tokens * model.experts * s.stored_bytes
-        captured += (self.arena_bytes > 0) * elements * s.compute_bytes
-        if model.shared_experts:
-            captured += gathered + 2 * s.tokens * s.shared_width * s.compute_bytes
-        return captured
+        routed = self.routed[index] if index in self.moe_layers else None
+        trains_experts = self.arena_bytes > 0
+        return captured_bytes(self.sizes, index, routed, trains_experts=trains_experts)
 
     def _record_backward(self, num_bytes: int) -> None:
         self.backward_peak = max(self.backward_peak, num_bytes)

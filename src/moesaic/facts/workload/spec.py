@@ -29,6 +29,8 @@ class BlockSpec:
     """Index of its decoder layer."""
     inner_width: int = 0
     """Inner width over all ranks of the dense FFN, or of the shared experts together."""
+    column_shards: int = 1
+    """Ranks that split its embedding table by columns."""
     experts: tuple[int, ...] = ()
     """Experts on the rank, in slot order."""
     parameters: tuple[Parameter, ...] = ()
@@ -51,20 +53,10 @@ def block_specs(
     plan: Plan,
     rank: int = 0,
     finetune: FinetuneConfig | None = None,
-    names: Collection[str] | None = None,
 ) -> list[BlockSpec]:
-    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds.
-
-    Args:
-        model: the model.
-        plan: placement of the model on ranks.
-        rank: the rank.
-        finetune: adapters; None for none.
-        names: model blocks on the rank; None for those of its pipeline stages.
-    """
-    if names is None:
-        stages = stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]
-        names = [name for stage in stages for name in stage]
+    """Return the blocks on `rank`, in model order, with the adapters that `finetune` adds."""
+    stages = stage_blocks(plan, model)[plan.pp_rank(rank) :: plan.pp]
+    names = [name for stage in stages for name in stage]
     by_block: dict[str, list[Parameter]] = {}
     for parameter in _local_parameters(model, plan, rank, finetune, names):
         by_block.setdefault(block_of(parameter, model), []).append(parameter)
@@ -78,13 +70,18 @@ def block_specs(
 def _specs(model: ModelConfig, plan: Plan, rank: int, name: str) -> Iterator[BlockSpec]:
     """Yield the blocks of the model's block `name`, without parameters."""
     if name in ("embed", "head"):
-        yield BlockSpec(name, "embed" if name == "embed" else "head")
+        has_table = name == "embed" or model.tied
+        yield BlockSpec(
+            name, "embed" if name == "embed" else "head",
+            column_shards=plan.embedding_shards if has_table else 1,
+        )  # fmt: skip
         return
     layer = int(name.removeprefix("layers."))
     yield BlockSpec(f"{name}.attention", "attention", layer)
     if layer in model.expert_layers:
         shared = model.shared_experts * model.ffn
-        yield BlockSpec(f"{name}.moe", "moe", layer, shared, plan.experts_of(rank, layer))
+        local_experts = plan.experts_of(rank, layer)
+        yield BlockSpec(f"{name}.moe", "moe", layer, shared, experts=local_experts)
     else:
         yield BlockSpec(f"{name}.ffn", "ffn", layer, model.ffn_width(layer))
 

@@ -1,9 +1,9 @@
-"""Temporary memory in backward of a layer's larger half: a gated FFN or routed experts."""
+"""Temporary memory of a layer's backward and of the loss, beside what autograd saves."""
 
 from __future__ import annotations
 
 from moesaic.facts.workload.loads import RoutedTokens
-from moesaic.facts.workload.sizes import EXPERT_CHUNK_BYTES, INDEX_BYTES, Sizes
+from moesaic.facts.workload.sizes import EXPERT_CHUNK_BYTES, INDEX_BYTES, LOSS_CHUNK_TOKENS, Sizes
 
 
 def gated_ffn_bytes(s: Sizes, inner: int, *, gradient_stays: bool) -> int:
@@ -67,3 +67,52 @@ def expert_elements(s: Sizes, routed: RoutedTokens, *, gradients_stay: bool = Fa
         num_sums = routed.exchanges[-1].num_received if routed.is_dedup else s.dispatched_tokens
         peak = max(peak, results + kept + num_sums * hidden)
     return peak
+
+
+def logits_bytes(s: Sizes) -> int:
+    """Return peak bytes of the loss beside what it saves.
+
+    These are its input, and logits and log-probabilities of a chunk. Low precision adds a cast
+    weight, the cast gradient of the logits, and an addend of the weight's gradient. A tied weight
+    may be gathered from column shards.
+    """
+    inputs = s.gathered_elements * s.compute_bytes
+    if s.tp == 1:
+        inputs = s.stream_elements * (s.stored_bytes + s.num_casts * s.compute_bytes)
+    weight = s.num_casts * s.vocab * s.model.hidden * s.compute_bytes
+    logits = min(s.tokens, LOSS_CHUNK_TOKENS) * s.vocab
+    chunk = max(2 * logits * s.stored_bytes, logits * (s.stored_bytes + s.compute_bytes) + weight)
+    table = s.gathers_tied_embedding * s.vocab * s.model.hidden * s.stored_bytes
+    return inputs + weight + chunk + table
+
+
+def captured_bytes(
+    s: Sizes, layer: int, routed: RoutedTokens | None, *, trains_experts: bool
+) -> int:
+    """Return bytes of a layer's gradients of results, which a split backward keeps for its weights.
+
+    `routed` are the tokens of its experts; None for a dense layer.
+    """
+    model, latent, stream = s.model, s.model.latent, s.stream_elements * s.stored_bytes
+    gathered = s.gathered_elements * s.compute_bytes
+    attention = s.tokens * (s.q_width + 2 * s.kv_width) * s.compute_bytes
+    if latent is not None:
+        ranks = latent.kv_lora_rank + (latent.q_lora_rank or 0)
+        up_width = s.q_width + s.heads * (latent.v_head_dim + model.head_dim - model.rotary_dim)
+        attention = s.tokens * up_width * s.compute_bytes
+        attention += s.shard_tokens * ranks * (s.stored_bytes + s.compute_bytes)
+    elif model.qk_norm is not None:
+        attention += s.tokens * (s.q_width + s.kv_width) * s.stored_bytes
+    captured = 2 * stream + gathered + attention
+    if routed is None:
+        return captured + gathered + 2 * s.tokens * s.ffn_width(layer) * s.compute_bytes
+    num_rows = sum(routed.slot_tokens) if routed.is_all_to_all else s.dispatched_tokens
+    if routed.is_dedup:
+        num_rows = routed.exchanges[-1].num_received
+    num_rows += bool(routed.num_local_chunks) * s.dispatched_tokens
+    elements = num_rows * model.hidden + 2 * s.expert_width * routed.num_tokens
+    captured += s.shard_tokens * model.experts * s.stored_bytes
+    captured += trains_experts * elements * s.compute_bytes
+    if model.shared_experts:
+        captured += gathered + 2 * s.tokens * s.shared_width * s.compute_bytes
+    return captured
