@@ -24,7 +24,7 @@ from moesaic.facts.workload.ops import optimizer_update
 from moesaic.facts.workload.sizes import FloatType
 from moesaic.facts.workload.spec import BlockSpec
 
-VERSION = 1
+VERSION = 2
 """Version of the file format; other versions are refused."""
 
 
@@ -133,14 +133,14 @@ class TracedWork(Section):
         for one in self.matmuls:
             types.setdefault(one.dtype, []).append(one.matmul)
         products = [Op("matmuls", tuple(same), dtype=kind) for kind, same in types.items()]
-        passes = Op(
-            "passes",
+        elementwise = Op(
+            "elementwise",
             (),
             self.moved_bytes,
             self.num_kernels,
             num_transcendentals=self.num_transcendentals,
         )
-        return (*products, *(one.op() for one in self.attention), passes)
+        return (*products, *(one.op() for one in self.attention), elementwise)
 
 
 class TracedBlock(Section):
