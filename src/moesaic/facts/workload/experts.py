@@ -203,9 +203,9 @@ def _dispatch(s: Sizes, routed: RoutedTokens) -> Operation:
     cast = s.cast_bytes(s.stream_elements)
     forward = cast + choices * (_CHOICE_BYTES + _LOCAL_CHOICE_BYTES * num_local)
     backward = cast + 2 * (routed.num_chunks > 1) * tokens * row
-    has_grad = not s.input_has_no_grad or (s.trainable.routers and bool(num_local))
+    is_weighted = num_local > 0 or not routed.is_all_to_all
+    has_grad = not s.input_has_no_grad or (s.trainable.routers and is_weighted)
     if routed.is_dedup:
-        has_grad = not s.input_has_no_grad or s.trainable.routers
         received = exchanges[-1].num_received
         forward += 60 * received * top_k
         backward += _sum_bytes(s, received, top_k) + 12 * received * top_k
