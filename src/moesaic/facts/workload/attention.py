@@ -119,8 +119,10 @@ def _attention_kernel(
 
 
 def latent_widths(s: Sizes, latent: LatentConfig) -> tuple[int, int, int]:
-    """Return the width of the query projection's input, of the unrotated query channels, and of a
-    head in attention, which is padded to the wider of keys and values."""
+    """Return the widths of the query projection's input, of unrotated queries, and of a head.
+
+    Heads are padded to the wider of keys and values.
+    """
     query_input = s.model.hidden if latent.q_lora_rank is None else latent.q_lora_rank
     unrotated = s.q_width - s.heads * latent.qk_rope_head_dim
     return query_input, unrotated, max(s.model.head_dim, latent.v_head_dim)

@@ -212,9 +212,9 @@ class _StepMemory:
     def _gradient_allocations(self) -> list[tuple[float, int]]:
         """Return when backward allocates gradients, and their bytes.
 
-        Times count down: infinity for the head, then the index of the layer (plus a half for what
-        exists before the end of its backward), then -1 for the embedding. A bucket of several
-        gradients is allocated with its first one.
+        Times count down from infinity for the head over the indices of layers to -1 for the
+        embedding. A half more stands for gradients that exist while the layer computes. A bucket of
+        several gradients is allocated with its first one.
         """
         found, bucketed = list[tuple[float, int]](), dict[str, int]()
         blocks = {spec.name: spec for spec in self.params.blocks}
