@@ -152,7 +152,7 @@ class _StepMemory:
         self.is_sharded = plan.dp_shard > 1
         self.recompute = job.train.recompute if plan.recompute is None else plan.recompute
         self.gradient_stays = not self.accumulates or self.is_sharded or plan.pp > 1
-        """Whether a weight's gradient outlives its matmul, instead of being added at once."""
+        """True if a weight's gradient outlives its matmul, instead of being added at once."""
         self.saved = dict[str, int]()
         """Bytes that autograd saves per module."""
         self.dense_bytes = dict[str, int]()
