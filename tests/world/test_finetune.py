@@ -17,7 +17,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import Parameter, memory, parameters
-from moesaic.facts.workload.adapters import adapters, trainable_parameters
+from moesaic.facts.workload.parameters import adapters, trainable_parameters
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress

@@ -16,7 +16,8 @@ from moesaic.base.errors import ConfigError
 from moesaic.dist.probe.timing import time_call
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.job.train import MatmulBackend
-from moesaic.facts.plan import block_names
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import block_specs
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import describe_backend, matmul
 from moesaic.models.lm import LanguageModel
@@ -228,11 +229,11 @@ class ExpertLayerBenchmark:
         self._dtype = LOW_PRECISION.get(weights, torch.float32)
         self.arena_bytes = self._dtype.itemsize * model.experts * 3 * model.ffn * model.hidden
         self._check_fits()
-        index = model.expert_layers[0]
+        plan = Plan(ranks=1, ep=1, dp_shard=1, experts=model.experts)
+        first = model.expert_layers[0]
+        specs = [spec for spec in block_specs(model, plan) if spec.layer == first]
         with torch.device("meta"):
-            whole = LanguageModel(
-                model, RoutingConfig(router="balanced"), blocks=[block_names(model)[1 + index]]
-            )
+            whole = LanguageModel(model, specs, RoutingConfig(router="balanced"))
         whole.materialise(device)
         ((_, self._moe),) = whole.expert_layers()
         self._moe.bank.backend = backend

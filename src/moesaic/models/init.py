@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from moesaic.dist.state import PARAMETER, TensorShard
-from moesaic.facts.workload.adapters import A, B
+from moesaic.facts.workload.parameters import A, B
 from moesaic.kernels.randomness import normal
 
 _MAX_CHUNK_ELEMENTS = 1 << 22

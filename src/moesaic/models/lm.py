@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moesaic.facts.job import ModelConfig, RoutingConfig
-from moesaic.facts.plan import Plan, block_names
+from moesaic.facts.plan import Plan
+from moesaic.facts.workload import BlockSpec, block_specs
 from moesaic.nn.attention import Attention, FeedForward
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
@@ -66,8 +67,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: Attention | LatentAttention,
-        ffn: FeedForward | MoE,
+        attention: nn.Module,
+        ffn: nn.Module,
         width: int,
         epsilon: float,
     ) -> None:
@@ -149,30 +150,38 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        specs: Sequence[BlockSpec] | None = None,
         routing: RoutingConfig | None = None,
         plan: Plan | None = None,
         ranks: DispatchGroups | None = None,
         tp: TensorParallel = NO_TP,
-        blocks: Sequence[str] | None = None,
         column_shard: ShardedEmbedding = UNSHARDED,
     ) -> None:
-        """Create the blocks named in `blocks`, in the order of the model; None creates all."""
+        """Create the blocks of `specs`, in their order; None creates all, on one rank."""
         super().__init__()
         self.config, self.tp = config, tp
-        self.block_names = block_names(config) if blocks is None else list(blocks)
-        routing = routing or RoutingConfig()
         plan = plan or Plan(ranks=1, ep=1, dp_shard=1, experts=config.experts)
-        ranks = ranks or DispatchGroups()
-        if "embed" in self.block_names:
-            self.embed = Embedding(config.vocab, config.hidden, tp, column_shard)
-        self.layer_indices = [i for i in range(config.layers) if f"layers.{i}" in self.block_names]
+        specs = block_specs(config, plan) if specs is None else specs
+        self.block_names = list(dict.fromkeys(spec.model_block for spec in specs))
+        routing, ranks = routing or RoutingConfig(), ranks or DispatchGroups()
+        halves: dict[int, list[nn.Module]] = {}
+        for spec in specs:
+            if spec.layer is not None:
+                module = self._make_half(spec, spec.layer, routing, plan, ranks)
+                halves.setdefault(spec.layer, []).append(module)
+                continue
+            shard = column_shard if spec.column_shards > 1 else UNSHARDED
+            if spec.kind == "embed":
+                self.embed = Embedding(config.vocab, config.hidden, tp, shard)
+            else:
+                width = config.hidden // shard.num_ranks
+                weight = tp.parameter(config.vocab, width, shard_dim=0)
+                self.head = LMHead(weight, config.hidden, config.norm_epsilon, tp, shard)
+        self.layer_indices = list(halves)
         self.layers = nn.ModuleList(
-            self._make_layer(index, routing, plan, ranks) for index in self.layer_indices
+            DecoderLayer(attention, ffn, config.hidden, config.norm_epsilon)
+            for attention, ffn in halves.values()
         )
-        if "head" in self.block_names:
-            head_shard = column_shard if config.tied else UNSHARDED
-            weight = tp.parameter(config.vocab, config.hidden // head_shard.num_ranks, shard_dim=0)
-            self.head = LMHead(weight, config.hidden, config.norm_epsilon, tp, head_shard)
         self.tie()
 
     def _make_attention(self, index: int) -> Attention | LatentAttention:
@@ -187,25 +196,25 @@ class LanguageModel(nn.Module):
             norms=_qk_norms(config, self.tp), clip=config.clip_qkv, tp=self.tp,
         )  # fmt: skip
 
-    def _make_layer(
-        self, index: int, routing: RoutingConfig, plan: Plan, ranks: DispatchGroups
-    ) -> DecoderLayer:
+    def _make_half(
+        self, spec: BlockSpec, layer: int, routing: RoutingConfig, plan: Plan, ranks: DispatchGroups
+    ) -> nn.Module:
+        """Return the module of half a layer."""
         config = self.config
-        ffn: FeedForward | MoE
-        if index in config.expert_layers:
-            local_experts, sizes = plan.experts_at(ranks.rank, index), (config.hidden, config.ffn)
-            bank = ExpertBank(local_experts, *sizes, ranks.tp, plan.grouped_mm)
-            dispatcher = Dispatcher(
-                config.experts, ranks, routing.capacity_factor, plan.slot_experts(index),
-                dedup=plan.dispatch == "dedup", num_chunks=plan.chunks,
-                overlap_local=plan.overlap_local,
-            )  # fmt: skip
-            shared_width = config.shared_experts * config.ffn
-            shared = FeedForward(config.hidden, shared_width, self.tp) if shared_width else None
-            ffn = MoE(self._make_router(index, routing), bank, dispatcher, shared)
-        else:
-            ffn = FeedForward(config.hidden, config.ffn_width(index), self.tp)
-        return DecoderLayer(self._make_attention(index), ffn, config.hidden, config.norm_epsilon)
+        if spec.kind == "attention":
+            return self._make_attention(layer)
+        if spec.kind == "ffn":
+            return FeedForward(config.hidden, spec.inner_width, self.tp)
+        bank = ExpertBank(spec.experts, config.hidden, config.ffn, ranks.tp, plan.grouped_mm)
+        dispatcher = Dispatcher(
+            config.experts, ranks, routing.capacity_factor, plan.slot_experts(layer),
+            dedup=plan.dispatch == "dedup", num_chunks=plan.chunks,
+            overlap_local=plan.overlap_local,
+        )  # fmt: skip
+        shared = None
+        if spec.inner_width:
+            shared = FeedForward(config.hidden, spec.inner_width, self.tp)
+        return MoE(self._make_router(layer, routing), bank, dispatcher, shared)
 
     def _make_router(self, index: int, routing: RoutingConfig) -> Router:
         config, kind = self.config, routing.router

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from moesaic.dist.state import local_tensor
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
+from moesaic.facts.workload import Block
 from moesaic.models.init import InitialSource
 from moesaic.models.kernel_counter import KernelCounter, KernelCounts
 from moesaic.nn.reports import MoEReport
@@ -155,3 +156,22 @@ def trace_call(work: Callable[[], Any]) -> tuple[KernelCounts, Any]:
         result = work()
     assert flops(counts) == counter.get_total_flops()
     return counts, result
+
+
+def check_work(trace: BlockTrace, blocks: Sequence[Block], *, saved: bool = True) -> None:
+    """Compare a trace with the predicted blocks, by block of the model.
+
+    FLOPs are equal, elementwise bytes within 5% and, if `saved`, bytes saved by autograd within 2%.
+    """
+    for direction, found in (("forward", trace.forward), ("backward", trace.backward)):
+        for name, counts in found.items():
+            works = [getattr(one, direction) for one in blocks if one.spec.model_block == name]
+            assert sum(work.flops for work in works) == flops(counts), (direction, name)
+            moved = sum(work.moved_bytes for work in works)
+            assert abs(moved - counts.moved_bytes) <= 0.05 * counts.moved_bytes, (
+                direction, name, moved, counts.moved_bytes,
+            )  # fmt: skip
+    if saved:
+        for name, num_bytes in trace.saved_bytes.items():
+            predicted = sum(one.saved_bytes for one in blocks if one.spec.model_block == name)
+            assert abs(predicted - num_bytes) <= 0.02 * num_bytes, (name, predicted, num_bytes)

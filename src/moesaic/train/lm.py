@@ -12,7 +12,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, plan_from_job
 from moesaic.facts.workload import count_parameters
-from moesaic.facts.workload.adapters import A, B, describe_trainable
+from moesaic.facts.workload.parameters import A, B, describe_trainable
 from moesaic.kernels.grouped_mm import check_backend
 from moesaic.models.hf.reader import HFSource
 from moesaic.models.init import InitialSource

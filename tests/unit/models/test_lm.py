@@ -13,7 +13,7 @@ from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.model import PRESETS
 from moesaic.facts.plan import Plan
-from moesaic.facts.workload import count_parameters, parameters
+from moesaic.facts.workload import block_specs, count_parameters, parameters
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
@@ -41,12 +41,16 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 @pytest.mark.parametrize(
     "name", ["tiny-dense", "tiny-mixtral", "tiny-olmoe", "tiny-qwen3", "tiny-deepseek"]
 )
-def test_tensor_shards_are_the_parameters_of_the_workload(name: str, tied: bool) -> None:
+def test_module_has_the_parameters_of_its_spec(name: str, tied: bool) -> None:
     config = small(name, tied=tied)
-    shapes = {
-        shard.name: tuple(shard.tensor.shape) for shard in tensor_shards(LanguageModel(config))
-    }
+    model = LanguageModel(config)
+    shapes = {shard.name: tuple(shard.tensor.shape) for shard in tensor_shards(model)}
     assert shapes == {p.name: p.shape for p in parameters(config)}
+    specs = block_specs(config, Plan(ranks=1, ep=1, dp_shard=1, experts=config.experts))
+    assert shapes == {p.name: p.shape for spec in specs for p in spec.parameters}
+    assert [spec.model_block for spec in specs if spec.kind != "attention"] == [
+        name for name, _ in model.blocks()
+    ]
 
 
 @pytest.mark.parametrize("queries", [None, 5])
@@ -78,7 +82,9 @@ def test_ranks_hold_disjoint_experts() -> None:
     names = []
     for rank in range(2):
         with torch.device("meta"):
-            model = LanguageModel(config, None, plan, DispatchGroups(rank, None, None, (0, 1)))
+            groups = DispatchGroups(rank, None, None, (0, 1))
+            specs = block_specs(config, plan, rank)
+            model = LanguageModel(config, specs, plan=plan, ranks=groups)
         mine = {p.name for p in tensor_shards(model, plan, rank) if ".experts." in p.name}
         names.append(mine)
     assert not names[0] & names[1]

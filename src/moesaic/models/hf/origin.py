@@ -23,7 +23,7 @@ from moesaic.dist.state import PARAMETER, TensorShard
 from moesaic.facts.job import ModelConfig
 from moesaic.facts.job.finetune import FinetuneConfig
 from moesaic.facts.workload import parameters
-from moesaic.facts.workload.adapters import A, B, adapter_prefix, adapters
+from moesaic.facts.workload.parameters import A, B, adapter_prefix, adapters
 from moesaic.models.hf.config import CONFIG_NAME, describe_path, read_config
 from moesaic.models.hf.reader import DTYPES, HFSource
 from moesaic.models.hf.shards import TensorReader

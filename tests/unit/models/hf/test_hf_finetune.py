@@ -19,7 +19,7 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.facts.workload import parameters
-from moesaic.facts.workload.adapters import A, B, adapter_prefix
+from moesaic.facts.workload.parameters import A, B, adapter_prefix
 from moesaic.models.hf.config import CONFIG_NAME
 from moesaic.models.hf.convert import convert
 from moesaic.models.hf.origin import open_origin
