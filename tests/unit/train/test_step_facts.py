@@ -18,6 +18,7 @@ from moesaic.nn.context import LayerFacts
 from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.run import StepFacts, _copy_to_host
 
@@ -38,7 +39,7 @@ def train_steps(**tables: Any) -> tuple[list[StepFacts], list[Tensor]]:
     )  # fmt: skip
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     facts = [run.step(samples) for _ in range(3)]
-    return facts, [shard.tensor for shard in run.state().shards]
+    return facts, [live_values(shard) for shard in run.state().shards]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -35,7 +35,7 @@ def weights(
     for p in parameters(model):
         values = torch.randn(p.shape, dtype=torch.float32 if p.kind in wide else dtype)
         tensor_shards.append(
-            TensorShard(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,))
+            TensorShard.of_tensor(PARAMETER, p.name, p.shape, (0,) * len(p.shape), values, (0,))
         )
     return InMemoryTensors(tensor_shards)
 
