@@ -87,6 +87,9 @@ def assemble(
         if migrates:
             items = [*run.trainable, *run.frozen]
             run.migration = ExpertMigration(job, plan, world, model, items, run.optimizer)
+        if policies.should_balance(job, plan):
+            for _, bank in model.expert_banks():
+                bank.whole_arena()  # Refuses replicas of experts without a place.
         source.fill(run.state().shards)
         if needs_prices:
             run.plan = balancing.attach_balancers(model, job, run.plan, world, log)

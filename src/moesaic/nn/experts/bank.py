@@ -87,9 +87,8 @@ class ExpertBank(nn.Module):
         if self.adapters is not None:
             self.adapters.experts = list(experts)
 
-    @property
     def whole_arena(self) -> Tensor:
-        """The arena with every owned expert in its slot, from which replicas are sent."""
+        """Return the arena with every owned expert in its slot, from which replicas are sent."""
         if self.places is not None:
             raise ConfigError(
                 f"expert replicas need all {len(self.experts)} experts of a layer in memory, which "
