@@ -214,7 +214,7 @@ def test_a_moved_parameter_fails_the_update(ranks: RankPool) -> None:
 
 
 def test_predicted_number_of_updated_tensors() -> None:
-    """On several ranks a block has one tensor of matrices, one of norms, and its arena."""
+    """On several ranks a block has one tensor of matrices, one of norms, and its experts."""
     job = tiny_job()
     by_ranks = []
     for size in (1, 2):
@@ -226,7 +226,7 @@ def test_predicted_number_of_updated_tensors() -> None:
         by_ranks.append(calls)
     single, several = by_ranks
     for layer in ("layers.0", "layers.1"):
-        assert several[f"{layer}.attention"] + several[f"{layer}.moe"] == 3
+        assert several[f"{layer}.attention"] + several[f"{layer}.moe"] == 2 + job.model.experts
     assert several["embed"] == single["embed"] == 1
     assert single["layers.0.attention"] == 7
 

@@ -145,7 +145,7 @@ def test_values_on_a_level_stay(signed: bool) -> None:
 
 
 def test_bfloat16_rounds_stochastically() -> None:
-    form, wide = BF16Moments(), torch.randn(50, 40)
+    form, wide = BF16Moments(torch.device("cpu")), torch.randn(50, 40)
     kept = form.zeros(make_shard(wide))
     draws = draws_like(wide)
     form.encode(wide, wide.square(), kept, draws)

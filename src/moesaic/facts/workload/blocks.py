@@ -221,7 +221,8 @@ def _update_ops(
     sizes = [local_size(p, num_shards) for p in dense]
     expert_elements = sum(p.size for p in experts)
     elements, tensors = sum(sizes) + expert_elements, len(dense) + (expert_elements > 0)
-    num_flat_tensors = sum(p.name in leaders for p in dense) + (expert_elements > 0)
+    num_experts = len({p.expert for p in experts})  # The optimizer updates them one by one.
+    num_flat_tensors = sum(p.name in leaders for p in dense) + num_experts
     normed_elements = sum(
         n for p, n in zip(dense, sizes, strict=True) if counts_in_grad_norm(p, plan, rank)
     )
@@ -231,7 +232,7 @@ def _update_ops(
     accumulated_elements = sum(p.size for p in dense) + expert_elements if plan.pp > 1 else elements
     update = ops.optimizer_update(
         elements * element_bytes,
-        tensors,
+        len(dense) + num_experts,
         normed_bytes=normed_elements * element_bytes,
         num_flat_tensors=num_flat_tensors,
         clips_gradient=clips,
