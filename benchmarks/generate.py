@@ -135,7 +135,7 @@ def _full_table(rows: Sequence[Row], machines: Sequence[str]) -> str:
 def table(themes: dict[str, list[Row]]) -> str:
     """Return the README's table: by theme, how many measured figures hold."""
     lines = [
-        "| theme | figures | bars that hold | missed | untried |",
+        "| theme | figures | targets met | missed | not measured |",
         f"|{' --- |' * 2}{' ---: |' * 3}",
     ]
     for theme, rows in themes.items():

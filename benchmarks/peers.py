@@ -27,12 +27,12 @@ from benchmarks import measure
 from benchmarks.on_ranks import Unlike, in_turn, on_ranks, plan_of
 from benchmarks.training import olmoe
 from moesaic.dist.world import World
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
-from moesaic.train.assemble import make_dispatch_ranks
 
 RANKS, TOP_K = 2, 2
 OURS, PLAIN, DEEPSPEED, TUTEL = "moesaic", "a plain loop", "DeepSpeed", "Tutel"

@@ -17,6 +17,7 @@ from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceProblem
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.models.expert_benchmark import FixedRouter
 from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.dispatcher import Dispatcher
@@ -33,7 +34,6 @@ from moesaic.policy.balance import (
     plan_migration,
 )
 from moesaic.train import balancing
-from moesaic.train.assemble import make_dispatch_ranks
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"

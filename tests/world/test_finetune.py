@@ -25,6 +25,7 @@ from moesaic.testing.ranks import RankFailed, RankPool
 from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
 
 LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
@@ -221,7 +222,7 @@ def run_job(
         }
     )  # fmt: skip
     watch = RecordingProgress()
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch)
+    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
     return [figures["loss"] for figures in watch.figures], watch.messages
 
 
