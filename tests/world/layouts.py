@@ -23,6 +23,7 @@ from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 
@@ -204,7 +205,7 @@ class Shaken:
 
 
 def plain(shard: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
-    return shard.key, shard.shape, shard.offset, shard.tensor.clone().numpy()
+    return shard.key, shard.shape, shard.offset, live_values(shard).clone().numpy()
 
 
 def first_gradients(run: Any, rank: int) -> list[Any]:

@@ -32,6 +32,7 @@ from moesaic.policy.balance import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train import expert_migration
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
@@ -141,7 +142,12 @@ def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any
     finally:
         expert_migration._exchange = exchange
     state = [
-        (shard.key, shard.shape, shard.offset, shard.tensor.view(shard.tensor.dtype).numpy().copy())
+        (
+            shard.key,
+            shard.shape,
+            shard.offset,
+            live_values(shard).view(live_values(shard).dtype).numpy().copy(),
+        )
         for shard in run.state().shards
         if shard.kind != EXPERT_TOKENS
     ]
@@ -217,7 +223,9 @@ def everything(path: Path) -> dict[str, Any]:
     for key, record in checkpoint.tensors.items():
         tensor = torch.empty(record.shape, dtype=TYPES[record.dtype])
         kind, _, name = key.partition("/")
-        checkpoint.fill([TensorShard(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))])
+        checkpoint.fill(
+            [TensorShard.of_tensor(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))]
+        )
         found[key] = tensor.numpy()
     return {**found, "placement": checkpoint.facts["plan"]["expert_placement_by_layer"]}
 

@@ -28,6 +28,7 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.state import LocalParam, local_params
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.optim import FlatParams
 from moesaic.train.run import Run
@@ -72,7 +73,7 @@ def trained(world: World, job: Job, is_flat: bool) -> tuple[list[Any], int]:
         for _ in range(3):
             run.step(samples)
     found = [
-        (shard.key, shard.shape, shard.offset, shard.tensor.clone().double().numpy())
+        (shard.key, shard.shape, shard.offset, live_values(shard).clone().double().numpy())
         for shard in run.state().shards
     ]
     run.close()
@@ -111,12 +112,12 @@ def layout_errors(world: World, job: Job) -> list[str]:
     norms = {item.name for item in run.trainable if item.name.endswith("_norm.weight")}
     if job.layout.dp_shard == 1:  # FSDP keeps sharded parameters in memory of its own.
         wrong += [f"{name} is not in flat memory" for name in norms - several]
-    before = {shard.key: shard.tensor._version for shard in run.state().shards}
+    before = {shard.key: shard.version for shard in run.state().shards}
     run.optimizer.update_block(run.flat_params, world.rank, 1, lr=0.1, clip=0.5)
     wrong += [
         f"{shard.key} was not counted"
         for shard in run.state().shards
-        if shard.tensor._version <= before[shard.key]
+        if shard.version <= before[shard.key]
     ]
     run.close()
     return wrong
@@ -211,7 +212,7 @@ def test_a_moved_parameter_fails_the_update(ranks: RankPool) -> None:
 
 
 def test_predicted_number_of_updated_tensors() -> None:
-    """On several ranks a block has one tensor of matrices, one of norms, and its arena."""
+    """On several ranks a block has one tensor of matrices, one of norms, and its experts."""
     job = tiny_job()
     by_ranks = []
     for size in (1, 2):
@@ -223,7 +224,7 @@ def test_predicted_number_of_updated_tensors() -> None:
         by_ranks.append(calls)
     single, several = by_ranks
     for layer in ("layers.0", "layers.1"):
-        assert several[f"{layer}.attention"] + several[f"{layer}.moe"] == 3
+        assert several[f"{layer}.attention"] + several[f"{layer}.moe"] == 2 + job.model.experts
     assert several["embed"] == single["embed"] == 1
     assert single["layers.0.attention"] == 7
 

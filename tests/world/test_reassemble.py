@@ -16,6 +16,7 @@ from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 
 GENERATIONS: list[dict[str, Any]] = [
@@ -144,13 +145,15 @@ def rejoin(world: World) -> list[float]:
 
 def _whole(shard: TensorShard, world: World) -> TensorShard:
     gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, (shard.offset, shard.tensor), group=world.group)
-    whole = shard.tensor.new_zeros(shard.shape)
+    dist.all_gather_object(gathered, (shard.offset, live_values(shard)), group=world.group)
+    whole = live_values(shard).new_zeros(shard.shape)
     for offset, values in gathered:
         box = tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))
         whole[box] = values
     owners = tuple(range(world.size))
-    return TensorShard(shard.kind, shard.name, shard.shape, (0,) * len(shard.shape), whole, owners)
+    return TensorShard.of_tensor(
+        shard.kind, shard.name, shard.shape, (0,) * len(shard.shape), whole, owners
+    )
 
 
 def reference_losses(world: World) -> list[float]:

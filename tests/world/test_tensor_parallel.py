@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +27,7 @@ from moesaic.nn.loss import HeadLoss, _local_targets
 from moesaic.nn.tensor_parallel import TensorParallel
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.run import Run
 
@@ -136,7 +136,7 @@ def parameter_shards(world: World, job: Job) -> tuple[list[TensorShard], dict[st
     """Return this rank's parameter shards, and the global shapes of its dense parameters."""
     run = assembled(world, job)
     found = [
-        replace(shard, tensor=shard.tensor.clone())
+        shard.with_tensor(live_values(shard).clone())
         for shard in run.state().shards
         if shard.kind == PARAMETER
     ]
@@ -158,7 +158,7 @@ def test_tp_shards_are_slices_of_the_whole(
     """DTensor has the global shapes; shards have the right offsets, and replicas are equal."""
     row = reference(name)
     ((wholes, _),) = ranks.run(1, parameter_shards, row.job)
-    whole = {shard.name: shard.tensor for shard in wholes}
+    whole = {shard.name: live_values(shard) for shard in wholes}
     size, etp = 2 * max(dp_shard, 2), etp if row.job.model.experts else 1
     sharded = row._replace(ranks=size, tp=2, etp=etp, dp_shard=dp_shard).job
     owned: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
@@ -166,14 +166,14 @@ def test_tp_shards_are_slices_of_the_whole(
     for rank, (found, shapes) in enumerate(ranks.run(size, parameter_shards, sharded)):
         assert shapes == {key: whole[key].shape for key in shapes}
         for shard in found:
-            extents = zip(shard.offset, shard.tensor.shape, strict=True)
+            extents = zip(shard.offset, live_values(shard).shape, strict=True)
             box = tuple(slice(first, first + extent) for first, extent in extents)
             assert shard.shape == whole[shard.name].shape
-            assert torch.equal(shard.tensor, whole[shard.name][box])
-            if shard.tensor.numel():
+            assert torch.equal(live_values(shard), whole[shard.name][box])
+            if live_values(shard).numel():
                 assert rank in shard.owners
                 assert owned.setdefault((shard.name, shard.offset), shard.owners) == shard.owners
-                covered[shard.name] += shard.tensor.numel() if rank == shard.owners[0] else 0
+                covered[shard.name] += live_values(shard).numel() if rank == shard.owners[0] else 0
     assert covered == {key: tensor.numel() for key, tensor in whole.items()}
 
 
@@ -199,7 +199,7 @@ def test_full_tensors_equal_the_whole_parameters(ranks: RankPool) -> None:
     """Worlds of the same ranks follow one another: torch must not reuse or keep their meshes."""
     row = reference("tiny-olmoe")
     ((wholes, _),) = ranks.run(1, parameter_shards, row.job)
-    whole = {shard.name: shard.tensor for shard in wholes}
+    whole = {shard.name: live_values(shard) for shard in wholes}
     for tp, dp_shard in ((2, 2), (2, 1), (2, 2), (1, 4)):
         job = row._replace(ranks=4, tp=tp, dp_shard=dp_shard).job
         for known in ranks.run(4, full_tensors, job):

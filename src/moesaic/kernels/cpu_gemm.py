@@ -220,7 +220,7 @@ def onednn_supports(dtype: torch.dtype) -> bool:
 
 
 def prefers_transposed(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
-    """Return whether `grouped_mlp` is faster for these rows and matrices of this shape.
+    """Return whether `grouped_mlp` is faster for `counts` such rows and matrices of this shape.
 
     It needs AMX, bf16 and large matrices, and is slower where most slots are memory-bound."""
     large = matrices.shape[1] * matrices.shape[2] * _MIN_LEFT_ROWS >= _MIN_ONEDNN_MACS
@@ -229,4 +229,4 @@ def prefers_transposed(rows: Tensor, matrices: Tensor, counts: Tensor) -> bool:
     if rows.device.type != "cpu" or rows.dtype != torch.bfloat16:
         return False
     busy = int(counts.count_nonzero())
-    return busy > 0 and not cpu_gemv.is_memory_bound(rows, matrices, len(rows) // busy)
+    return busy > 0 and not cpu_gemv.is_memory_bound(rows, matrices, int(counts.sum()) // busy)

@@ -195,7 +195,7 @@ class MoE(nn.Module):
             return None
         assert groups.replica_transport is not None
         ep_rank = groups.ep_ranks.index(groups.rank)
-        arena, placement = self.bank.acquire(), self.dispatcher.placement
+        arena, placement = self.bank.whole_arena(), self.dispatcher.placement
         return Replicas(
             arena, balance, placement, ep_rank, groups.replica_transport, dtype, self.clock
         )

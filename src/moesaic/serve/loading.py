@@ -41,5 +41,6 @@ def load_model(
     for _, moe in model.expert_layers():
         moe.bank.backend = grouped_mm
     for shard in tensor_shards(model):
-        shard.tensor.copy_(origin.tensors.read(shard.name))
+        with shard.borrow() as tensor:
+            tensor.copy_(origin.tensors.read(shard.name))
     return model.eval()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moesaic.dist.buckets import GradientBuckets
 from moesaic.dist.collectives import all_gather, all_reduce_, all_reduce_buckets_
-from moesaic.dist.state import PARAMETER, State, TensorShard
+from moesaic.dist.state import State, TensorShard
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
@@ -69,6 +69,9 @@ class Run:
     """First and last pipeline rank that both hold the tied weight."""
     buckets: GradientBuckets
     """Buckets of the gradients that ranks reduce."""
+    expert_dp_group: Group | None
+    """Ranks that own the same experts. Gradients of experts without places of their own are reduced
+    over it after backward."""
     pipeline: Pipeline | None
     frozen: list[LocalParam] = field(default_factory=list)
     """Frozen parameters: no gradients, no moments, no part in the gradient norm."""
@@ -86,10 +89,10 @@ class Run:
         """Return everything that training resumes from, as live shards."""
         shards: list[TensorShard] = []
         for item in self.trainable:
-            shards += item.tensor_shards(PARAMETER, item.local, self.world.rank)
+            shards += item.parameter_shards(self.world.rank)
             shards += self.optimizer.moment_shards(item, self.world.rank)
         for item in self.frozen:
-            shards += item.tensor_shards(PARAMETER, item.local, self.world.rank)
+            shards += item.parameter_shards(self.world.rank)
         shards += router_biases(self.model, self.plan, self.world.rank)
         shards += () if self.migration is None else self.migration.state_shards()
         return State(shards, dict(self.counters))
@@ -300,6 +303,10 @@ class Run:
             ]
             all_reduce_buckets_(unsharded, self.model.tp.group)
         self.buckets.finish()
+        if self.expert_dp_group is not None:
+            with_places = (item for item in reversed(self.trainable) if item.places is not None)
+            grads = [grad for item in with_places for grad in item.grads()]
+            all_reduce_buckets_(grads, self.expert_dp_group)
         if self.tied_weight_group is not None:
             all_reduce_buckets_(
                 [item.grad for item in self.trainable if item.name == EMBED_WEIGHT],
@@ -307,8 +314,12 @@ class Run:
             )
 
     def gradient_norm(self) -> float:
-        """Return the norm of the whole gradient; the first owner of each element counts it."""
-        local = [item.grad for item in self.trainable if item.owners[0] == self.world.rank]
+        """Return the norm of the whole gradient; the first owner of each element counts it.
+
+        Experts count one by one, so the bits do not depend on those in memory.
+        """
+        own = (item for item in self.trainable if item.owners[0] == self.world.rank)
+        local = [grad for item in own for grad in item.grads()]
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         if local:
             total += sum_of_squares(local)
@@ -324,7 +335,7 @@ class Run:
             group = list(block)
             self.optimizer.update_block(group, self.world.rank, update, lr=lr, clip=clip / scale)
             for item in (item for flat in group for item in flat.params):
-                item.parameter.grad = None
+                item.clear_grad()
         loss_scale.record_update(self.counters)
         return lr
 
@@ -333,7 +344,7 @@ class Run:
         rate."""
         loss_scale.back_off(self.counters, norm, self._reduce_losses(losses)[0])
         for item in self.trainable:
-            item.parameter.grad = None
+            item.clear_grad()
         return self._learning_rate()
 
     def _learning_rate(self) -> float:

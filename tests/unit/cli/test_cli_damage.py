@@ -136,7 +136,7 @@ def test_damaged_records_cause_one_error(
 def test_weights_with_nan_cause_an_error(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = load_job(place / "job.toml").job
     shards = [
-        TensorShard(
+        TensorShard.of_tensor(
             PARAMETER, p.name, p.shape, (0,) * len(p.shape), torch.full(p.shape, torch.nan), (0,)
         )
         for p in parameters(job.model)

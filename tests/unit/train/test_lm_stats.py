@@ -18,6 +18,7 @@ from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
 from moesaic.nn.reports import MoEReport
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.run import _copy_to_host
@@ -39,7 +40,7 @@ def train_steps(**tables: Any) -> tuple[list[LMStepStats], list[Tensor]]:
     )  # fmt: skip
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     facts = [run.step(samples) for _ in range(3)]
-    return facts, [shard.tensor for shard in run.state().shards]
+    return facts, [live_values(shard) for shard in run.state().shards]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

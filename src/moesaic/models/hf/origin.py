@@ -79,8 +79,9 @@ class Origin:
         """Write parameters into `shards` of any layout and dtype, as a state source does."""
         for shard in shards:
             whole = self.tensors.read(shard.name)
-            box = zip(shard.offset, shard.tensor.shape, strict=True)
-            shard.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
+            box = zip(shard.offset, shard.size, strict=True)
+            with shard.borrow() as tensor:
+                tensor.copy_(whole[tuple(slice(o, o + n) for o, n in box)])
 
 
 def open_origin(path: Path, reads_once: bool = False) -> Origin:
@@ -234,6 +235,6 @@ class CheckpointTensors:
         shape = self._shapes[name]
         tensor = torch.empty(shape, dtype=self.dtype(name))
         self._checkpoint.fill(
-            [TensorShard(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
+            [TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
         )
         return tensor

@@ -119,7 +119,9 @@ def check_forms(checkpoint: Path) -> None:
     def read(name: str) -> Tensor:
         shape = tuple(stored.tensors[f"{PARAMETER}/{name}"].shape)
         tensor = torch.empty(shape)
-        stored.fill([TensorShard(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))])
+        stored.fill(
+            [TensorShard.of_tensor(PARAMETER, name, shape, (0,) * len(shape), tensor, (0,))]
+        )
         return tensor.double()
 
     for parameter in parameters(merged.model):
