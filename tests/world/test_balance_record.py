@@ -154,14 +154,14 @@ def parameters(world: World, job: Job, told: bool) -> list[Tensor]:
 def begun(world: World, job: Job, place: Path) -> list[str]:
     """What is said while a run is assembled, of a policy that nobody has compiled yet."""
     numba.config.CACHE_DIR = str(place / str(world.rank))
-    before, said = quota_search._split_by_source, list[str]()
+    before, said = quota_search.split_by_source, list[str]()
     try:
-        quota_search._split_by_source = cached_njit(before.py_func)
+        quota_search.split_by_source = cached_njit(before.py_func)
         plan = plan_from_layout(job.layout, job.model, world.size)
         source = InitialSource(job.seed, job.model.init_std)
         assemble(job, plan, world, source, log=said.append).close()
     finally:
-        quota_search._split_by_source, numba.config.CACHE_DIR = before, ""
+        quota_search.split_by_source, numba.config.CACHE_DIR = before, ""
     return said
 
 

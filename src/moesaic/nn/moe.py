@@ -19,17 +19,17 @@ from moesaic.nn.experts.replicas import Replicas
 from moesaic.nn.router import Router, Routing, load_balance_loss, router_z_loss
 
 
-class Balancer(Protocol):
-    """Balancing policy of one layer; all EP ranks decide the same."""
+class ReplicaChooser(Protocol):
+    """What an expert layer asks about its replicas; all EP ranks decide the same."""
 
-    early: bool
+    prefetches: bool
     """True if replicas are chosen before counts are known."""
 
-    def early_replicas(self) -> BalanceDecision:
+    def prefetched_replicas(self) -> BalanceDecision:
         """Return the replicas of this step, without rerouted rows."""
 
-    def plan_next(self) -> None:
-        """Choose the next step's replicas, if the policy prefetches; overlaps the exchange of
+    def place_next_replicas(self) -> None:
+        """Choose the next pass's replicas, if the policy prefetches; overlaps the exchange of
         tokens."""
 
     def __call__(self, counts: IntArray) -> BalanceDecision:
@@ -57,7 +57,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.bank, self.dispatcher = router, bank, dispatcher
         self.shared = shared
-        self.balancer: Balancer | None = None
+        self.balancer: ReplicaChooser | None = None
         """Balancing policy; None: every row is computed on its expert's owner rank."""
         self.next_layers: tuple[MoE, ...] = ()
         """Next MoE layer, if any; its replicas may be prefetched under this layer's experts. A
@@ -68,8 +68,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return the output of the layer, in the shape of `x`."""
         balancer = self._active_balancer(context)
-        early = balancer is not None and balancer.early
-        if early and self.router.layer not in context.replicas:
+        prefetches = balancer is not None and balancer.prefetches
+        if prefetches and self.router.layer not in context.replicas:
             self.start_replicas(context, compute_dtype(x))
         replicas = context.replicas.pop(self.router.layer, None)
         tokens_TH = x.reshape(-1, x.shape[-1])
@@ -90,12 +90,13 @@ class MoE(nn.Module):
             report()
         tokens_TH = tp.gather_rows(tokens_TH.to(compute_dtype(x)))
         dispatch = self.dispatcher.start_dispatch(tokens_TH, weights_TK, token_slots)
-        if balance is not None and not early:  # Tokens go first; they are on the critical path.
+        # Tokens go first; they are on the critical path.
+        if balance is not None and not prefetches:
             replicas = self._send_replicas(balance, tokens_TH.dtype)
         for layer in self.next_layers:
-            layer.start_early_replicas(context, tokens_TH.dtype)
-        if balancer is not None and early:
-            balancer.plan_next()
+            layer.start_prefetch(context, tokens_TH.dtype)
+        if balancer is not None and prefetches:
+            balancer.place_next_replicas()
         shared = None if self.shared is None else self.shared(x, context)  # Overlaps the exchange.
         clock = self.clock if context.training else None
         with self.bank.expert_function(
@@ -119,7 +120,7 @@ class MoE(nn.Module):
         if self.balancer is not None:
             self.balancer.set_owners(placement.slot_of_expert // placement.slots_per_rank)
 
-    def _active_balancer(self, context: Context) -> Balancer | None:
+    def _active_balancer(self, context: Context) -> ReplicaChooser | None:
         """Return the balancer; None in evaluation, which never uses replicas."""
         return self.balancer if context.training else None
 
@@ -141,31 +142,31 @@ class MoE(nn.Module):
         The transfer overlaps whatever is computed until the experts.
         """
         layer, balancer = self.router.layer, self._active_balancer(context)
-        if balancer is None or not balancer.early:
+        if balancer is None or not balancer.prefetches:
             return
         facts = context.layer_facts.get(layer)
         if facts is not None:  # Recomputation in backward.
             assert facts.balance_decision is not None
             context.replicas[layer] = self._send_replicas(facts.balance_decision, dtype)
         elif layer in context.replicas:
-            self._send_late_replicas(context.replicas[layer])
+            self._send_remaining_replicas(context.replicas[layer])
         else:
-            context.replicas[layer] = self._send_replicas(balancer.early_replicas(), dtype)
+            context.replicas[layer] = self._send_replicas(balancer.prefetched_replicas(), dtype)
 
-    def start_early_replicas(self, context: Context, dtype: torch.dtype) -> None:
+    def start_prefetch(self, context: Context, dtype: torch.dtype) -> None:
         """Start to send the prefetched replicas, during the experts of the previous layer."""
         balancer = self._active_balancer(context)
-        if balancer is not None and balancer.early:
-            replicas = self._make_replicas(balancer.early_replicas(), dtype)
+        if balancer is not None and balancer.prefetches:
+            replicas = self._make_replicas(balancer.prefetched_replicas(), dtype)
             if replicas is not None:
-                replicas.send(early=True)
+                replicas.send(prefetched=True)
             context.replicas[self.router.layer] = replicas
 
     def _send_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
         replicas = self._make_replicas(balance, dtype)
         if replicas is not None:
-            replicas.send(early=True)
-        self._send_late_replicas(replicas)
+            replicas.send(prefetched=True)
+        self._send_remaining_replicas(replicas)
         return replicas
 
     def _make_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
@@ -181,9 +182,9 @@ class MoE(nn.Module):
         )
 
     @staticmethod
-    def _send_late_replicas(replicas: Replicas | None) -> None:
+    def _send_remaining_replicas(replicas: Replicas | None) -> None:
         if replicas is not None:
-            replicas.send(early=False)
+            replicas.send(prefetched=False)
 
     def _report(
         self,
