@@ -86,11 +86,11 @@ def run_layout(
     replay: str | None = None,
     placement: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
-    random_replicas: int | None = None,
+    replica_seed: int | None = None,
 ) -> Run:
     """Train on one rank; return shards as (key, shape, offset, values).
 
-    `random_replicas` seeds random replicas, which replace the decisions of a policy.
+    `replica_seed` seeds random replicas, which replace the decisions of a policy.
     """
     plan = plan_from_layout(job.layout, job.model, world.size)
     if placement is not None:
@@ -98,11 +98,11 @@ def run_layout(
     if stages is not None:
         plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    if random_replicas is not None:
+    if replica_seed is not None:
         for layer, moe in run.model.expert_layers():
             owned = moe.dispatcher.placement
             owners = owned.slot_of_expert // owned.slots_per_rank
-            moe.balancer = RandomReplicas(owners, [random_replicas, layer])
+            moe.balancer = RandomReplicas(owners, [replica_seed, layer])
     ahead = [CountPrefetched(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     run.replay = RoutingReplay(Path(replay), job, "samples") if replay else None
@@ -227,10 +227,10 @@ def outcome(
     replay: str | None = None,
     placement: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
-    random_replicas: int | None = None,
+    replica_seed: int | None = None,
 ) -> Outcome:
     """Run on `size` ranks and join the results; replicated shards must agree bit for bit."""
-    options = (record, replay, placement, stages, random_replicas)
+    options = (record, replay, placement, stages, replica_seed)
     return together(ranks.run(size, run_layout, job, steps, *options))
 
 

@@ -101,7 +101,7 @@ def test_copies_at_random_at_the_edges(ranks: RankPool, name: str) -> None:
     size, layout, tables = EDGES[name]
     balance = {**ASKING, "policy": "faster-moe"}  # quota makes none for so few tokens.
     job = tiny_job(**tables, layout=layout, balance=balance)
-    several = outcome(ranks, size, job, STEPS, random_replicas=11)
+    several = outcome(ranks, size, job, STEPS, replica_seed=11)
     assert_same(several, alone(ranks, tables))
     assert sum(step["replicas"] for step in several.steps) > 0
 
@@ -120,7 +120,7 @@ def test_copies_at_random_in_long_stages(ranks: RankPool, name: str) -> None:
     stage."""
     size, layout, tables = LONG_STAGES[name]
     job = tiny_job(**tables, layout=layout, balance=ASKING)
-    several = outcome(ranks, size, job, STEPS, random_replicas=11)
+    several = outcome(ranks, size, job, STEPS, replica_seed=11)
     assert_same(several, alone(ranks, tables))
     last = several.steps[-1]
     assert last["replicas"] > last["prefetched"] > 0
@@ -152,22 +152,22 @@ class ToOne:
         }
 
 
-def opened(world: World, job: Job, random_replicas: int | None) -> Run:
+def opened(world: World, job: Job, replica_seed: int | None) -> Run:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    if random_replicas is not None:
+    if replica_seed is not None:
         for layer, moe in run.model.expert_layers():
             homes = moe.dispatcher.placement
             moe.balancer = RandomReplicas(
-                homes.slot_of_expert // homes.slots_per_rank, [random_replicas, layer]
+                homes.slot_of_expert // homes.slots_per_rank, [replica_seed, layer]
             )
     return run
 
 
-def one_expert(world: World, job: Job, random_replicas: int | None) -> Any:
+def one_expert(world: World, job: Job, replica_seed: int | None) -> Any:
     """Gradients, and losses of steps."""
     run, samples = (
-        opened(world, job, random_replicas),
+        opened(world, job, replica_seed),
         RandomSamples(job.model.vocab, job.data.sequence),
     )
     run.replay = ToOne(job)  # type: ignore[assignment]
@@ -180,28 +180,28 @@ def one_expert(world: World, job: Job, random_replicas: int | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("balance", "random_replicas"),
+    ("balance", "replica_seed"),
     [({}, 5), ({}, None), ({"prefetch": True}, None), ({"policy": "eplb"}, None)],
 )  # fmt: skip
 def test_all_rows_for_one_expert(
-    ranks: RankPool, balance: dict[str, Any], random_replicas: int | None
+    ranks: RankPool, balance: dict[str, Any], replica_seed: int | None
 ) -> None:
     tables: dict[str, Any] = {"model": {"top_k": 1}, "train": {"micro_batches": 2}}
     (alone,) = ranks.run(1, one_expert, tiny_job(**tables), None)
     layout = {"ep": 4, "chunks": 3}
     job = tiny_job(**tables, layout=layout, balance={**ASKING, **balance})
-    several = ranks.run(4, one_expert, job, random_replicas)
+    several = ranks.run(4, one_expert, job, replica_seed)
     assert all(one[0] == pytest.approx(alone[0], rel=1e-9) for one in several)
     for part in (1, 2):
         expected = put_together([alone[part]])
         assert worst_element(put_together([one[part] for one in several]), expected) < 1e-9
-    assert random_replicas or several[0][3] > 0
+    assert replica_seed or several[0][3] > 0
 
 
-def judged(world: World, job: Job, random_replicas: int | None) -> list[float]:
+def judged(world: World, job: Job, replica_seed: int | None) -> list[float]:
     """Losses of steps, and before each of validation, of which no policy hears anything."""
     run, samples = (
-        opened(world, job, random_replicas),
+        opened(world, job, replica_seed),
         RandomSamples(job.model.vocab, job.data.sequence),
     )
     found = list[float]()
@@ -220,22 +220,22 @@ def judged(world: World, job: Job, random_replicas: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "random_replicas"), [({"ep": 4}, 3), ({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3),
+    ("layout", "replica_seed"), [({"ep": 4}, 3), ({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3),
                            ({"ep": 4}, None)],
 )  # fmt: skip
 def test_validation_between_steps(
-    ranks: RankPool, layout: dict[str, Any], random_replicas: int | None
+    ranks: RankPool, layout: dict[str, Any], replica_seed: int | None
 ) -> None:
     tables: dict[str, Any] = {"train": {"micro_batches": 4, "recompute": True}}
     (alone,) = ranks.run(1, judged, tiny_job(**tables), None)
-    for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), random_replicas):
+    for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), replica_seed):
         assert losses == pytest.approx(alone, rel=1e-9)
 
 
-def overflowing(world: World, job: Job, random_replicas: int) -> Any:
+def overflowing(world: World, job: Job, replica_seed: int) -> Any:
     """Of three steps, in the second of which a gradient of the last rank is infinite."""
     run, samples = (
-        opened(world, job, random_replicas),
+        opened(world, job, replica_seed),
         RandomSamples(job.model.vocab, job.data.sequence),
     )
     told, states = [], []

@@ -63,7 +63,7 @@ def test_copies_at_random(
     ranks: RankPool, size: int, layout: dict[str, Any], tables: dict[str, Any]
 ) -> None:
     job = tiny_job(**balanced({**tables, "layout": layout}))
-    several = outcome(ranks, size, job, STEPS, random_replicas=3, placement=HOMES.get(layout["ep"]))
+    several = outcome(ranks, size, job, STEPS, replica_seed=3, placement=HOMES.get(layout["ep"]))
     assert_same(several, alone(ranks, tables))
     if "pp" not in layout:  # Rank 0, which is asked, has few of a pipeline's layers.
         assert several.steps[-1]["replicas"] > 0
@@ -129,7 +129,7 @@ def test_narrow_products_send_narrow_experts(ranks: RankPool) -> None:
     by what it is: a router that the rounding does not move."""
     tables = {"train": {"precision": "bf16"}, "routing": {"router": "balanced"}}
     job = tiny_job(**balanced({**tables, "layout": {"ep": 4}}))
-    several, one = outcome(ranks, 4, job, 1, random_replicas=5), alone(ranks, tables)
+    several, one = outcome(ranks, 4, job, 1, replica_seed=5), alone(ranks, tables)
     assert several.steps[-1]["replicas"] > 0
     assert worst_tensor(several.gradients, one.gradients) < 0.05
 

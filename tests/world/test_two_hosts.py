@@ -101,12 +101,12 @@ def train_on_two_hosts(
     """Train each job over both hosts."""
     found = []
     with join_across_hosts(world, hosts) as world:
-        for job, random_replicas in jobs:
+        for job, replica_seed in jobs:
             plan = plan_from_layout(job.layout, job.model, world.size)
             assert isinstance(
                 make_dispatch_ranks(plan, world, replicas=True).replica_transport, PairwiseAllToAll
             )
-            found.append(run_layout(world, job, STEPS, random_replicas=random_replicas))
+            found.append(run_layout(world, job, STEPS, replica_seed=replica_seed))
     return found
 
 
@@ -117,8 +117,8 @@ def test_replicas_of_experts_of_the_other_host(
 ) -> None:
     """Over sockets, pairwise, with prefetched replicas and others."""
     jobs = [
-        (tiny_job(**{"balance": ASKING, **tables}, layout=layout), random_replicas)
-        for layout, tables, random_replicas in SPREAD[size]
+        (tiny_job(**{"balance": ASKING, **tables}, layout=layout), replica_seed)
+        for layout, tables, replica_seed in SPREAD[size]
     ]
     with two_hosts() as hosts:
         by_rank: list[list[Run]] = own_ranks.run(size, train_on_two_hosts, hosts, jobs)
