@@ -28,9 +28,10 @@ from moesaic.policy import dispatch
 from moesaic.policy.balance import (
     LayerBalancer,
     MigrationCosts,
+    MigrationFacts,
     RankDevice,
     default_prices,
-    layer_setting,
+    layer_problem,
     plan_migration,
 )
 from moesaic.train import balancing
@@ -112,8 +113,8 @@ class Layer:
         gradient = self._tokens.grad
         assert gradient is not None
         self._tokens.grad = self.moe.bank.arena.grad = None
-        if isinstance(self.moe.balancer, balancing.Balancer):
-            told = self.moe.balancer.take_stats()
+        if isinstance(self.moe.balancer, LayerBalancer):
+            told = balancing.take_layer_balance(self.moe).stats
             self._calls += 1
             self._copies += told.replicas
             self._left.append(told.imbalance_after)
@@ -162,7 +163,8 @@ def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
     """Return where experts are placed when moving costs nothing."""
     every = torch.cat([torch.cat(work.choices(rank)).flatten() for rank in range(RANKS)])
     totals = torch.bincount(every, minlength=work.experts).numpy()
-    return plan_migration(totals, plan.slot_experts(0), RANKS, MigrationCosts(1.0, 0.0, 0.0)).slots
+    costs = MigrationCosts(1.0, 0.0, 0.0)
+    return plan_migration(MigrationFacts(totals, plan.slot_experts(0), RANKS, costs)).slots
 
 
 def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
@@ -173,15 +175,15 @@ def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
         config = BalanceConfig.model_validate({"policy": name, "as_published": True})
-        policy = LayerBalancer(config, _setting(job, plan, config, prices))
+        policy = LayerBalancer(config, _problem(job, plan, config, prices))
         policy.warm_up()
-        moe.balancer = balancing.Balancer(policy)
+        moe.balancer = policy
     return Layer(moe, tokens, cotangent)
 
 
-def _setting(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> BalanceProblem:
+def _problem(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> BalanceProblem:
     """Return what the policy knows; there is no work beside this layer."""
-    return layer_setting(job, plan, config, prices, 0)._replace(dense_compute_s=0.0)
+    return layer_problem(job, plan, config, prices, 0)._replace(dense_compute_s=0.0)
 
 
 def prices_of(world: World, work: Work) -> Prices:

@@ -20,17 +20,17 @@ from moesaic.nn.reports import MoEReport
 from moesaic.nn.router import Router, Routing, load_balance_loss, router_z_loss
 
 
-class Balancer(Protocol):
-    """Balancing policy of one layer; all EP ranks decide the same."""
+class ReplicaChooser(Protocol):
+    """What an expert layer asks about its replicas; all EP ranks decide the same."""
 
-    early: bool
+    prefetches: bool
     """True if replicas are chosen before counts are known."""
 
-    def early_replicas(self) -> BalanceDecision:
+    def prefetched_replicas(self) -> BalanceDecision:
         """Return the replicas of this step, without rerouted rows."""
 
-    def plan_next(self) -> None:
-        """Choose the next step's replicas, if the policy prefetches; overlaps the exchange of
+    def place_next_replicas(self) -> None:
+        """Choose the next pass's replicas, if the policy prefetches; overlaps the exchange of
         tokens."""
 
     def __call__(self, counts: IntArray) -> BalanceDecision:
@@ -70,7 +70,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.bank, self.dispatcher = router, bank, dispatcher
         self.shared = shared
-        self.balancer: Balancer | None = None
+        self.balancer: ReplicaChooser | None = None
         """Balancing policy; None: every row is computed on its expert's owner rank."""
         self.next_layers: tuple[MoE, ...] = ()
         """Next MoE layer, if any; its replicas may be prefetched under this layer's experts. A
@@ -96,7 +96,7 @@ class MoE(nn.Module):
             balancing = self.begin_pass()
             self.start_replicas(balancing, inputs, compute_dtype(x))
         balancer = self._active_balancer(inputs)
-        early = balancer is not None and balancer.early
+        prefetches = balancer is not None and balancer.prefetches
         replicas, balancing.replicas = balancing.replicas, None
         tokens_TH = x.reshape(-1, x.shape[-1])
         routing, tp = self.router(tokens_TH, inputs), self.bank.tp
@@ -122,12 +122,13 @@ class MoE(nn.Module):
             report = self._make_report(inputs, routing, counts, token_slots, balance)
         tokens_TH = tp.gather_rows(tokens_TH.to(compute_dtype(x)))
         dispatch = self.dispatcher.start_dispatch(tokens_TH, weights_TK, token_slots)
-        if balance is not None and not early:  # Tokens go first; they are on the critical path.
+        # Tokens go first; they are on the critical path.
+        if balance is not None and not prefetches:
             replicas = self._send_replicas(balance, tokens_TH.dtype)
         for layer in self.next_layers:
-            layer.prefetch_replicas(inputs, tokens_TH.dtype)
-        if balancer is not None and early:
-            balancer.plan_next()
+            layer.start_prefetch(inputs, tokens_TH.dtype)
+        if balancer is not None and prefetches:
+            balancer.place_next_replicas()
         shared = None if self.shared is None else self.shared(x)  # Overlaps the exchange.
         clock = self.clock if inputs.training else None
         with self.bank.expert_function(
@@ -151,7 +152,7 @@ class MoE(nn.Module):
         if self.balancer is not None:
             self.balancer.set_owners(placement.slot_of_expert // placement.slots_per_rank)
 
-    def _active_balancer(self, inputs: Inputs) -> Balancer | None:
+    def _active_balancer(self, inputs: Inputs) -> ReplicaChooser | None:
         """Return the balancer; None in evaluation, which never uses replicas."""
         return self.balancer if inputs.training else None
 
@@ -162,30 +163,30 @@ class MoE(nn.Module):
         The transfer overlaps whatever is computed until the experts.
         """
         balancer = self._active_balancer(inputs)
-        if balancer is None or not balancer.early:
+        if balancer is None or not balancer.prefetches:
             return
         if balancing.decision is not None:  # Recomputation in backward.
             balancing.replicas = self._send_replicas(balancing.decision, dtype)
         elif balancing.is_prefetched:
-            self._send_late_replicas(balancing.replicas)
+            self._send_remaining_replicas(balancing.replicas)
         else:
-            balancing.replicas = self._send_replicas(balancer.early_replicas(), dtype)
+            balancing.replicas = self._send_replicas(balancer.prefetched_replicas(), dtype)
 
-    def prefetch_replicas(self, inputs: Inputs, dtype: torch.dtype) -> None:
+    def start_prefetch(self, inputs: Inputs, dtype: torch.dtype) -> None:
         """Begin the coming pass: send the prefetched replicas, during the experts of the previous
         layer."""
         balancer = self._active_balancer(inputs)
-        if balancer is not None and balancer.early:
-            replicas = self._make_replicas(balancer.early_replicas(), dtype)
+        if balancer is not None and balancer.prefetches:
+            replicas = self._make_replicas(balancer.prefetched_replicas(), dtype)
             if replicas is not None:
-                replicas.send(early=True)
+                replicas.send(prefetched=True)
             self._next_pass = BalancePass(replicas=replicas, is_prefetched=True)
 
     def _send_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
         replicas = self._make_replicas(balance, dtype)
         if replicas is not None:
-            replicas.send(early=True)
-        self._send_late_replicas(replicas)
+            replicas.send(prefetched=True)
+        self._send_remaining_replicas(replicas)
         return replicas
 
     def _make_replicas(self, balance: BalanceDecision, dtype: torch.dtype) -> Replicas | None:
@@ -201,9 +202,9 @@ class MoE(nn.Module):
         )
 
     @staticmethod
-    def _send_late_replicas(replicas: Replicas | None) -> None:
+    def _send_remaining_replicas(replicas: Replicas | None) -> None:
         if replicas is not None:
-            replicas.send(early=False)
+            replicas.send(prefetched=False)
 
     def _make_report(
         self,

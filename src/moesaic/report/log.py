@@ -249,8 +249,8 @@ def read_log(path: Path) -> Log:
             )  # fmt: skip
         elif event["event"] == "prediction":
             draft.prediction = event
-        elif event["event"] == "experts_migrated":
-            _note_migration(draft.migrations, event, step)
+        elif event["event"] == "decisions":
+            _note_migrations(draft.migrations, event, step)
         else:
             _note_checkpoint(draft.checkpoints, event, step)
     return Log(
@@ -353,15 +353,17 @@ def _machines(value: object) -> tuple[Machine, ...]:
     return tuple(found)
 
 
-def _note_migration(
+def _note_migrations(
     kept: dict[tuple[int, int], Migration], event: Mapping[str, Any], step: int
 ) -> None:
-    layer, moves = event.get("layer"), event.get("moves")
-    if type(layer) is int and isinstance(moves, list):
-        names = ("bytes", "imbalance_before", "imbalance_after")
-        kept[step, layer] = Migration(
-            step, layer, len(moves), *(number(event.get(name)) for name in names)
-        )
+    migrations = event.get("migration")
+    for one in migrations if isinstance(migrations, list) else ():
+        layer, moves = one.get("layer"), one.get("moves")
+        if type(layer) is int and isinstance(moves, list):
+            names = ("bytes", "imbalance_before", "imbalance_after")
+            kept[step, layer] = Migration(
+                step, layer, len(moves), *(number(one.get(name)) for name in names)
+            )
 
 
 def _note_checkpoint(kept: dict[int, Checkpoint], event: Mapping[str, Any], step: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesaic.base.decisions import Decision, decide
 from moesaic.dist.all_to_all import Transport
 from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.world import World
@@ -34,7 +35,7 @@ class LayerMigration(NamedTuple):
     """Experts of one layer that changed their owner ranks."""
 
     layer: int
-    decision: policies.Migration
+    decision: Decision[policies.MigrationFacts, policies.Migration]
     num_bytes: int
     """Bytes sent, over all EP groups."""
     seconds: float | None
@@ -81,8 +82,11 @@ class ExpertMigration:
         """Decide by the token counts so far, move experts and reset the counts. Return the plan
         with the new placement. Every rank must call this."""
         migrations, slots = list[LayerMigration](), dict[int, tuple[int, ...]]()
+        decisions = list[Decision[policies.MigrationFacts, policies.Migration]]()
         for layer, rows in self._token_counts.items():
-            decision = self._decide(plan, layer, rows)
+            decision = decide(
+                policies.plan_migration, self._facts(plan, layer, rows.clone()), decisions
+            )
             rows.zero_()
             if not decision.moves:
                 continue
@@ -93,16 +97,16 @@ class ExpertMigration:
                 seconds = devices.synchronized_time_s(self._world.device) - began
             slots[layer] = decision.slots
             num_bytes = len(decision.moves) * self._expert_bytes * plan.ranks_per_stage // plan.ep
-            migrations.append(LayerMigration(layer, decision, num_bytes, seconds))
+            migrations.append(LayerMigration(layer, decisions[-1], num_bytes, seconds))
         return plan.with_expert_placement(slots), migrations
 
-    def _decide(self, plan: Plan, layer: int, token_counts: Tensor) -> policies.Migration:
+    def _facts(self, plan: Plan, layer: int, token_counts: Tensor) -> policies.MigrationFacts:
         assert plan.prices is not None
         job, groups = self._job, plan.ranks_per_stage // (plan.ep * plan.etp)
-        setting = policies.layer_setting(job, plan, job.balance, plan.prices, layer)
-        cost = policies.migration_costs(setting, self._expert_bytes, groups)
-        return policies.plan_migration(
-            token_counts.numpy(), plan.slot_experts(layer), plan.ep, cost
+        problem = policies.layer_problem(job, plan, job.balance, plan.prices, layer)
+        costs = policies.migration_costs(problem, self._expert_bytes, groups)
+        return policies.MigrationFacts(
+            token_counts.numpy(), plan.slot_experts(layer), plan.ep, costs
         )
 
     @torch.no_grad()

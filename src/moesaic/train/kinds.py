@@ -93,10 +93,13 @@ class Recorder(Protocol):
     def write_event(self, name: str, **fields: Any) -> None:
         """Write an event of the whole run, on rank 0 only."""
 
+    def is_sampled(self, step: int) -> bool:
+        """Return whether tables have rows of `step`: every `log.loads_every` steps."""
+
     def write_rows(
         self, table: str, schema: pa.Schema, step: int, rows: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Append rows of `step` to a table, every `log.loads_every` steps, on rank 0 only."""
+        """Append rows of `step` to a table if the step is sampled, on rank 0 only."""
 
 
 class Data(Protocol):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from moesaic.train.balance_stats import BALANCE_SCHEMA, BalanceStats
+from moesaic.policy.balance import BalanceStats, LayerDecision
+from moesaic.train.balancing import LayerBalance
 from moesaic.train.expert_migration import LayerMigration
 from moesaic.train.kinds import Recorder
 
@@ -25,9 +28,19 @@ LOADS_SCHEMA = pa.schema(
 )
 
 
+_COLUMN_TYPES = {"int": pa.int64(), "float": pa.float64(), "IntArray": pa.list_(pa.int64())}
+BALANCE_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("layer", pa.int16()),
+        *((column.name, _COLUMN_TYPES[str(column.type)]) for column in fields(BalanceStats)),
+    ]
+)
+
+
 @dataclass(frozen=True)
 class LMStepStats:
-    """Statistics of one step, equal on every rank except for `phases` and `balance_stats`."""
+    """Statistics of one step, equal on every rank except for `phases` and `balance`."""
 
     step: int
     loss: float
@@ -49,8 +62,8 @@ class LMStepStats:
     """Loss scale of fp16 in this step; None in other precisions."""
     is_skipped: bool = False
     """True if the gradient overflowed and the update was skipped."""
-    balance_stats: dict[int, BalanceStats] = field(default_factory=dict)
-    """Balance statistics by layer, for layers and EP groups of this rank."""
+    balance: dict[int, LayerBalance] = field(default_factory=dict)
+    """Balance decisions and statistics by layer, for layers and EP groups of this rank."""
     migrations: Sequence[LayerMigration] = ()
     """Experts of all layers that migrated after this step."""
 
@@ -64,21 +77,25 @@ class LMStepStats:
             "dropped": sum(self.dropped.values()),
             "num_replay_mismatches": self.num_replay_mismatches,
         }  # fmt: skip
-        if self.balance_stats:
-            figures |= _balance_figures(list(self.balance_stats.values()))
+        if self.balance:
+            figures |= _balance_figures([one.stats for one in self.balance.values()])
         if self.loss_scale is not None:
             figures |= {"loss_scale": self.loss_scale, "skipped": float(self.is_skipped)}
         return figures
 
     def write(self, record: Recorder) -> None:
-        """Write migrations, expert loads and balance statistics."""
-        for one in self.migrations:
-            record.write_event(
-                "experts_migrated", step=self.step, layer=one.layer, moves=one.decision.moves,
-                bytes=one.num_bytes, seconds=one.seconds, gain_s=one.decision.gain_s,
-                imbalance_before=one.decision.imbalance_before,
-                imbalance_after=one.decision.imbalance_after,
-            )  # fmt: skip
+        """Write decisions, expert loads and balance statistics."""
+        decisions: dict[str, list[dict[str, Any]]] = {}
+        if self.balance and record.is_sampled(self.step):
+            decisions["balance"] = [
+                _balance_record(layer, decision)
+                for layer, one in self.balance.items()
+                for decision in one.decisions
+            ]
+        if self.migrations:
+            decisions["migration"] = [_migration_record(one) for one in self.migrations]
+        if decisions:
+            record.write_event("decisions", step=self.step, **decisions)
         none = torch.zeros(0, dtype=torch.int64)  # For layers of other pipeline ranks.
         loads = (
             {
@@ -89,8 +106,11 @@ class LMStepStats:
             for layer, counts in self.counts.items()
         )  # fmt: skip
         record.write_rows("loads", LOADS_SCHEMA, self.step, loads)
-        balance = (stats.to_row(self.step, layer) for layer, stats in self.balance_stats.items())
-        if self.balance_stats:
+        balance = (
+            {"step": self.step, "layer": layer, **vars(one.stats)}
+            for layer, one in self.balance.items()
+        )
+        if self.balance:
             record.write_rows("balance", BALANCE_SCHEMA, self.step, balance)
 
     def messages(self) -> Iterator[str]:
@@ -101,7 +121,7 @@ class LMStepStats:
 
 def _balance_figures(layers: Sequence[BalanceStats]) -> dict[str, float]:
     """Return replica totals over all layers, and the imbalance of the worst layer."""
-    exposed_s = sum(one.exposed_s for one in layers)
+    exposed_s = sum(one.replica_wait_s + one.gradient_wait_s for one in layers)
     return {
         "replicas": sum(one.replicas for one in layers),
         "replica_bytes": sum(one.replica_bytes for one in layers),
@@ -112,14 +132,40 @@ def _balance_figures(layers: Sequence[BalanceStats]) -> dict[str, float]:
     }
 
 
+def _balance_record(layer: int, decision: LayerDecision) -> dict[str, Any]:
+    """Return a balance decision as JSON. Its loads are those of the step in `loads/`, and its costs
+    follow from the run's job and plan."""
+    tokens = Counter[tuple[int, int]]()
+    for expert, _, target, number in decision.outcome.rerouted.tolist():
+        tokens[expert, target] += number
+    replicas = decision.outcome.replicas.tolist()
+    return {
+        "layer": layer, "is_ahead": decision.facts.is_ahead,
+        "replicas": [[expert, rank, tokens[expert, rank]] for expert, rank in replicas],
+        "planning_s": decision.seconds,
+    }  # fmt: skip
+
+
+def _migration_record(migration: LayerMigration) -> dict[str, Any]:
+    """Return a migration as JSON."""
+    facts, outcome, planning_s = migration.decision
+    return {
+        "layer": migration.layer, "expert_tokens": facts.expert_tokens.tolist(),
+        "moves": outcome.moves, "gain_s": outcome.gain_s,
+        "imbalance_before": outcome.imbalance_before, "imbalance_after": outcome.imbalance_after,
+        "bytes": migration.num_bytes, "seconds": migration.seconds, "planning_s": planning_s,
+    }  # fmt: skip
+
+
 def _describe_migrations(migrations: Sequence[LayerMigration]) -> str:
     """Describe migrated experts for the user."""
-    number = sum(len(migration.decision.moves) for migration in migrations)
+    number = sum(len(migration.decision.outcome.moves) for migration in migrations)
     layers = f"{len(migrations)} layer{'s'[: len(migrations) > 1]}"
     size = f"{sum(migration.num_bytes for migration in migrations) / 1e6:,.3g} MB"
-    worst = max(migrations, key=lambda migration: migration.decision.imbalance_before)
+    worst = max(migrations, key=lambda migration: migration.decision.outcome.imbalance_before)
+    outcome = worst.decision.outcome
     return (
         f"migrated {number} experts of {layers}, {size}; the busiest rank of layer {worst.layer} "
-        f"had {worst.decision.imbalance_before:.2f} times the mean tokens, "
-        f"{worst.decision.imbalance_after:.2f} under the new placement"
+        f"had {outcome.imbalance_before:.2f} times the mean tokens, "
+        f"{outcome.imbalance_after:.2f} under the new placement"
     )

@@ -124,11 +124,15 @@ class RunRecord:
         if self._world.is_rank_zero:
             self._events.emit(name, **fields)
 
+    def is_sampled(self, step: int) -> bool:
+        """Return whether tables have rows of `step`: every `log.loads_every` steps."""
+        return step % self._job.log.loads_every == 0
+
     def write_rows(
         self, table: str, schema: pa.Schema, step: int, rows: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Append rows of `step` to a table, every `log.loads_every` steps, on rank 0 only."""
-        if not self._world.is_rank_zero or step % self._job.log.loads_every:
+        """Append rows of `step` to a table if the step is sampled, on rank 0 only."""
+        if not (self._world.is_rank_zero and self.is_sampled(step)):
             return
         if table not in self._tables:
             self._tables[table] = RecordWriter(self.out / table, schema)

@@ -33,9 +33,9 @@ from moesaic.models.lm import LanguageModel
 from moesaic.models.state import EMBED_WEIGHT, LocalParam, router_biases
 from moesaic.nn.inputs import LOW_PRECISION, ByProduct, Inputs, autocast_to
 from moesaic.nn.reports import MoEReport
-from moesaic.policy.balance import reason_not_to_balance
+from moesaic.policy.balance import LayerBalancer, reason_not_to_balance
 from moesaic.train import loss_scale
-from moesaic.train.balancing import Balancer
+from moesaic.train.balancing import take_layer_balance
 from moesaic.train.data import Batch, Samples
 from moesaic.train.expert_migration import ExpertMigration, LayerMigration
 from moesaic.train.lm_stats import LMStepStats
@@ -124,16 +124,16 @@ class Run:
         self.counters["samples"] += self.job.train.batch
         self.counters["tokens"] += targets
         with phases("log"):
-            balance_stats = {
-                layer: moe.balancer.take_stats()
+            balance = {
+                layer: take_layer_balance(moe)
                 for layer, moe in self.model.expert_layers()
-                if isinstance(moe.balancer, Balancer)
+                if isinstance(moe.balancer, LayerBalancer)
             }
             facts = self._step_stats(losses, grad_norm, lr, targets, phases)
         is_scaled = loss_scale.EXPONENT in self.counters
         facts = replace(
             facts,
-            balance_stats=balance_stats,
+            balance=balance,
             migrations=self._migrate_experts(facts.counts, phases),
         )
         return replace(facts, loss_scale=scale, is_skipped=not is_finite) if is_scaled else facts

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError
 from moesaic.base.events import read_events
 from moesaic.base.records import read_records
 from moesaic.dist.world import World
-from moesaic.facts.balance import BalanceDecision, BalanceProblem
+from moesaic.facts.balance import BalanceDecision, BalanceFacts, BalanceProblem
+from moesaic.policy.balance import balance_stats
 from moesaic.testing.jobs import tiny_job
-from moesaic.train.balance_stats import BalanceStats
+from moesaic.train.balancing import LayerBalance
 from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.record import MlflowSink, RunRecord, WandbSink, open_sinks
 
@@ -57,17 +59,17 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
 def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
     """Sinks get no unknown figure; rows hold NaN for it."""
     counts, replicas = np.array([[3, 1], [2, 0]]), np.array([[0, 1]])
-    setting = BalanceProblem(
+    problem = BalanceProblem(
         np.array([0, 1]), 2, 1.0, 1.0, 1.0, expert_bytes=2.0, gradient_bytes=3.0
     )
-    stats = BalanceStats.from_balance(
-        counts, setting, BalanceDecision(replicas, np.array([[0, 1, 1, 2]])), 0
-    )
-    stats = (
-        stats.with_times({"forward exchange": 0.5, "backward exchange": 0.25}) if clock else stats
-    )
+    outcome = BalanceDecision(replicas, np.array([[0, 1, 1, 2]]))
+    decisions = [Decision(BalanceFacts(problem, counts), outcome, 0.125)]
+    stats = balance_stats(decisions, 2, 0)
+    if clock:
+        stats.replica_wait_s, stats.gradient_wait_s = 0.5, 0.25
+    balance = LayerBalance(decisions, stats)
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    figures = record.write_step(replace(step_stats(1), balance_stats={0: stats, 1: stats}), 0.5)
+    figures = record.write_step(replace(step_stats(1), balance={0: balance, 1: balance}), 0.5)
     record.close()
     recorded = {
         name: figures.get(name) for name in ("replicas", "replica_bytes", "replica_exposed_s")
@@ -79,7 +81,15 @@ def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
     }
     [part] = read_records(tmp_path / "balance")
     assert part.column("layer").to_pylist() == [0, 1]
-    assert part.column("tokens_after").to_pylist() == [[3, 3]] * 2
+    assert part.column("tokens_before").to_pylist() == [[5, 1]] * 2
+    [event] = [
+        e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "decisions"
+    ]
+    assert event["step"] == 1
+    assert event["balance"] == [
+        {"layer": layer, "is_ahead": False, "replicas": [[0, 1, 2]], "planning_s": 0.125}
+        for layer in (0, 1)
+    ]
     assert np.isnan(part.column("replica_wait_s").to_numpy()).tolist() == [not clock] * 2
 
 
