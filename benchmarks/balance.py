@@ -95,12 +95,12 @@ def planning(rounds: int) -> Iterator[measure.Row]:
     """Measure how long the policy takes to decide on a layer."""
     for (ranks, experts), bar in {(64, 256): "<= 1.0", (1024, 512): "<= 20.0"}.items():
         every = list(balance_simulated.loads(ranks, experts, ranks * 4096, 8, 0))
-        setting = balance_simulated.large(ranks, experts)
-        quota(every[0], setting)
+        problem = balance_simulated.large(ranks, experts)
+        quota(every[0], problem)
         taken_s = list[float]()
         for turn in range(rounds):
             began = time.perf_counter()
-            quota(every[turn % len(every)], setting)
+            quota(every[turn % len(every)], problem)
             taken_s.append(time.perf_counter() - began)
         low, high = measure.bootstrap(taken_s)
         yield measure.row(

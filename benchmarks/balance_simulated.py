@@ -72,10 +72,10 @@ def large(ranks: int, experts: int) -> BalanceProblem:
 
 
 def layer_s(
-    counts: IntArray, setting: BalanceProblem, balance: BalanceDecision, *, hides: bool
+    counts: IntArray, problem: BalanceProblem, balance: BalanceDecision, *, hides: bool
 ) -> float:
     """Return seconds of a layer and the work up to the next; FasterMoE overlaps no replicas."""
-    taken = layer_times(counts, setting, balance)
+    taken = layer_times(counts, problem, balance)
     whole = (
         taken.total_s
         if hides
@@ -84,16 +84,16 @@ def layer_s(
         + taken.replica_send_s
         + taken.gradient_return_s
     )
-    return whole + 3 * setting.dense_compute_s
+    return whole + 3 * problem.dense_compute_s
 
 
 def _compared(shape: str, every: list[IntArray]) -> tuple[measure.Row, measure.Row]:
     """Return quota over none, and over the better of the others."""
-    setting = large(*every[0].shape)
-    none_s = sum(layer_s(one, setting, no_replicas(), hides=True) for one in every)
+    problem = large(*every[0].shape)
+    none_s = sum(layer_s(one, problem, no_replicas(), hides=True) for one in every)
     seconds = {
         name: sum(
-            layer_s(one, setting, policy(one, setting), hides=name != "faster-moe") for one in every
+            layer_s(one, problem, policy(one, problem), hides=name != "faster-moe") for one in every
         )
         for name, policy in POLICIES.items()
     }

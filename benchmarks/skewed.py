@@ -17,23 +17,24 @@ from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceProblem
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.models.expert_benchmark import FixedRouter
-from moesaic.nn.context import Context, Rotary
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Router
 from moesaic.policy import dispatch
 from moesaic.policy.balance import (
     LayerBalancer,
     MigrationCosts,
+    MigrationFacts,
     RankDevice,
     default_prices,
-    layer_setting,
+    layer_problem,
     plan_migration,
 )
 from moesaic.train import balancing
-from moesaic.train.assemble import make_dispatch_ranks
 
 RANKS, TOKENS, HIDDEN, FFN = 2, 2048, 512, 512
 EVEN, PLAIN = "even routing", "none"
@@ -107,14 +108,13 @@ class Layer:
 
     def __call__(self) -> Tensor:
         """Run one pass and return the tokens' gradients."""
-        context = Context(Rotary(torch.empty(0), torch.empty(0)))
-        context.training = True
-        self.moe(self._tokens, context).backward(self._cotangent)
+        inputs = Inputs(Rotary(torch.empty(0), torch.empty(0)), training=True)
+        self.moe(self._tokens, inputs)[0].backward(self._cotangent)
         gradient = self._tokens.grad
         assert gradient is not None
         self._tokens.grad = self.moe.bank.arena.grad = None
-        if isinstance(self.moe.balancer, balancing.Balancer):
-            told = self.moe.balancer.take_stats()
+        if isinstance(self.moe.balancer, LayerBalancer):
+            told = balancing.take_layer_balance(self.moe).stats
             self._calls += 1
             self._copies += told.replicas
             self._left.append(told.imbalance_after)
@@ -163,7 +163,8 @@ def _moved(work: Work, plan: Plan) -> tuple[int, ...]:
     """Return where experts are placed when moving costs nothing."""
     every = torch.cat([torch.cat(work.choices(rank)).flatten() for rank in range(RANKS)])
     totals = torch.bincount(every, minlength=work.experts).numpy()
-    return plan_migration(totals, plan.slot_experts(0), RANKS, MigrationCosts(1.0, 0.0, 0.0)).slots
+    costs = MigrationCosts(1.0, 0.0, 0.0)
+    return plan_migration(MigrationFacts(totals, plan.slot_experts(0), RANKS, costs)).slots
 
 
 def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
@@ -174,15 +175,15 @@ def layer_of(world: World, work: Work, name: str, prices: Prices) -> Layer:
     cotangent = torch.randn(TOKENS, HIDDEN, generator=draw)
     if name not in (EVEN, PLAIN, MOVED):
         config = BalanceConfig.model_validate({"policy": name, "as_published": True})
-        policy = LayerBalancer(config, _setting(job, plan, config, prices))
+        policy = LayerBalancer(config, _problem(job, plan, config, prices))
         policy.warm_up()
-        moe.balancer = balancing.Balancer(policy)
+        moe.balancer = policy
     return Layer(moe, tokens, cotangent)
 
 
-def _setting(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> BalanceProblem:
+def _problem(job: Job, plan: Plan, config: BalanceConfig, prices: Prices) -> BalanceProblem:
     """Return what the policy knows; there is no work beside this layer."""
-    return layer_setting(job, plan, config, prices, 0)._replace(dense_compute_s=0.0)
+    return layer_problem(job, plan, config, prices, 0)._replace(dense_compute_s=0.0)
 
 
 def prices_of(world: World, work: Work) -> Prices:

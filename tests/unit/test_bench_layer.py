@@ -146,14 +146,14 @@ def exchanged(world: World, case: exchange.Case, memory: str, spoilt: str) -> No
     one = exchange.Exchange(world, carrier, case, Path(memory))
     if spoilt == "rows":
         one._rows.add_(1.0)
-    elif spoilt == "copies":
+    elif spoilt == "replicas":
         one._put.clear()
     one.check()
 
 
 @pytest.mark.parametrize("size", exchange.WORLDS)
 @pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize(("spoilt", "way"), [("", ""), ("rows", "ours"), ("copies", "copies")])
+@pytest.mark.parametrize(("spoilt", "way"), [("", ""), ("rows", "ours"), ("replicas", "replicas")])
 def test_all_ways_bring_the_same_rows(
     ranks: RankPool, size: int, even: bool, spoilt: str, way: str
 ) -> None:

@@ -19,10 +19,11 @@ from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train.assemble import assemble
 from moesaic.train.routing_replay import RoutingReplay, open_recorder
 
@@ -86,11 +87,11 @@ def run_layout(
     replay: str | None = None,
     placement: list[list[int]] | None = None,
     stages: list[list[str]] | None = None,
-    shaken: int | None = None,
+    replica_seed: int | None = None,
 ) -> Run:
     """Train on one rank; return shards as (key, shape, offset, values).
 
-    `shaken` seeds random replicas, which replace the decisions of a policy.
+    `replica_seed` seeds random replicas, which replace the decisions of a policy.
     """
     plan = plan_from_layout(job.layout, job.model, world.size)
     if placement is not None:
@@ -98,19 +99,21 @@ def run_layout(
     if stages is not None:
         plan = plan.model_copy(update={"stages": stages})
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    if shaken is not None:
+    if replica_seed is not None:
         for layer, moe in run.model.expert_layers():
             owned = moe.dispatcher.placement
             owners = owned.slot_of_expert // owned.slots_per_rank
-            moe.balancer = Shaken(owners, [shaken, layer])
-    ahead = [Ahead(moe) for _, moe in run.model.expert_layers()]
+            moe.balancer = RandomReplicas(owners, [replica_seed, layer])
+    ahead = [CountPrefetched(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.replay = RoutingReplay(Path(replay), job, "samples") if replay else None
+    run.routing_replay = RoutingReplay(Path(replay), job, "samples") if replay else None
     gradients = first_gradients(run, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
-            run.recorder = stack.enter_context(open_recorder(Path(record), world, "samples", 0))
+            run.routing_recorder = stack.enter_context(
+                open_recorder(Path(record), world, "samples", 0)
+            )
         for _ in range(steps):
             step = run.step(samples)
             facts.append(
@@ -120,45 +123,46 @@ def run_layout(
                     "num_replay_mismatches": step.num_replay_mismatches,
                     "dropped": sum(step.dropped.values()),
                     "counts": [c.tolist() for c in step.counts.values()],
-                    "moved": [
+                    "migrations": [
                         (one.layer, one.decision.moves, one.num_bytes) for one in step.migrations
                     ],
-                    "copies": sum(one.replicas for one in step.balance_stats.values())
+                    "replicas": sum(one.stats.replicas for one in step.balance.values())
                     + sum(getattr(m.balancer, "made", 0) for _, m in run.model.expert_layers()),
-                    "ahead": sum(one.number for one in ahead),
-                    "late": sum(one.late for one in ahead),
+                    "prefetched": sum(one.number for one in ahead),
+                    "not_prefetched": sum(one.late for one in ahead),
                 }
             )  # fmt: skip
-        if run.recorder:
-            run.recorder.flush()
+        if run.routing_recorder:
+            run.routing_recorder.flush()
     state = [plain(shard) for shard in run.state().shards]
     run.close()
     return facts, gradients, state
 
 
-class Ahead:
+class CountPrefetched:
     """Count prefetched replicas, and those that were too late for it."""
 
     def __init__(self, moe: MoE) -> None:
-        self._moe, self._begin, self.number, self.late = moe, moe.start_early_replicas, 0, 0
-        moe.start_early_replicas = self  # type: ignore[assignment]
+        self._moe, self._begin, self.number, self.late = moe, moe.start_prefetch, 0, 0
+        moe.start_prefetch = self  # type: ignore[assignment]
 
-    def __call__(self, context: Context, dtype: torch.dtype) -> None:
+    def __call__(self, inputs: Inputs, dtype: torch.dtype) -> None:
         """Start the replicas, and count them."""
-        self._begin(context, dtype)
-        replicas = context.replicas.get(self._moe.router.layer)
+        self._begin(inputs, dtype)
+        begun = self._moe._next_pass
+        replicas = None if begun is None else begun.replicas
         if replicas is not None and replicas.all_to_alls:
-            self.number += int((~replicas._is_late).sum())
-            self.late += int(replicas._is_late.sum())
+            self.number += int(replicas._is_prefetched.sum())
+            self.late += int((~replicas._is_prefetched).sum())
 
 
-class Shaken:
+class RandomReplicas:
     """Place random replicas with random tokens; sometimes with none."""
 
     def __init__(self, owners: IntArray, seed: list[int]) -> None:
-        """In two of three layers, replicas are decided early."""
+        """In two of three layers, replicas are prefetched."""
         self._owners, self._draw = owners, np.random.default_rng(seed)
-        self.early = sum(seed) % 3 > 0
+        self.prefetches = sum(seed) % 3 > 0
         self._ahead: BalanceDecision | None = None
         self.made = 0
 
@@ -166,14 +170,14 @@ class Shaken:
         """Set the owner rank of each expert."""
         self._owners = owners
 
-    def early_replicas(self) -> BalanceDecision:
+    def prefetched_replicas(self) -> BalanceDecision:
         """Return replicas, some of them prefetched."""
         replicas = self._draw_replicas(self._owners.max() + 1)
         leaving = self._draw.random(len(replicas)) < self._draw.choice([0.0, 0.5, 1.0])
         self._ahead = no_replicas()._replace(replicas=replicas, prefetched=leaving)
         return self._ahead
 
-    def plan_next(self) -> None:
+    def place_next_replicas(self) -> None:
         """Plan nothing."""
 
     def _draw_replicas(self, ranks: int) -> IntArray:
@@ -184,7 +188,7 @@ class Shaken:
 
     def __call__(self, counts: IntArray) -> BalanceDecision:
         """Return replicas and the tokens that each receives."""
-        assert (self._ahead is not None) == self.early
+        assert (self._ahead is not None) == self.prefetches
         early, self._ahead = self._ahead, None
         replicas = self._draw_replicas(len(counts)) if early is None else early.replicas
         self.made += len(replicas)
@@ -201,7 +205,7 @@ class Shaken:
 
 
 def plain(shard: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], Array]:
-    return shard.key, shard.shape, shard.offset, shard.tensor.clone().numpy()
+    return shard.key, shard.shape, shard.offset, live_values(shard).clone().numpy()
 
 
 def first_gradients(run: Any, rank: int) -> list[Any]:
@@ -217,15 +221,26 @@ def first_gradients(run: Any, rank: int) -> list[Any]:
     return found
 
 
-def outcome(ranks: RankPool, size: int, job: Job, steps: int, **more: Any) -> Outcome:
+def outcome(
+    ranks: RankPool,
+    size: int,
+    job: Job,
+    steps: int,
+    *,
+    record: str | None = None,
+    replay: str | None = None,
+    placement: list[list[int]] | None = None,
+    stages: list[list[str]] | None = None,
+    replica_seed: int | None = None,
+) -> Outcome:
     """Run on `size` ranks and join the results; replicated shards must agree bit for bit."""
-    options = (more.get(name) for name in ("record", "replay", "placement", "stages", "shaken"))
+    options = (record, replay, placement, stages, replica_seed)
     return together(ranks.run(size, run_layout, job, steps, *options))
 
 
 def together(results: list[Run]) -> Outcome:
     """Join the results of all ranks."""
-    own = {"copies": 0, "ahead": 0, "late": 0}  # Differ by EP group.
+    own = {"replicas": 0, "prefetched": 0, "not_prefetched": 0}  # Differ by EP group.
     facts_by_rank = [[{**step, **own} for step in facts] for facts, _, _ in results]
     for facts in facts_by_rank[1:]:
         # NaN equals itself in repr.

@@ -23,7 +23,7 @@ from layouts import (
 from moesaic.cli.replay import ReplayConfig, replay_run
 from moesaic.dist.checkpoint import Checkpoint
 from moesaic.dist.checkpoint.manifest import DTYPES
-from moesaic.dist.state import EXPERT_ROWS, TensorShard
+from moesaic.dist.state import EXPERT_TOKENS, TensorShard
 from moesaic.dist.world import World
 from moesaic.facts.plan import Plan, plan_from_layout
 from moesaic.facts.workload import expert_bytes
@@ -32,9 +32,11 @@ from moesaic.policy.balance import expert_owners
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
+from moesaic.testing.states import live_values
 from moesaic.train import expert_migration
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
 
 STEPS = 5
@@ -77,14 +79,16 @@ def on_one_rank(ranks: RankPool, tables: dict[str, Any]) -> Outcome:
 
 def without_counts(found: Outcome) -> Outcome:
     """Remove expert token counts from the state: only runs with migration have them."""
-    state = {key: one for key, one in found.state.items() if not key.startswith(f"{EXPERT_ROWS}/")}
+    state = {
+        key: one for key, one in found.state.items() if not key.startswith(f"{EXPERT_TOKENS}/")
+    }
     assert len(state) < len(found.state)
     return Outcome(found.steps, found.gradients, state)
 
 
 def assert_migrated(found: Outcome) -> None:
     """Check that experts migrate in steps 2 and 4 only."""
-    assert [bool(step["moved"]) for step in found.steps] == [False, True, False, True, False]
+    assert [bool(step["migrations"]) for step in found.steps] == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -100,7 +104,7 @@ def test_migration_equals_one_process(ranks: RankPool, name: str) -> None:
 def test_migration_with_random_replicas(ranks: RankPool, name: str) -> None:
     size, layout, tables = LAYOUTS[name]
     job = tiny_job(**with_migration({**tables, "layout": layout}))
-    found = outcome(ranks, size, job, STEPS, shaken=3)
+    found = outcome(ranks, size, job, STEPS, replica_seed=3)
     assert_migrated(found)
     assert_same(without_counts(found), on_one_rank(ranks, tables))
 
@@ -113,7 +117,7 @@ def test_migration_with_a_balance_policy(ranks: RankPool, policy: str) -> None:
     job = tiny_job(**{**tables, "balance": {**tables["balance"], **kept}})
     found = outcome(ranks, 4, job, STEPS)
     assert_migrated(found)
-    assert sum(step["copies"] for step in found.steps) > 0
+    assert sum(step["replicas"] for step in found.steps) > 0
     assert_same(without_counts(found), on_one_rank(ranks, {}))
 
 
@@ -138,14 +142,18 @@ def migrate(world: World, tables: dict[str, Any], layout: dict[str, Any]) -> Any
     finally:
         expert_migration._exchange = exchange
     state = [
-        (shard.key, shard.shape, shard.offset, shard.tensor.view(shard.tensor.dtype).numpy().copy())
+        (
+            shard.key,
+            shard.shape,
+            shard.offset,
+            live_values(shard).view(live_values(shard).dtype).numpy().copy(),
+        )
         for shard in run.state().shards
-        if shard.kind != EXPERT_ROWS
+        if shard.kind != EXPERT_TOKENS
     ]
     experts = {layer: list(moe.bank.experts) for layer, moe in run.model.expert_layers()}
     for layer, moe in run.model.expert_layers() if len(run.plan.expert_placement) > 1 else ():
-        policy = moe.balancer._policy
-        assert policy.setting.owners.tolist() == expert_owners(run.plan, layer).tolist()
+        assert moe.balancer.problem.owners.tolist() == expert_owners(run.plan, layer).tolist()
     planned = {layer: list(run.plan.experts_of(world.rank, layer)) for layer in experts}
     run.close()
     return (
@@ -199,7 +207,7 @@ def run_job(
     watch = RecordingProgress()
     given = None if plan is None else Plan.model_validate(plan)
     loaded = LoadedJob(tiny_job(**tables), "", [], given)
-    train(loaded, Path(out), resume, world, watch)
+    train(loaded, Path(out), resume, world, watch, LanguageModelKind())
     return [figures["loss"] for figures in watch.figures], watch.messages
 
 
@@ -214,7 +222,9 @@ def everything(path: Path) -> dict[str, Any]:
     for key, record in checkpoint.tensors.items():
         tensor = torch.empty(record.shape, dtype=TYPES[record.dtype])
         kind, _, name = key.partition("/")
-        checkpoint.fill([TensorShard(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))])
+        checkpoint.fill(
+            [TensorShard.of_tensor(kind, name, record.shape, (0,) * tensor.dim(), tensor, (0,))]
+        )
         found[key] = tensor.numpy()
     return {**found, "placement": checkpoint.facts["plan"]["expert_placement_by_layer"]}
 
@@ -269,7 +279,7 @@ def test_another_layout_resumes_with_the_same_results(
     first = tmp_path / "first"
     ranks.run(4, run_job, str(text), str(first), {"ep": 2}, None, exact)
     plain, expected = (everything(at(tmp_path / name, 6)) for name in ("one", "first"))
-    counts = {key for key in expected if key.startswith(f"{EXPERT_ROWS}/")}
+    counts = {key for key in expected if key.startswith(f"{EXPERT_TOKENS}/")}
     assert counts
     for number, (size, layout) in enumerate([(4, {"ep": 4}), (2, {"ep": 2}), (1, {})]):
         out, start = tmp_path / str(number), str(at(first, 4))
@@ -284,12 +294,14 @@ def test_another_layout_resumes_with_the_same_results(
 def test_a_run_logs_its_migrations(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     (_, messages), *_ = ranks.run(4, run_job, str(text), str(out), {"ep": 2, "pp": 2}, None, {})
-    migrations = events(out, "experts_migrated")
-    assert {one["step"] for one in migrations} == {3, 6}
+    decisions = events(out, "decisions")
+    assert [one["step"] for one in decisions] == [3, 6]
+    migrations = [one for event in decisions for one in event["migration"]]
     assert {one["layer"] for one in migrations} == {0, 1}
     for one in migrations:
         assert all(source != target for _, source, target in one["moves"])
         assert one["gain_s"] > 0
+        assert sum(one["expert_tokens"]) > 0
         assert one["imbalance_after"] < one["imbalance_before"]
         assert (one["seconds"] is None) == (one["layer"] == 1), "rank 0 has the first layer"
         assert one["bytes"] > 0
@@ -317,7 +329,7 @@ def test_the_placement_of_a_resumed_run(ranks: RankPool, text: Path, tmp_path: P
         assert began["plan"]["expert_placement_by_layer"] == expected
         if more is still:
             assert everything(at(here, 6))["placement"] == expected
-            assert not events(here, "experts_migrated")
+            assert not events(here, "decisions")
 
 
 def test_a_checkpoint_without_counts_starts_at_zero(
@@ -327,9 +339,9 @@ def test_a_checkpoint_without_counts_starts_at_zero(
     out, later = tmp_path / "first", tmp_path / "later"
     still = {"balance": {"migrate_every": 0}}
     ranks.run(2, run_job, str(text), str(out), {"ep": 2}, None, still)
-    assert not any(key.startswith(EXPERT_ROWS) for key in everything(at(out, 4)))
+    assert not any(key.startswith(EXPERT_TOKENS) for key in everything(at(out, 4)))
     ranks.run(2, run_job, str(text), str(later), {"ep": 2}, str(at(out, 4)), {})
-    assert {one["step"] for one in events(later, "experts_migrated")} == {6}
+    assert [one["step"] for one in events(later, "decisions")] == [6]
 
 
 def test_replay_of_a_run_without_prices_uses_typical_ones(

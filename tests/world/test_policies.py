@@ -45,7 +45,7 @@ def plain(ranks: RankPool, size: int, steps: int = STEPS, **tables: Any) -> Outc
     key = f"{size} {steps} {tables}"
     if key not in _plain:
         _plain[key] = outcome(ranks, size, tiny_job(**tables), steps)
-        assert sum(step["copies"] for step in _plain[key].steps) == 0
+        assert sum(step["replicas"] for step in _plain[key].steps) == 0
     return _plain[key]
 
 
@@ -59,7 +59,7 @@ def test_twenty_steps(
     )
     assert_same(found, plain(ranks, 4, **tables, **place))
     assert_same(found, plain(ranks, 1, **tables))
-    assert sum(step["copies"] for step in found.steps) > 0
+    assert sum(step["replicas"] for step in found.steps) > 0
     assert (capacity is not None) == (sum(step["dropped"] for step in found.steps) > 0)
 
 
@@ -78,8 +78,8 @@ def test_replicas_prefetched_in_part(
         del balance["max_replicas"]
     found = outcome(ranks, 4, tiny_job(**tables, **place, train=train, balance=balance), 4)
     last = found.steps[-1]
-    assert sum(step["copies"] for step in found.steps) > 0
-    assert (last["ahead"] > 0, last["late"] > 0) == (not recompute, not recompute)
+    assert sum(step["replicas"] for step in found.steps) > 0
+    assert (last["prefetched"] > 0, last["not_prefetched"] > 0) == (not recompute, not recompute)
     plain_tables = {**tables, "train": {"micro_batches": 2}}
     assert_same(found, plain(ranks, 4, 4, **plain_tables, **place))
     assert_same(found, plain(ranks, 1, 4, **plain_tables))
@@ -93,4 +93,4 @@ def test_fixed_prices_give_the_same_bits_twice(ranks: RankPool, policy: str) -> 
     assert one.steps == other.steps
     for key, values in one.state.items():
         assert np.array_equal(other.state[key], values), key
-    assert sum(step["copies"] for step in one.steps) > 0
+    assert sum(step["replicas"] for step in one.steps) > 0

@@ -12,7 +12,7 @@ from layouts import (
     ASKING,
     IN_PARTS,
     Outcome,
-    Shaken,
+    RandomReplicas,
     assert_same,
     first_gradients,
     outcome,
@@ -27,10 +27,11 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
+from moesaic.policy.balance import LayerBalancer
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.testing.ranks import RankPool
 from moesaic.train.assemble import assemble
-from moesaic.train.balancing import Balancer
+from moesaic.train.balancing import take_layer_balance
 from moesaic.train.run import Run
 
 STEPS = 2
@@ -100,9 +101,9 @@ def test_copies_at_random_at_the_edges(ranks: RankPool, name: str) -> None:
     size, layout, tables = EDGES[name]
     balance = {**ASKING, "policy": "faster-moe"}  # quota makes none for so few tokens.
     job = tiny_job(**tables, layout=layout, balance=balance)
-    several = outcome(ranks, size, job, STEPS, shaken=11)
+    several = outcome(ranks, size, job, STEPS, replica_seed=11)
     assert_same(several, alone(ranks, tables))
-    assert sum(step["copies"] for step in several.steps) > 0
+    assert sum(step["replicas"] for step in several.steps) > 0
 
 
 @pytest.mark.parametrize("name", ["interleaved, again", "gpipe, visits, again"])
@@ -110,7 +111,7 @@ def test_early_copies_in_a_pipeline(ranks: RankPool, name: str) -> None:
     size, layout, tables = EDGES[name]
     several = outcome(ranks, size, tiny_job(**tables, layout=layout, **EARLY), STEPS)
     assert_same(several, alone(ranks, tables))
-    assert sum(step["copies"] for step in several.steps) > 0
+    assert sum(step["replicas"] for step in several.steps) > 0
 
 
 @pytest.mark.parametrize("name", LONG_STAGES)
@@ -119,11 +120,11 @@ def test_copies_at_random_in_long_stages(ranks: RankPool, name: str) -> None:
     stage."""
     size, layout, tables = LONG_STAGES[name]
     job = tiny_job(**tables, layout=layout, balance=ASKING)
-    several = outcome(ranks, size, job, STEPS, shaken=11)
+    several = outcome(ranks, size, job, STEPS, replica_seed=11)
     assert_same(several, alone(ranks, tables))
     last = several.steps[-1]
-    assert last["copies"] > last["ahead"] > 0
-    assert last["late"] > 0
+    assert last["replicas"] > last["prefetched"] > 0
+    assert last["not_prefetched"] > 0
 
 
 @pytest.mark.parametrize("name", LONG_STAGES)
@@ -133,8 +134,8 @@ def test_copies_in_two_parts_in_long_stages(ranks: RankPool, name: str) -> None:
     several = outcome(ranks, size, job, STEPS)
     assert_same(several, alone(ranks, tables))
     last = several.steps[-1]
-    assert last["ahead"] > 0
-    assert last["late"] > 0
+    assert last["prefetched"] > 0
+    assert last["not_prefetched"] > 0
 
 
 class ToOne:
@@ -151,80 +152,92 @@ class ToOne:
         }
 
 
-def opened(world: World, job: Job, shaken: int | None) -> Run:
+def opened(world: World, job: Job, replica_seed: int | None) -> Run:
     plan = plan_from_layout(job.layout, job.model, world.size)
     run = assemble(job, plan, world, InitialSource(job.seed, job.model.init_std))
-    if shaken is not None:
+    if replica_seed is not None:
         for layer, moe in run.model.expert_layers():
             homes = moe.dispatcher.placement
-            moe.balancer = Shaken(homes.slot_of_expert // homes.slots_per_rank, [shaken, layer])
+            moe.balancer = RandomReplicas(
+                homes.slot_of_expert // homes.slots_per_rank, [replica_seed, layer]
+            )
     return run
 
 
-def one_expert(world: World, job: Job, shaken: int | None) -> Any:
+def one_expert(world: World, job: Job, replica_seed: int | None) -> Any:
     """Gradients, and losses of steps."""
-    run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
-    run.replay = ToOne(job)  # type: ignore[assignment]
+    run, samples = (
+        opened(world, job, replica_seed),
+        RandomSamples(job.model.vocab, job.data.sequence),
+    )
+    run.routing_replay = ToOne(job)  # type: ignore[assignment]
     gradients = first_gradients(run, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
     state = [plain(piece) for piece in run.state().shards]
-    made = sum(one.replicas for step in facts for one in step.balance_stats.values())
+    made = sum(one.stats.replicas for step in facts for one in step.balance.values())
     run.close()
     return [step.loss for step in facts], gradients, state, made
 
 
 @pytest.mark.parametrize(
-    ("balance", "shaken"),
+    ("balance", "replica_seed"),
     [({}, 5), ({}, None), ({"prefetch": True}, None), ({"policy": "eplb"}, None)],
 )  # fmt: skip
 def test_all_rows_for_one_expert(
-    ranks: RankPool, balance: dict[str, Any], shaken: int | None
+    ranks: RankPool, balance: dict[str, Any], replica_seed: int | None
 ) -> None:
     tables: dict[str, Any] = {"model": {"top_k": 1}, "train": {"micro_batches": 2}}
     (alone,) = ranks.run(1, one_expert, tiny_job(**tables), None)
     layout = {"ep": 4, "chunks": 3}
     job = tiny_job(**tables, layout=layout, balance={**ASKING, **balance})
-    several = ranks.run(4, one_expert, job, shaken)
+    several = ranks.run(4, one_expert, job, replica_seed)
     assert all(one[0] == pytest.approx(alone[0], rel=1e-9) for one in several)
     for part in (1, 2):
         expected = put_together([alone[part]])
         assert worst_element(put_together([one[part] for one in several]), expected) < 1e-9
-    assert shaken or several[0][3] > 0
+    assert replica_seed or several[0][3] > 0
 
 
-def judged(world: World, job: Job, shaken: int | None) -> list[float]:
+def judged(world: World, job: Job, replica_seed: int | None) -> list[float]:
     """Losses of steps, and before each of validation, of which no policy hears anything."""
-    run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
+    run, samples = (
+        opened(world, job, replica_seed),
+        RandomSamples(job.model.vocab, job.data.sequence),
+    )
     found = list[float]()
     for _ in range(STEPS):
         asked = [moe.balancer for _, moe in run.model.expert_layers()]
         made = [getattr(one, "made", 0) for one in asked]
         found.append(run.validate(samples, 11)[0])
         assert made == [getattr(one, "made", 0) for one in asked]
-        for heard in (one.take_stats() for one in asked if isinstance(one, Balancer)):
-            assert (heard.replicas, heard.planning_s, heard.forward_s) == (0, 0.0, 0.0)
-            assert not heard.tokens_before.any()
+        for _, moe in run.model.expert_layers():
+            if isinstance(moe.balancer, LayerBalancer):
+                decisions, stats = take_layer_balance(moe)
+                assert (decisions, stats.forward_s) == ([], 0.0)
         found.append(run.step(samples).loss)
     run.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("layout", "shaken"), [({"ep": 4}, 3), ({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3),
+    ("layout", "replica_seed"), [({"ep": 4}, 3), ({"ep": 2, "pp": 2, "schedule": "1f1b"}, 3),
                            ({"ep": 4}, None)],
 )  # fmt: skip
 def test_validation_between_steps(
-    ranks: RankPool, layout: dict[str, Any], shaken: int | None
+    ranks: RankPool, layout: dict[str, Any], replica_seed: int | None
 ) -> None:
     tables: dict[str, Any] = {"train": {"micro_batches": 4, "recompute": True}}
     (alone,) = ranks.run(1, judged, tiny_job(**tables), None)
-    for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), shaken):
+    for losses in ranks.run(4, judged, tiny_job(**tables, layout=layout, **EARLY), replica_seed):
         assert losses == pytest.approx(alone, rel=1e-9)
 
 
-def overflowing(world: World, job: Job, shaken: int) -> Any:
+def overflowing(world: World, job: Job, replica_seed: int) -> Any:
     """Of three steps, in the second of which a gradient of the last rank is infinite."""
-    run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
+    run, samples = (
+        opened(world, job, replica_seed),
+        RandomSamples(job.model.vocab, job.data.sequence),
+    )
     told, states = [], []
     for step in range(3):
         if step == 1 and world.rank == world.size - 1:
@@ -264,7 +277,7 @@ def test_routing_replayed_among_copies(
     first = outcome(ranks, 4, job, STEPS, record=path)
     alone = outcome(ranks, 1, tiny_job(**tables), STEPS, replay=path)
     again = outcome(ranks, 4, job, STEPS, replay=path)
-    assert sum(step["copies"] for step in first.steps) > 0
+    assert sum(step["replicas"] for step in first.steps) > 0
     bound = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}[precision]
     for other in (alone, again):
         assert [a["counts"] for a in first.steps] == [b["counts"] for b in other.steps]

@@ -63,10 +63,10 @@ def test_copies_at_random(
     ranks: RankPool, size: int, layout: dict[str, Any], tables: dict[str, Any]
 ) -> None:
     job = tiny_job(**balanced({**tables, "layout": layout}))
-    several = outcome(ranks, size, job, STEPS, shaken=3, placement=HOMES.get(layout["ep"]))
+    several = outcome(ranks, size, job, STEPS, replica_seed=3, placement=HOMES.get(layout["ep"]))
     assert_same(several, alone(ranks, tables))
     if "pp" not in layout:  # Rank 0, which is asked, has few of a pipeline's layers.
-        assert several.steps[-1]["copies"] > 0
+        assert several.steps[-1]["replicas"] > 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -76,7 +76,7 @@ def test_copies_that_leave_early(ranks: RankPool, recompute: bool) -> None:
     raw["balance"]["prefetch"] = True
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))
-    assert sum(step["copies"] for step in several.steps) > 0
+    assert sum(step["replicas"] for step in several.steps) > 0
 
 
 def wired(world: World, job: Job) -> list[list[int]]:
@@ -108,7 +108,7 @@ def test_copies_that_are_kept(ranks: RankPool) -> None:
     raw["balance"] |= {"replan_every": 3, "replan_drift": 0.9}
     several = outcome(ranks, 4, tiny_job(**raw), STEPS)
     assert_same(several, alone(ranks, tables))
-    assert sum(step["copies"] for step in several.steps) > 0
+    assert sum(step["replicas"] for step in several.steps) > 0
 
 
 def test_where_nobody_says_anything_two_runs_decide_alike(ranks: RankPool) -> None:
@@ -121,7 +121,7 @@ def test_where_nobody_says_anything_two_runs_decide_alike(ranks: RankPool) -> No
     one, other = (outcome(ranks, 2, job, 2) for _ in range(2))
     for key, values in one.state.items():
         assert np.array_equal(other.state[key], values), key
-    assert sum(step["copies"] for step in one.steps) > 0
+    assert sum(step["replicas"] for step in one.steps) > 0
 
 
 def test_narrow_products_send_narrow_experts(ranks: RankPool) -> None:
@@ -129,15 +129,15 @@ def test_narrow_products_send_narrow_experts(ranks: RankPool) -> None:
     by what it is: a router that the rounding does not move."""
     tables = {"train": {"precision": "bf16"}, "routing": {"router": "balanced"}}
     job = tiny_job(**balanced({**tables, "layout": {"ep": 4}}))
-    several, one = outcome(ranks, 4, job, 1, shaken=5), alone(ranks, tables)
-    assert several.steps[-1]["copies"] > 0
+    several, one = outcome(ranks, 4, job, 1, replica_seed=5), alone(ranks, tables)
+    assert several.steps[-1]["replicas"] > 0
     assert worst_tensor(several.gradients, one.gradients) < 0.05
 
 
 class Unneeded:
     """Copies of everything everywhere, with nothing to do."""
 
-    early = True
+    prefetches = True
 
     def __init__(self, homes: IntArray, ranks: int) -> None:
         self._ranks = ranks
@@ -149,14 +149,14 @@ class Unneeded:
         away[np.arange(len(owners)), owners] = False
         self._copies = np.argwhere(away)
 
-    def early_replicas(self) -> BalanceDecision:
+    def prefetched_replicas(self) -> BalanceDecision:
         return no_replicas()._replace(replicas=self._copies)
 
-    def plan_next(self) -> None:
+    def place_next_replicas(self) -> None:
         pass
 
     def __call__(self, counts: IntArray) -> BalanceDecision:
-        return self.early_replicas()
+        return self.prefetched_replicas()
 
 
 def leave_unneeded(world: World, job: Job) -> list[Any]:

@@ -16,10 +16,10 @@ from moesaic.dist.all_to_all import PairwiseAllToAll
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.testing.hosts import join_across_hosts, two_hosts, unsupported_reason
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import make_dispatch_ranks
 
 TOLERANCE = 0.03
 """Share of bytes for headers, token counts and agreement between ranks."""
@@ -101,12 +101,12 @@ def train_on_two_hosts(
     """Train each job over both hosts."""
     found = []
     with join_across_hosts(world, hosts) as world:
-        for job, shaken in jobs:
+        for job, replica_seed in jobs:
             plan = plan_from_layout(job.layout, job.model, world.size)
             assert isinstance(
                 make_dispatch_ranks(plan, world, replicas=True).replica_transport, PairwiseAllToAll
             )
-            found.append(run_layout(world, job, STEPS, shaken=shaken))
+            found.append(run_layout(world, job, STEPS, replica_seed=replica_seed))
     return found
 
 
@@ -117,8 +117,8 @@ def test_replicas_of_experts_of_the_other_host(
 ) -> None:
     """Over sockets, pairwise, with prefetched replicas and others."""
     jobs = [
-        (tiny_job(**{"balance": ASKING, **tables}, layout=layout), shaken)
-        for layout, tables, shaken in SPREAD[size]
+        (tiny_job(**{"balance": ASKING, **tables}, layout=layout), replica_seed)
+        for layout, tables, replica_seed in SPREAD[size]
     ]
     with two_hosts() as hosts:
         by_rank: list[list[Run]] = own_ranks.run(size, train_on_two_hosts, hosts, jobs)
@@ -126,4 +126,4 @@ def test_replicas_of_experts_of_the_other_host(
     for results in zip(*by_rank, strict=True):
         several = together(list(results))
         assert_same(several, expected)
-        assert sum(step["copies"] for step in several.steps) > 0
+        assert sum(step["replicas"] for step in several.steps) > 0

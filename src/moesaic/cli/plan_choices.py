@@ -153,16 +153,16 @@ def with_prices(job: Job, plan: Plan, cluster: Cluster, network: NetworkModel) -
 
 def replica_facts(job: Job, plan: Plan) -> dict[str, Any] | None:
     """Return the policy of expert replicas and what a replica costs; None without replicas."""
-    from moesaic.policy.balance import break_even_tokens, layer_setting, should_balance
+    from moesaic.policy.balance import break_even_tokens, layer_problem, should_balance
 
     prices = job.balance.prices or plan.prices
     if prices is None or not should_balance(job, plan):
         return None
-    setting = layer_setting(job, plan, job.balance, prices, job.model.expert_layers[0])
-    max_replicas = setting.max_replicas
+    problem = layer_problem(job, plan, job.balance, prices, job.model.expert_layers[0])
+    max_replicas = problem.max_replicas
     return {
         "policy": job.balance.policy,
-        "replica_tokens": break_even_tokens(setting),
+        "replica_tokens": break_even_tokens(problem),
         "max_bytes": None if max_replicas is None else max_replicas * _replica_bytes(job, plan),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,17 +16,16 @@ from moesaic.base.errors import ConfigError, StoreError, UserError
 from moesaic.cli import flags, screen
 from moesaic.cli.flags import DryRun, Explain, Json, Out, Sets
 from moesaic.cli.prices import SourcedPrices, find_prices
-from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
+from moesaic.facts.balance import IntArray
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.job.balance import YardstickConfig
 from moesaic.facts.plan import Plan
 from moesaic.policy.balance import (
+    BalanceStats,
     LayerBalancer,
+    balance_stats,
     compile_notice,
-    count_rank_tokens,
-    layer_setting,
-    layer_times,
-    load_imbalance,
+    layer_problem,
     should_balance,
 )
 from moesaic.policy.balance.yardsticks import make_balancer
@@ -43,6 +41,14 @@ PolicyName = Annotated[
     str | None,
     typer.Option("--policy", metavar="POLICY", help="Short for --set policy=POLICY."),
 ]
+
+
+_COLUMNS = {
+    "replicas": "replicas", "imbalance_before": "imbalance_before",
+    "imbalance_after": "imbalance_after", "unbalanced_s": "predicted_unbalanced_s",
+    "balanced_s": "predicted_s",
+}  # fmt: skip
+"""Keys of a layer's result, and the statistics that they show."""
 
 
 class ReplayConfig(YardstickConfig):
@@ -139,41 +145,16 @@ class RecordedPass(NamedTuple):
     """Routed tokens, [ranks of the stage, experts]."""
 
 
-@dataclass
-class _LayerTotals:
-    """Sums over all micro-batches and expert-parallel groups of a layer."""
-
-    micro_batches: int = 0
-    replicas: int = 0
-    imbalance_before: float = 0.0
-    imbalance_after: float = 0.0
-    unbalanced_s: float = 0.0
-    balanced_s: float = 0.0
-
-    def add(self, counts: IntArray, policy: LayerBalancer, balance: BalanceDecision) -> None:
-        """Add one micro-batch of one group."""
-        setting = policy.setting
-        self.micro_batches += 1
-        self.replicas += len(balance.replicas)
-        self.imbalance_before += load_imbalance(
-            count_rank_tokens(counts, setting.owners, no_replicas()).computed
-        )
-        self.imbalance_after += load_imbalance(
-            count_rank_tokens(counts, setting.owners, balance).computed
-        )
-        self.unbalanced_s += layer_times(counts, setting, no_replicas()).total_s
-        self.balanced_s += layer_times(counts, setting, balance).total_s
-
-    def facts(self, layer: int) -> dict[str, Any]:
-        """Return means per micro-batch."""
-        sums = asdict(self)
-        count = sums.pop("micro_batches")
-        return {
-            "layer": layer,
-            "micro_batches": count,
-            **{name: value / count for name, value in sums.items()},
-            "speedup": _speedup(self.unbalanced_s, self.balanced_s),
-        }
+def _describe_layer(layer: int, stats: Sequence[BalanceStats]) -> dict[str, Any]:
+    """Return means over all micro-batches and expert-parallel groups of a layer."""
+    mean = {
+        name: sum(getattr(one, source) for one in stats) / len(stats)
+        for name, source in _COLUMNS.items()
+    }
+    return {
+        "layer": layer, "micro_batches": len(stats), **mean,
+        "speedup": _speedup(mean["unbalanced_s"], mean["balanced_s"]),
+    }  # fmt: skip
 
 
 def _speedup(unbalanced_s: float, balanced_s: float) -> float:
@@ -202,24 +183,25 @@ def replay_run(
         {tuple(r % plan.ranks_per_stage // plan.etp for r in g) for g in plan.ep_groups()}
     )
     balancers: dict[tuple[int, tuple[int, ...]], LayerBalancer] = {}
-    totals: dict[int, _LayerTotals] = {}
+    stats: dict[int, list[BalanceStats]] = {}
     for _, layer, counts in _read_passes(run, plan, job.train.micro_batches):
-        if layer not in totals:
-            totals[layer] = _LayerTotals()
-            setting = layer_setting(job, plan, config, prices, layer)
-            balancers |= {(layer, group): make_balancer(config, setting) for group in groups}
+        if layer not in stats:
+            stats[layer] = []
+            problem = layer_problem(job, plan, config, prices, layer)
+            balancers |= {(layer, group): make_balancer(config, problem) for group in groups}
             balancers[layer, groups[0]].warm_up(
                 lambda is_cached: log and log(compile_notice(is_cached))
             )
         for group in groups:
-            balancer, group_counts = balancers[layer, group], counts[list(group)]
-            totals[layer].add(group_counts, balancer, balancer(group_counts))
-    if not totals:
+            balancer = balancers[layer, group]
+            balancer(counts[list(group)])
+            stats[layer].append(balance_stats(balancer.take_decisions(), plan.ep, rank=0))
+    if not stats:
         raise StoreError(
             f"'{run}' has no loads by rank under loads/: replay a run of this version, with "
             "log.loads_every not above its steps"
         )
-    layers = [one.facts(layer) for layer, one in sorted(totals.items())]
+    layers = [_describe_layer(layer, passes) for layer, passes in sorted(stats.items())]
     unbalanced_s, balanced_s = (
         sum(one[name] for one in layers) for name in ("unbalanced_s", "balanced_s")
     )

@@ -43,9 +43,6 @@ class BalanceProblem(NamedTuple):
     without `overlaps`."""
     num_forwards: int = 1
     """Forward passes of a layer in a step: two if backward recomputes it."""
-    uses_relays: bool = False
-    """True if receivers of a replica pass it on, so that the owner rank sends it once. Otherwise
-    the owner sends every replica and sums all returned gradients."""
     max_replicas: int | None = None
     """Most replicas that a rank has memory for; None: no limit."""
     max_replicas_sent: int | None = None
@@ -80,6 +77,18 @@ class BalanceDecision(NamedTuple):
     replica on rank `target` computes. All other tokens go to the owner rank."""
     prefetched: BoolArray | None = None
     """Mask of the replicas that are sent during the previous layer's experts, [C]; None: none."""
+
+
+class BalanceFacts(NamedTuple):
+    """What a balance policy decides by."""
+
+    problem: BalanceProblem
+    counts: IntArray
+    """Routed tokens, [ranks, experts]."""
+    replicas: IntArray | None = None
+    """Replicas (expert, rank) that earlier loads placed, [C, 2]; None: the policy places them."""
+    is_ahead: bool = False
+    """True if `counts` are earlier loads, by which the policy places replicas for later tokens."""
 
 
 def no_replicas() -> BalanceDecision:

@@ -194,12 +194,10 @@ class Log:
             self.rows[step] = row
         elif kind == "validation":
             self.validations[step] = Validation(step, number(event["loss"]))
-        elif kind == "experts_migrated":
-            values = (
-                number(event[name]) for name in ("bytes", "imbalance_before", "imbalance_after")
-            )
-            layer = int(event["layer"])
-            self.migrations[step, layer] = Migration(step, layer, len(event["moves"]), *values)
+        elif kind == "decisions":
+            self.migrations |= {
+                (step, one["layer"]): _migration(one, step) for one in event.get("migration", ())
+            }
         elif kind in ("checkpoint", "checkpoint_done", "checkpoint_failed"):
             self._note_checkpoint(kind, event, step)
 
@@ -286,6 +284,11 @@ def number(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return math.nan
+
+
+def _migration(decision: Event, step: int) -> Migration:
+    values = (number(decision[name]) for name in ("bytes", "imbalance_before", "imbalance_after"))
+    return Migration(step, int(decision["layer"]), len(decision["moves"]), *values)
 
 
 def _phases(event: Event) -> dict[str, float]:

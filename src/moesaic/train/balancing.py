@@ -10,31 +10,30 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moesaic.dist.all_to_all import Transport
+from moesaic.dist.all_to_all import BACKWARD_EXCHANGE, FORWARD_EXCHANGE, Transport
 from moesaic.dist.clock import Clock
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.shm_all_to_all import SHARED_MEMORY
 from moesaic.dist.world import World
-from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray
 from moesaic.facts.job import Job, Prices
 from moesaic.facts.plan import Plan, stage_blocks
 from moesaic.kernels import device as devices
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import LOW_PRECISION
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.experts.grouped import BACKWARD, FORWARD
+from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.nn.moe import MoE
 from moesaic.policy import balance as policies
 from moesaic.train import topology
-from moesaic.train.balance_stats import BalanceStats
 
 _NUM_EXPERTS, _TOKENS_PER_EXPERT, _REPEATS = 4, (32, 96, 384), 11
 """Experts to time, tokens of each, and repetitions."""
@@ -44,57 +43,6 @@ _ROUND_TRIP_BYTES = 8 << 20
 """Bytes that a rank sends in a timed round trip, out and back."""
 _CACHE_FLUSH_BYTES = 64 << 20
 """Bytes that evict all caches."""
-
-
-class Balancer:
-    """Balance policy of one layer on one rank; keeps decisions until `take_stats`."""
-
-    def __init__(
-        self, policy: policies.LayerBalancer, rank: int = 0, clock: Clock | None = None
-    ) -> None:
-        """Wrap `policy`; `clock` times the layer, if given."""
-        self._policy, self.early = policy, policy.early
-        self._rank, self._clock = rank, clock
-        self._passes = list[tuple[IntArray, BalanceProblem, BalanceDecision]]()
-        self._planning_s = 0.0
-
-    def early_replicas(self) -> BalanceDecision:
-        """Return replicas chosen before the pass's token counts are known."""
-        with self._planning():
-            return self._policy.early_replicas()
-
-    def plan_next(self) -> None:
-        """Decide on the next pass's early replicas, if that is due."""
-        with self._planning():
-            self._policy.plan_next()
-
-    def __call__(self, counts: IntArray) -> BalanceDecision:
-        """Return the balance decision for `counts` [ranks, experts]."""
-        with self._planning():
-            balance = self._policy(counts)
-        self._passes.append((counts, self._policy.setting, balance))
-        return balance
-
-    @contextmanager
-    def _planning(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._planning_s += time.perf_counter() - began
-
-    def set_owners(self, owners: IntArray) -> None:
-        """Set the owner rank of each expert from now on."""
-        self._policy.set_owners(owners)
-
-    def take_stats(self) -> BalanceStats:
-        """Return the statistics since the last call. They are computed here, because a pass would
-        delay its tokens."""
-        stats = BalanceStats(planning_s=self._planning_s)
-        for counts, setting, balance in self._passes:
-            stats = stats.combine(BalanceStats.from_balance(counts, setting, balance, self._rank))
-        self._planning_s, self._passes = 0.0, []
-        return stats if self._clock is None else stats.with_times(self._clock.pop_seconds())
 
 
 def attach_balancers(
@@ -114,12 +62,11 @@ def attach_balancers(
         for before, later in pairwise(layers):
             before.next_layers = (later,)
         for index, moe in enumerate(layers):
-            setting = policies.layer_setting(job, plan, job.balance, prices, moe.router.layer)
-            policy = policies.LayerBalancer(job.balance, setting, follows_expert_layer=index > 0)
-            policy.warm_up(lambda is_cached: log and log(policies.compile_notice(is_cached)))
-            groups = moe.dispatcher.groups
+            problem = policies.layer_problem(job, plan, job.balance, prices, moe.router.layer)
+            balancer = policies.LayerBalancer(job.balance, problem, follows_expert_layer=index > 0)
+            balancer.warm_up(lambda is_cached: log and log(policies.compile_notice(is_cached)))
             moe.clock = Clock() if devices.is_synchronous(world.device) else None
-            moe.balancer = Balancer(policy, groups.ep_ranks.index(groups.rank), moe.clock)
+            moe.balancer = balancer
     return plan.model_copy(update={"prices": prices})
 
 
@@ -131,6 +78,28 @@ def _consecutive_layers(model: LanguageModel, job: Job, plan: Plan) -> list[list
         return [[moe] for moe in local.values()]
     runs = stage_blocks(plan, job.model)
     return [[moe for index, moe in local.items() if f"layers.{index}" in run] for run in runs]
+
+
+class LayerBalance(NamedTuple):
+    """Balance of one layer in one step, in the EP group of this rank."""
+
+    decisions: list[policies.LayerDecision]
+    stats: policies.BalanceStats
+
+
+def take_layer_balance(moe: MoE) -> LayerBalance:
+    """Return a layer's decisions since the last call, and their statistics. They are computed after
+    the step, because a pass would delay its tokens."""
+    assert isinstance(moe.balancer, policies.LayerBalancer)
+    groups, decisions = moe.dispatcher.groups, moe.balancer.take_decisions()
+    rank = groups.ep_ranks.index(groups.rank)
+    stats = policies.balance_stats(decisions, len(groups.ep_ranks), rank)
+    if moe.clock is not None:
+        seconds = moe.clock.pop_seconds()
+        stats.replica_wait_s = seconds.get(FORWARD_EXCHANGE, 0.0)
+        stats.gradient_wait_s = seconds.get(BACKWARD_EXCHANGE, 0.0)
+        stats.forward_s, stats.backward_s = seconds.get(FORWARD, 0.0), seconds.get(BACKWARD, 0.0)
+    return LayerBalance(decisions, stats)
 
 
 def measure_prices(moe: MoE | None, compute_dtype: torch.dtype | None, world: World) -> Prices:

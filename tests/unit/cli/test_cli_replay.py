@@ -38,7 +38,7 @@ LOADS = pa.schema(
 PRICES = {"expert_tokens_per_s": 1e4, "bytes_per_s": 1e9, "latency_s": 1e-5, "overlaps": False}
 SET = [f"--set=prices.{name}={json.dumps(value)}" for name, value in PRICES.items()]
 MICRO = 2
-SETTING = BalanceProblem(
+PROBLEM = BalanceProblem(
     np.arange(8) // 4, 2, 1e4, 32 * 8.0, 1e9, 3 * 32 * 24 * 8.0, 3 * 32 * 24 * 8.0, 1e-5,
     overlaps=False, max_replicas=1, min_replica_tokens=64,
 )  # fmt: skip
@@ -94,12 +94,12 @@ def test_layers_are_balanced_as_by_the_policy(
     facts = replay(capsys, str(tmp_path / "run"), "--policy", "quota", *SET)
     for layer, row in enumerate(facts["layers"]):
         passes = [counts[step, layer, group : group + 2] for step in range(2) for group in (0, 2)]
-        decisions = [quota(one, SETTING) for one in passes]
-        unbalanced = [layer_times(one, SETTING, no_replicas()).total_s for one in passes]
+        decisions = [quota(one, PROBLEM) for one in passes]
+        unbalanced = [layer_times(one, PROBLEM, no_replicas()).total_s for one in passes]
         pairs = list(zip(passes, decisions, strict=True))
-        balanced = [layer_times(one, SETTING, decision).total_s for one, decision in pairs]
+        balanced = [layer_times(one, PROBLEM, decision).total_s for one, decision in pairs]
         after = [
-            count_rank_tokens(one, SETTING.owners, decision).computed for one, decision in pairs
+            count_rank_tokens(one, PROBLEM.owners, decision).computed for one, decision in pairs
         ]
         assert row["micro_batches"] == 4
         assert row["replicas"] == np.mean([len(one.replicas) for one in decisions])
@@ -214,7 +214,7 @@ def test_policies_by_past_loads_make_no_replicas_at_first(
         for layer, row in enumerate(facts["layers"]):
             num_replicas = 0
             for group in (0, 2):  # Each has two micro-batches and decides by the first one.
-                balancer = LayerBalancer(BalanceConfig(policy=policy), SETTING)
+                balancer = LayerBalancer(BalanceConfig(policy=policy), PROBLEM)
                 first, second = (counts[step, layer, group : group + 2] for step in range(2))
                 assert not len(balancer(first).replicas)
                 num_replicas += len(balancer(second).replicas)
@@ -292,13 +292,13 @@ def test_compiling_is_announced(
     notices = []
     for _ in range(2):
         monkeypatch.setattr(
-            quota_search, "_split_by_source", cached_njit(quota_search._split_by_source.py_func)
+            quota_search, "split_by_source", cached_njit(quota_search.split_by_source.py_func)
         )
         assert main(["replay", *line]) == 0
         notices.append(capsys.readouterr().out.count("compiling the balance policy, once for this"))
     assert notices == [1, 0]
     monkeypatch.setattr(
-        quota_search, "_split_by_source", numba.njit(quota_search._split_by_source.py_func)
+        quota_search, "split_by_source", numba.njit(quota_search.split_by_source.py_func)
     )  # Not cached.
     assert main(["replay", *line, "--json"]) == 0
     out, err = capsys.readouterr()

@@ -14,21 +14,20 @@ from moesaic.policy.balance.cost_model import (
     layer_times_from_tokens,
 )
 from moesaic.policy.balance.quota import max_local_replicas
-from moesaic.policy.balance.yardsticks.spill import Sources
 
 _Strategy = Literal["up to mean", "half of gap", "mean plus movable", "local tokens"]
 _MIN_SPEEDUP = 1.01
 """Smallest speedup for which replicas are made."""
 
 
-def slow_quota(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
+def slow_quota(counts: IntArray, problem: BalanceProblem) -> BalanceDecision:
     """Return the fastest state of all strategies, from tokens on owner ranks to equal loads."""
     found, least_s = (
         no_replicas(),
-        layer_times(counts, setting, no_replicas()).total_s / _MIN_SPEEDUP,
+        layer_times(counts, problem, no_replicas()).total_s / _MIN_SPEEDUP,
     )
     for strategy in get_args(_Strategy):
-        state, best = _State(counts, setting, strategy), 0
+        state, best = _State(counts, problem, strategy), 0
         most = max_local_replicas(counts, least_s) if strategy == "local tokens" else counts.size
         while state.num_replicas < most and state.add_replica():
             step_s = state.step_s()
@@ -42,35 +41,35 @@ def slow_quota(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
 class _State:
     """State of the search: tokens and replicas by rank."""
 
-    def __init__(self, counts: IntArray, setting: BalanceProblem, strategy: _Strategy) -> None:
-        self._counts, self._setting, self._strategy, self.num_replicas = (
+    def __init__(self, counts: IntArray, problem: BalanceProblem, strategy: _Strategy) -> None:
+        self._counts, self._problem, self._strategy, self.num_replicas = (
             counts,
-            setting,
+            problem,
             strategy,
             0,
         )
-        self._tokens = count_rank_tokens(counts, setting.owners, no_replicas())
-        self._replicas = count_replica_transfers(no_replicas(), setting)
-        self.sources = Sources(counts, setting)
+        self._tokens = count_rank_tokens(counts, problem.owners, no_replicas())
+        self._replicas = count_replica_transfers(no_replicas(), problem)
+        self.sources = Sources(counts, problem)
         self._owner_tokens = counts.sum(axis=0)
-        self._mean = -(-int(self._owner_tokens.sum()) // setting.num_ranks)
-        experts = len(setting.owners)
+        self._mean = -(-int(self._owner_tokens.sum()) // problem.num_ranks)
+        experts = len(problem.owners)
         self._free_slots = np.full(
-            setting.num_ranks, experts if setting.max_replicas is None else setting.max_replicas
+            problem.num_ranks, experts if problem.max_replicas is None else problem.max_replicas
         )
         self._max_sent = (
-            counts.size if setting.max_replicas_sent is None else setting.max_replicas_sent
+            counts.size if problem.max_replicas_sent is None else problem.max_replicas_sent
         )
         self._by_rank = [
-            np.flatnonzero(setting.owners == rank) for rank in range(setting.num_ranks)
+            np.flatnonzero(problem.owners == rank) for rank in range(problem.num_ranks)
         ]
-        self._has_replica = np.zeros((setting.num_ranks, experts), bool)
+        self._has_replica = np.zeros((problem.num_ranks, experts), bool)
         self._movable = self._tokens.computed.copy()
         """Tokens of each rank's own experts that it can still hand over."""
 
     def step_s(self) -> float:
         """Return the layer's seconds in this state."""
-        return layer_times_from_tokens(self._tokens, *self._replicas, self._setting).total_s
+        return layer_times_from_tokens(self._tokens, *self._replicas, self._problem).total_s
 
     def add_replica(self) -> bool:
         """Add one replica, if a useful one exists."""
@@ -79,7 +78,7 @@ class _State:
         computed = self._tokens.computed
         busiest = int(computed.argmax())
         excess = int(computed[busiest]) - self._mean
-        if excess < max(self._setting.min_replica_tokens, 1):
+        if excess < max(self._problem.min_replica_tokens, 1):
             return False
         if self._replicas[0][busiest] >= self._max_sent:
             return False
@@ -93,38 +92,38 @@ class _State:
 
     def _add_local_replica(self) -> bool:
         """Add the replica for local tokens that relieves the rank with the most traffic."""
-        setting, (computed, sent, received) = self._setting, self._tokens
-        own = np.stack([self.sources.left(expert) for expert in range(len(setting.owners))])
+        problem, (computed, sent, received) = self._problem, self._tokens
+        own = np.stack([self.sources.left(expert) for expert in range(len(problem.owners))])
         allowed = (
             ~self._has_replica.T
-            & (own >= max(setting.min_replica_tokens, 1))
+            & (own >= max(problem.min_replica_tokens, 1))
             & (self._free_slots > 0)
         )
-        allowed[np.arange(len(own)), setting.owners] = False
-        allowed[self._replicas[0][setting.owners] >= self._max_sent] = False
+        allowed[np.arange(len(own)), problem.owners] = False
+        allowed[self._replicas[0][problem.owners] >= self._max_sent] = False
         if sent.max() >= received.max():
-            allowed[:, np.arange(setting.num_ranks) != sent.argmax()] = False
+            allowed[:, np.arange(problem.num_ranks) != sent.argmax()] = False
         else:
-            allowed[setting.owners != received.argmax()] = False
+            allowed[problem.owners != received.argmax()] = False
         more = np.maximum(computed + own - computed.max(), 0)
-        saved = own * (setting.num_exchanges * setting.token_bytes / setting.bytes_per_s)
+        saved = own * (problem.num_exchanges * problem.token_bytes / problem.bytes_per_s)
         saved = np.where(
-            allowed, saved - more * (setting.num_passes / setting.expert_tokens_per_s), 0.0
+            allowed, saved - more * (problem.num_passes / problem.expert_tokens_per_s), 0.0
         )
-        expert, rank = divmod(int(saved.argmax()), setting.num_ranks)
+        expert, rank = divmod(int(saved.argmax()), problem.num_ranks)
         if saved[expert, rank] <= 0:
             return False
-        self._apply(expert, int(setting.owners[expert]), rank, int(own[expert, rank]))
+        self._apply(expert, int(problem.owners[expert]), rank, int(own[expert, rank]))
         return True
 
     def _best_receiver(self, expert: int, number: int) -> tuple[int, int] | None:
         """Return the rank that saves most by taking some of `number` tokens, and how many."""
-        setting, least = self._setting, max(self._setting.min_replica_tokens, 1)
+        problem, least = self._problem, max(self._problem.min_replica_tokens, 1)
         accepted = np.minimum(self._limits(number), number)
         accepted[(self._free_slots <= 0) | self._has_replica[:, expert]] = 0
-        saved = accepted * (setting.num_passes / setting.expert_tokens_per_s)
+        saved = accepted * (problem.num_passes / problem.expert_tokens_per_s)
         local = np.minimum(self._counts[:, expert], accepted)
-        saved += local * (setting.num_exchanges * setting.token_bytes / setting.bytes_per_s)
+        saved += local * (problem.num_exchanges * problem.token_bytes / problem.bytes_per_s)
         saved[accepted < least] = 0
         rank = int(saved.argmax())
         return (rank, int(accepted[rank])) if saved[rank] > 0 else None
@@ -158,3 +157,49 @@ class _State:
         self._free_slots[rank] -= 1
         self._has_replica[rank, expert] = True
         self.num_replicas += 1
+
+
+class Sources:
+    """Tokens by expert and source that are still assigned to owners.
+
+    A replica takes its own rank's tokens first, then those that other ranks would send to the
+    owner, and the owner's last.
+    """
+
+    def __init__(self, counts: IntArray, problem: BalanceProblem) -> None:
+        self._counts, self._owners = counts, problem.owners
+        self._left: dict[int, IntArray] = {}
+        self._taken: dict[tuple[int, int], IntArray] = {}
+
+    def left(self, expert: int) -> IntArray:
+        """Return the tokens of `expert` that are left for the owner, by source rank."""
+        return self._left.get(expert, self._counts[:, expert])
+
+    def take(self, expert: int, rank: int, number: int) -> IntArray:
+        """Assign `number` tokens of `expert` to its replica on `rank`, and return them by source
+        rank."""
+        left = self._left.setdefault(expert, self._counts[:, expert].copy())
+        found = np.zeros_like(left)
+        found[rank] = min(number, int(left[rank]))
+        owner = int(self._owners[expert])
+        others = left.copy()
+        others[[rank, owner]] = 0
+        wanted = number - int(found[rank])
+        before = np.cumsum(others) - others
+        found += np.clip(wanted - before, 0, others)
+        found[owner] += number - int(found.sum())
+        left -= found
+        self._taken[expert, rank] = found
+        return found
+
+    def balance(self, moves: int | None = None) -> BalanceDecision:
+        """Return the decision for everything taken, or for the first `moves` replicas."""
+        taken = list(self._taken.items())[:moves]
+        if not taken:
+            return no_replicas()
+        replicas, rerouted = [key for key, _ in taken], list[tuple[int, int, int, int]]()
+        for (expert, rank), found in taken:
+            rerouted += [(expert, int(at), rank, int(found[at])) for at in np.flatnonzero(found)]
+        return BalanceDecision(
+            np.array(sorted(replicas), np.int64), np.array(sorted(rerouted), np.int64)
+        )

@@ -28,7 +28,7 @@ from moesaic.policy.balance.yardsticks import make_balancer, split_optimally
 from moesaic.testing.jobs import tiny_job
 
 LONG = {"data": {"sequence": 512}}
-SETTING = BalanceProblem(np.arange(8) // 2, 4, 1e4, 8.0, 1e9, 1e3, 1e3)
+PROBLEM = BalanceProblem(np.arange(8) // 2, 4, 1e4, 8.0, 1e9, 1e3, 1e3)
 
 
 def hot(expert: int, share: float = 0.5) -> IntArray:
@@ -41,12 +41,12 @@ def hot(expert: int, share: float = 0.5) -> IntArray:
 
 def replan(config: BalanceConfig, passes: list[IntArray]) -> list[list[list[int]]]:
     """Return the replicas of each pass."""
-    balancer, found = LayerBalancer(config, SETTING), list[list[list[int]]]()
+    balancer, found = LayerBalancer(config, PROBLEM), list[list[list[int]]]()
     for counts in passes:
-        replicas = balancer.early_replicas().replicas
+        replicas = balancer.prefetched_replicas().replicas
         balance = balancer(counts)
         if len(found) % 2:  # Planning early must not change the result.
-            balancer.plan_next()
+            balancer.place_next_replicas()
         assert np.array_equal(replicas, balance.replicas)
         found.append(replicas.tolist())
     return found
@@ -89,21 +89,21 @@ def test_replicas_are_kept_for_replan_every_micro_batches(drifted: float | None)
 def test_replicas_are_replanned_every_time_by_default() -> None:
     passes = [hot(number % 8) for number in range(6)]
     found = replan(config(policy="pro-prophet"), passes)
-    wanted = [pro_prophet(counts, SETTING).replicas.tolist() for counts in passes]
+    wanted = [pro_prophet(counts, PROBLEM).replicas.tolist() for counts in passes]
     assert found == [[], *wanted[:-1]]
 
 
 def test_current_tokens_are_split_over_kept_replicas() -> None:
-    lp = make_balancer(YardstickConfig(policy="lp", replan_every=9), SETTING)
-    eplb = LayerBalancer(config(policy="eplb", replan_every=9), SETTING)
+    lp = make_balancer(YardstickConfig(policy="lp", replan_every=9), PROBLEM)
+    eplb = LayerBalancer(config(policy="eplb", replan_every=9), PROBLEM)
     for balancer, spread in ((lp, split_optimally), (eplb, assign_evenly)):
         balancer(hot(2))
-        replicas = balancer.early_replicas().replicas
+        replicas = balancer.prefetched_replicas().replicas
         found = balancer(hot(2, 0.7))
-        assert found.rerouted.tolist() == spread(hot(2, 0.7), SETTING, replicas).rerouted.tolist()
-    prophet = LayerBalancer(config(policy="pro-prophet", replan_every=9), SETTING)
+        assert found.rerouted.tolist() == spread(hot(2, 0.7), PROBLEM, replicas).rerouted.tolist()
+    prophet = LayerBalancer(config(policy="pro-prophet", replan_every=9), PROBLEM)
     prophet(hot(2))
-    replicas = prophet.early_replicas().replicas
+    replicas = prophet.prefetched_replicas().replicas
     assert (
         prophet(hot(3)).rerouted.tolist() == use_local_replicas(hot(3), replicas).rerouted.tolist()
     )
@@ -116,13 +116,13 @@ def test_replicas_that_do_not_pay_are_made_only_as_published(policy: str) -> Non
         # Pro-Prophet's model ignores this.
         "pro-prophet": {"overlaps": True, "cpu_s_per_byte": 1.0},
     }
-    setting = SETTING._replace(**expensive.get(policy, {"expert_bytes": 1e9}))
+    problem = PROBLEM._replace(**expensive.get(policy, {"expert_bytes": 1e9}))
     made = list[int]()
     for settings in ({"as_published": True}, {}):
-        balancer = LayerBalancer(config(policy=policy, **settings), setting)
+        balancer = LayerBalancer(config(policy=policy, **settings), problem)
         balancer(hot(2))
         made.append(len(balancer(hot(2)).replicas))
-        cheap = LayerBalancer(config(policy=policy, **settings), SETTING)
+        cheap = LayerBalancer(config(policy=policy, **settings), PROBLEM)
         cheap(hot(2))
         assert len(cheap(hot(2)).replicas) > 0
     assert made[0] > 0
@@ -137,9 +137,9 @@ def test_early_replicas_are_rated_with_their_assigned_tokens() -> None:
     counts = np.full((4, 8), 50, np.int64)
     counts[:, 2] = 0
     counts[1, 2] = 1000
-    setting = SETTING._replace(cpu_s_per_byte=1e-8)
+    problem = PROBLEM._replace(cpu_s_per_byte=1e-8)
     for early in (True, False):
-        balancer = make_balancer(YardstickConfig(policy="top-k-broadcast", prefetch=early), setting)
+        balancer = make_balancer(YardstickConfig(policy="top-k-broadcast", prefetch=early), problem)
         balancer(counts)
         found = balancer(counts)
         assert (len(found.replicas) > 0) == early
@@ -211,10 +211,10 @@ def test_no_policy_runs_without_replica_slots() -> None:
 def test_replicas_that_do_not_fit_under_attention_are_sent_earlier(follows: bool) -> None:
     settings = config(policy="faster-moe", prefetch=True)
     balancer = LayerBalancer(
-        settings, SETTING._replace(dense_compute_s=2e-6), follows_expert_layer=follows
+        settings, PROBLEM._replace(dense_compute_s=2e-6), follows_expert_layer=follows
     )
     balancer(hot(2))
-    early = balancer.early_replicas()
+    early = balancer.prefetched_replicas()
     assert len(early.replicas) == 3  # The owner sends two of them in that time.
     assert (
         early.prefetched is not None and early.prefetched.tolist() == [False, False, True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -15,7 +15,9 @@ from moesaic.facts.plan import Plan
 from moesaic.facts.workload import expert_bytes
 from moesaic.policy.balance import (
     LayerBalancer,
+    Migration,
     MigrationCosts,
+    MigrationFacts,
     can_migrate,
     layer_times,
     migration_costs,
@@ -25,6 +27,10 @@ from moesaic.policy.balance.migration import migration_gain_s
 from moesaic.testing.jobs import tiny_job
 
 FREE = MigrationCosts(1.0, 0.0, 0.0)
+
+
+def migrate(totals: IntArray, slots: Sequence[int], ranks: int, costs: MigrationCosts) -> Migration:
+    return plan_migration(MigrationFacts(totals, slots, ranks, costs))
 
 
 @st.composite
@@ -54,7 +60,7 @@ def max_load(totals: IntArray, owners: IntArray, ranks: int) -> int:
 @given(cases())
 def test_invariants_of_migrations(case: tuple[IntArray, list[int], int, MigrationCosts]) -> None:
     totals, slots, ranks, cost = case
-    found = plan_migration(totals, slots, ranks, cost)
+    found = migrate(totals, slots, ranks, cost)
     before, after = owners_of(slots, ranks), owners_of(found.slots, ranks)
     assert sorted(found.slots) == sorted(slots)
     for at, expert in enumerate(slots):
@@ -67,33 +73,33 @@ def test_invariants_of_migrations(case: tuple[IntArray, list[int], int, Migratio
     modelled = fewer * cost.token_s - left * cost.expert_s - (cost.exchange_s if changed else 0.0)
     assert found.gain_s == pytest.approx(modelled)
     assert (found.gain_s > 0) == bool(changed), "no expert moves without gain"
-    assert plan_migration(totals, slots, ranks, cost) == found
+    assert migrate(totals, slots, ranks, cost) == found
     mean = totals.sum() / ranks
     if mean:
         assert found.imbalance_before == pytest.approx(max_load(totals, before, ranks) / mean)
         assert found.imbalance_after == pytest.approx(max_load(totals, after, ranks) / mean)
-    again = plan_migration(totals, found.slots, ranks, cost)
+    again = migrate(totals, found.slots, ranks, cost)
     assert again.gain_s <= found.gain_s or not changed
 
 
 @given(st.integers(2, 5), st.integers(1, 5), st.integers(0, 50))
 def test_no_expert_moves_under_even_loads(ranks: int, each: int, rows: int) -> None:
-    found = plan_migration(np.full(ranks * each, rows), list(range(ranks * each)), ranks, FREE)
+    found = migrate(np.full(ranks * each, rows), list(range(ranks * each)), ranks, FREE)
     assert not found.moves
     assert found.gain_s == 0
 
 
 def test_as_few_experts_as_possible_move() -> None:
     totals = np.array([50, 40, 10, 10, 10, 10, 5, 5])
-    found = plan_migration(totals, list(range(8)), 4, FREE)
+    found = migrate(totals, list(range(8)), 4, FREE)
     assert found.moves == ((0, 0, 3), (6, 3, 0)), "among equals the first"
     assert found.slots == (6, 1, 2, 3, 4, 5, 0, 7)
     expensive = MigrationCosts(1.0, 35.0, 0.1)
-    assert not plan_migration(totals, list(range(8)), 4, expensive).moves, (
+    assert not migrate(totals, list(range(8)), 4, expensive).moves, (
         "35 tokens fewer do not pay for 35 seconds"
     )
-    assert plan_migration(totals, list(range(8)), 4, expensive._replace(exchange_s=0.0)).gain_s == 0
-    assert plan_migration(totals, list(range(8)), 4, MigrationCosts(1.0, 34.0, 0.5)).gain_s == 0.5
+    assert migrate(totals, list(range(8)), 4, expensive._replace(exchange_s=0.0)).gain_s == 0
+    assert migrate(totals, list(range(8)), 4, MigrationCosts(1.0, 34.0, 0.5)).gain_s == 0.5
 
 
 def assignments(experts: tuple[int, ...], each: int) -> Iterator[list[tuple[int, ...]]]:
@@ -121,7 +127,7 @@ def test_migrations_are_near_the_optimum(ranks: int, each: int, cost: MigrationC
     for _ in range(30):
         totals = draw.integers(0, 60, experts)
         slots = draw.permutation(experts).tolist()
-        found = plan_migration(totals, slots, ranks, cost).gain_s
+        found = migrate(totals, slots, ranks, cost).gain_s
         best = max(
             migration_gain_s(totals, owners_of(slots, ranks), owners, ranks, cost)
             for owners in all_owners
@@ -142,25 +148,25 @@ def test_gains_agree_with_the_cost_model(
     """With equal ranks, the gain equals the difference in the layer's predicted time."""
     counts = np.tile(np.array(each), (ranks, 1))
     owners = owners_of(slots, ranks)
-    setting = BalanceProblem(
+    problem = BalanceProblem(
         owners=owners, num_ranks=ranks, expert_tokens_per_s=expert_tokens_per_s,
         token_bytes=2.0, bytes_per_s=bytes_per_s,
         expert_bytes=1.0, gradient_bytes=1.0,
     )  # fmt: skip
-    cost = migration_costs(setting, 0.0, 1)
-    found = plan_migration(counts.sum(axis=0), slots, ranks, cost)
-    after = setting._replace(owners=owners_of(found.slots, ranks))
+    cost = migration_costs(problem, 0.0, 1)
+    found = migrate(counts.sum(axis=0), slots, ranks, cost)
+    after = problem._replace(owners=owners_of(found.slots, ranks))
     before_s, after_s = (
-        layer_times(counts, one, no_replicas()).total_s for one in (setting, after)
+        layer_times(counts, one, no_replicas()).total_s for one in (problem, after)
     )
     assert found.gain_s == pytest.approx(before_s - after_s, abs=1e-9)
-    assert migration_costs(setting, 0.0, 4).token_s == cost.token_s / 4
+    assert migration_costs(problem, 0.0, 4).token_s == cost.token_s / 4
 
 
 @pytest.mark.parametrize("policy", ["quota", "eplb"])
 def test_replicas_follow_new_owners(policy: str) -> None:
     """Replicas that were kept are planned anew."""
-    setting = BalanceProblem(
+    problem = BalanceProblem(
         owners=np.arange(8) // 4, num_ranks=2, expert_tokens_per_s=1.0,
         token_bytes=0.0, bytes_per_s=1e9,
         expert_bytes=1.0, gradient_bytes=1.0, overlaps=True,
@@ -169,8 +175,8 @@ def test_replicas_follow_new_owners(policy: str) -> None:
     config = tiny_job(balance={"policy": policy, "min_replica_tokens": 1, **late}).balance
     counts, owners = np.array([[90, 60, 9, 8, 7, 6, 5, 4]] * 2), np.array([1, 0, 0, 0, 0, 1, 1, 1])
     balancer, fresh = (
-        LayerBalancer(config, setting),
-        LayerBalancer(config, setting._replace(owners=owners)),
+        LayerBalancer(config, problem),
+        LayerBalancer(config, problem._replace(owners=owners)),
     )
     for _ in range(2):
         before = balancer(counts)

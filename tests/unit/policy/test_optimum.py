@@ -18,7 +18,7 @@ from moesaic.policy.balance import eplb, faster_moe, layer_times, pro_prophet, q
 from moesaic.policy.balance.yardsticks import best, llep, lp, top_k_broadcast
 
 POLICIES: dict[str, Callable[[IntArray, BalanceProblem], BalanceDecision]] = {
-    "none": lambda counts, setting: no_replicas(), "best": best, "quota": quota, "llep": llep,
+    "none": lambda counts, problem: no_replicas(), "best": best, "quota": quota, "llep": llep,
     "lp": lp, "eplb": eplb, "pro-prophet": pro_prophet, "faster-moe": faster_moe,
     "top-k-broadcast": partial(top_k_broadcast, num_experts=1),
 }  # fmt: skip
@@ -45,43 +45,43 @@ def instances(number: int) -> Iterator[tuple[IntArray, BalanceProblem]]:
         )  # fmt: skip
 
 
-def optimum_s(counts: IntArray, setting: BalanceProblem) -> float:
+def optimum_s(counts: IntArray, problem: BalanceProblem) -> float:
     """Return the least seconds of a layer over all splits.
 
     Each expert's tokens are divided in any way over all ranks, and ranks with any have a replica. A
     rank computes as many of its own tokens as possible, which minimizes its traffic.
     """
-    ranks = setting.num_ranks
-    parts = [_splits(counts[:, expert], int(owner)) for expert, owner in enumerate(setting.owners)]
+    ranks = problem.num_ranks
+    parts = [_splits(counts[:, expert], int(owner)) for expert, owner in enumerate(problem.owners)]
     sums = np.zeros((1, 5 * ranks), np.int64)
     for one in parts:
         sums = (sums[:, None] + one[None]).reshape(-1, 5 * ranks)
     computed, sent, received, replicas_sent, replicas_received = np.split(sums, 5, axis=1)
-    traffic = max_traffic(sent, received, setting)
-    exchange = traffic * setting.token_bytes / setting.bytes_per_s + setting.latency_s * (
+    traffic = max_traffic(sent, received, problem)
+    exchange = traffic * problem.token_bytes / problem.bytes_per_s + problem.latency_s * (
         traffic > 0
     )
-    weights_s = setting.weight_read_s * (1 + replicas_received * ranks / len(setting.owners))
-    experts = (computed / setting.expert_tokens_per_s + weights_s).max(axis=1)
-    most = max_traffic(replicas_sent, replicas_received, setting)
-    overlapped = (experts + setting.dense_compute_s) * setting.overlaps
+    weights_s = problem.weight_read_s * (1 + replicas_received * ranks / len(problem.owners))
+    experts = (computed / problem.expert_tokens_per_s + weights_s).max(axis=1)
+    most = max_traffic(replicas_sent, replicas_received, problem)
+    overlapped = (experts + problem.dense_compute_s) * problem.overlaps
     out, back = (
-        most * size / setting.bytes_per_s + setting.latency_s * (most > 0)
-        for size in (setting.expert_bytes, setting.gradient_bytes)
+        most * size / problem.bytes_per_s + problem.latency_s * (most > 0)
+        for size in (problem.expert_bytes, problem.gradient_bytes)
     )
     cpu_s = (
-        setting.cpu_s_per_byte * setting.overlaps * (replicas_sent + replicas_received).max(axis=1)
+        problem.cpu_s_per_byte * problem.overlaps * (replicas_sent + replicas_received).max(axis=1)
     )
-    out = np.maximum(cpu_s * setting.expert_bytes, out - overlapped)
-    back = np.maximum(cpu_s * setting.gradient_bytes, back - 2 * overlapped)
-    forwards = setting.num_forwards
+    out = np.maximum(cpu_s * problem.expert_bytes, out - overlapped)
+    back = np.maximum(cpu_s * problem.gradient_bytes, back - 2 * overlapped)
+    forwards = problem.num_forwards
     computing = (2 * forwards + 2) * exchange + (forwards + 2) * experts
     return float((computing + forwards * out + back).min())
 
 
-def max_traffic(sent: IntArray, received: IntArray, setting: BalanceProblem) -> Any:
+def max_traffic(sent: IntArray, received: IntArray, problem: BalanceProblem) -> Any:
     """Return the largest traffic of a rank."""
-    if setting.overlaps:
+    if problem.overlaps:
         return np.maximum(sent.max(axis=1), received.max(axis=1))
     return (sent + received).max(axis=1) / 2
 
@@ -109,11 +109,11 @@ def _splits(own: IntArray, owner: int) -> IntArray:
 def distances() -> dict[str, list[float]]:
     """Return, by policy, the relative excess over the optimum for each layer."""
     found: dict[str, list[float]] = {name: [] for name in POLICIES}
-    for counts, setting in instances(DRAWS):
-        best_s = optimum_s(counts, setting)
+    for counts, problem in instances(DRAWS):
+        best_s = optimum_s(counts, problem)
         for name, policy in POLICIES.items():
             found[name].append(
-                layer_times(counts, setting, policy(counts, setting)).total_s / best_s - 1
+                layer_times(counts, problem, policy(counts, problem)).total_s / best_s - 1
             )
     return found
 
@@ -127,9 +127,9 @@ def test_optimum_of_trivial_layers() -> None:
     """One expert has all tokens of all ranks, and replicas are free: each rank computes its own."""
     counts = np.zeros((3, 3), np.int64)
     counts[:, 1] = 4
-    setting = BalanceProblem(np.arange(3), 3, 1.0, 1.0, 1.0, 0.0, 0.0)
-    assert optimum_s(counts, setting) == 3 * 4
-    expensive = setting._replace(expert_bytes=1e9, token_bytes=0.0)
+    problem = BalanceProblem(np.arange(3), 3, 1.0, 1.0, 1.0, 0.0, 0.0)
+    assert optimum_s(counts, problem) == 3 * 4
+    expensive = problem._replace(expert_bytes=1e9, token_bytes=0.0)
     assert optimum_s(counts, expensive) == 3 * 12
 
 

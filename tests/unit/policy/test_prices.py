@@ -18,7 +18,7 @@ from moesaic.policy.balance import (
     RankDevice,
     break_even_tokens,
     default_prices,
-    layer_setting,
+    layer_problem,
     predict_prices,
 )
 from moesaic.policy.balance.cost_model import RankTokens, layer_times_from_tokens
@@ -182,8 +182,8 @@ def test_deduplicated_traffic_per_routed_token(top_k: int, hosts: int, experts_t
     job = tiny_job(model=model, layout={"ep": 4, "dispatch": "dedup", "dispatch_hosts": hosts})
     plan = plan_from_layout(job.layout, job.model, 4)
     prices = default_prices(job, plan, [at("a")] * 4)
-    deduplicated = layer_setting(job, plan, job.balance, prices, 0).token_bytes
-    rows = layer_setting(
+    deduplicated = layer_problem(job, plan, job.balance, prices, 0).token_bytes
+    rows = layer_problem(
         job, plan.model_copy(update={"dispatch": "all_to_all"}), job.balance, prices, 0
     )
     choices = [one for one in combinations(range(8), top_k) if 7 in one]
@@ -195,22 +195,22 @@ def test_break_even_tokens_of_a_replica() -> None:
     """By what the model makes of one that takes as many rows as that off the busiest rank."""
     job, plan = job_and_plan(ep=2)
     prices = default_prices(job, plan, [at("a")] * 4)
-    setting = layer_setting(job, plan, job.balance, prices, 0)._replace(expert_tokens_per_s=1e9)
-    none, one = np.zeros(setting.num_ranks, np.int64), np.eye(setting.num_ranks, dtype=np.int64)
+    problem = layer_problem(job, plan, job.balance, prices, 0)._replace(expert_tokens_per_s=1e9)
+    none, one = np.zeros(problem.num_ranks, np.int64), np.eye(problem.num_ranks, dtype=np.int64)
 
     def whole_s(more: int, sent: IntArray, received: IntArray) -> float:
         """Return the layer's seconds if the busiest rank computes `more` tokens above a billion."""
         rows = RankTokens(one[0] * (10**9 + more), none, none)
-        return layer_times_from_tokens(rows, sent, received, setting).total_s
+        return layer_times_from_tokens(rows, sent, received, problem).total_s
 
-    number, base_s = break_even_tokens(setting), whole_s(0, none, none)
+    number, base_s = break_even_tokens(problem), whole_s(0, none, none)
     assert number > 1e5
     assert whole_s(-round(1.01 * number), one[0], one[1]) < base_s
     assert whole_s(-round(0.99 * number), one[0], one[1]) > base_s
     # On a full-duplex link, a rank that sends spends the whole transfer on it.
-    more = break_even_tokens(setting._replace(overlaps=True)) - number
-    assert more == pytest.approx(setting.expert_bytes / setting.bytes_per_s / 3 * 1e9)
+    more = break_even_tokens(problem._replace(overlaps=True)) - number
+    assert more == pytest.approx(problem.expert_bytes / problem.bytes_per_s / 3 * 1e9)
     # The CPU limits a link that is faster.
-    worked = setting._replace(overlaps=True, cpu_s_per_byte=10 / setting.bytes_per_s, latency_s=0.0)
-    link = setting._replace(overlaps=True, latency_s=0.0)
+    worked = problem._replace(overlaps=True, cpu_s_per_byte=10 / problem.bytes_per_s, latency_s=0.0)
+    link = problem._replace(overlaps=True, latency_s=0.0)
     assert break_even_tokens(worked) == pytest.approx(10 * break_even_tokens(link))

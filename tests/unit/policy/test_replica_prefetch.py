@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 
 from moesaic.facts.balance import BalanceProblem
-from moesaic.policy.balance.replica_prefetch import early_replica_mask
+from moesaic.policy.balance.replica_prefetch import prefetch_mask
 
 EACH_S = 0.25
-SETTING = BalanceProblem(
+PROBLEM = BalanceProblem(
     owners=np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]), num_ranks=3,
     expert_tokens_per_s=1.0, token_bytes=1.0,
     bytes_per_s=8.0, expert_bytes=1.0, gradient_bytes=1.0, latency_s=EACH_S - 1 / 8,
@@ -25,17 +25,17 @@ def test_replicas_that_fit_under_dense_layers_are_not_sent_earlier(
 ) -> None:
     rng = np.random.default_rng(seed)
     chosen = rng.random((9, 3)) < rng.random()
-    chosen[np.arange(9), SETTING.owners] = False
+    chosen[np.arange(9), PROBLEM.owners] = False
     replicas = np.argwhere(chosen)
-    early = early_replica_mask(replicas, SETTING._replace(dense_compute_s=overlapped_s))
+    early = prefetch_mask(replicas, PROBLEM._replace(dense_compute_s=overlapped_s))
     fits = int(overlapped_s / EACH_S)
-    for column in (SETTING.owners[replicas[:, 0]], replicas[:, 1]):
+    for column in (PROBLEM.owners[replicas[:, 0]], replicas[:, 1]):
         assert max(Counter(column[~early].tolist()).values(), default=0) <= fits
     for expert, rank in replicas[early].tolist():  # No replica is sent early without need.
         late = replicas[~early]
-        owner = SETTING.owners[expert]
+        owner = PROBLEM.owners[expert]
         same = (
-            Counter(SETTING.owners[late[:, 0]].tolist())[owner],
+            Counter(PROBLEM.owners[late[:, 0]].tolist())[owner],
             Counter(late[:, 1].tolist())[rank],
         )
         assert max(same) == fits
@@ -43,6 +43,6 @@ def test_replicas_that_fit_under_dense_layers_are_not_sent_earlier(
 
 def test_without_overlap_no_replica_is_sent_earlier() -> None:
     replicas = np.array([[0, 1], [3, 0]])
-    assert early_replica_mask(replicas, SETTING).all()
-    assert not early_replica_mask(replicas, SETTING._replace(overlaps=False)).any()
-    assert not early_replica_mask(replicas[:0], SETTING).any()
+    assert prefetch_mask(replicas, PROBLEM).all()
+    assert not prefetch_mask(replicas, PROBLEM._replace(overlaps=False)).any()
+    assert not prefetch_mask(replicas[:0], PROBLEM).any()

@@ -15,27 +15,27 @@ from moesaic.policy.balance import count_rank_tokens, eplb, use_local_replicas
 from moesaic.policy.balance.yardsticks import lp, split_optimally
 
 
-def minimal_max_load(counts: IntArray, setting: BalanceProblem, replicas: IntArray) -> int:
+def minimal_max_load(counts: IntArray, problem: BalanceProblem, replicas: IntArray) -> int:
     """Return the minimal maximum load, by duality.
 
     It is the largest mean over sets of ranks of the tokens that only this set can compute.
     """
-    can_compute = np.zeros((len(setting.owners), setting.num_ranks), bool)
-    can_compute[np.arange(len(setting.owners)), setting.owners] = True
+    can_compute = np.zeros((len(problem.owners), problem.num_ranks), bool)
+    can_compute[np.arange(len(problem.owners)), problem.owners] = True
     can_compute[replicas[:, 0], replicas[:, 1]] = True
     totals, most = counts.sum(axis=0), 0
-    for number in range(1, setting.num_ranks + 1):
-        for chosen in combinations(range(setting.num_ranks), number):
-            others = np.setdiff1d(np.arange(setting.num_ranks), chosen)
+    for number in range(1, problem.num_ranks + 1):
+        for chosen in combinations(range(problem.num_ranks), number):
+            others = np.setdiff1d(np.arange(problem.num_ranks), chosen)
             total = int(totals[~can_compute[:, others].any(axis=1)].sum())
             most = max(most, -(-total // number))
     return most
 
 
-def random_replicas(setting: BalanceProblem, seed: int, odds: float) -> IntArray:
+def random_replicas(problem: BalanceProblem, seed: int, odds: float) -> IntArray:
     """Return random replicas."""
-    chosen = np.random.default_rng(seed).random((len(setting.owners), setting.num_ranks)) < odds
-    chosen[np.arange(len(setting.owners)), setting.owners] = False
+    chosen = np.random.default_rng(seed).random((len(problem.owners), problem.num_ranks)) < odds
+    chosen[np.arange(len(problem.owners)), problem.owners] = False
     return np.argwhere(chosen)
 
 
@@ -44,12 +44,12 @@ def random_replicas(setting: BalanceProblem, seed: int, odds: float) -> IntArray
 def test_maximum_load_is_minimal(
     case: tuple[IntArray, BalanceProblem], seed: int, odds: float
 ) -> None:
-    counts, setting = case
-    replicas = random_replicas(setting, seed, odds)
-    found = split_optimally(counts, setting, replicas)
+    counts, problem = case
+    replicas = random_replicas(problem, seed, odds)
+    found = split_optimally(counts, problem, replicas)
     assert found.replicas.tolist() == replicas.tolist()
-    after = count_rank_tokens(counts, setting.owners, found)
-    assert after.computed.max() == minimal_max_load(counts, setting, replicas)
+    after = count_rank_tokens(counts, problem.owners, found)
+    assert after.computed.max() == minimal_max_load(counts, problem, replicas)
     assert after.computed.sum() == counts.sum()
     pairs = set(map(tuple, replicas.tolist()))
     assert all((expert, target) in pairs for expert, _, target, _ in found.rerouted.tolist())
@@ -62,17 +62,17 @@ def test_ranks_prefer_their_own_tokens(case: tuple[IntArray, BalanceProblem], se
 
     If computing local tokens only is optimal, the split does so.
     """
-    counts, setting = case
-    replicas = random_replicas(setting, seed, 0.4)
-    found = split_optimally(counts, setting, replicas)
-    rerouted = np.zeros((len(setting.owners), setting.num_ranks), np.int64)
+    counts, problem = case
+    replicas = random_replicas(problem, seed, 0.4)
+    found = split_optimally(counts, problem, replicas)
+    rerouted = np.zeros((len(problem.owners), problem.num_ranks), np.int64)
     stay, arriving = np.zeros_like(rerouted), np.zeros_like(rerouted)
     for expert, source, target, number in found.rerouted.tolist():
         rerouted[expert, source] += number
         (stay if source == target else arriving)[expert, target] += number
     for expert, rank in replicas.tolist():
         assert arriving[expert, rank] == 0 or stay[expert, rank] == counts[rank, expert]
-    owner_entries = (np.arange(len(setting.owners)), setting.owners)
+    owner_entries = (np.arange(len(problem.owners)), problem.owners)
     others = (
         counts.sum(axis=0)
         - counts.T[owner_entries]
@@ -80,8 +80,8 @@ def test_ranks_prefer_their_own_tokens(case: tuple[IntArray, BalanceProblem], se
     )
     assert ((rerouted[owner_entries] == 0) | (others == 0)).all()
     own = use_local_replicas(counts, replicas)
-    if count_rank_tokens(counts, setting.owners, own).computed.max() == minimal_max_load(
-        counts, setting, replicas
+    if count_rank_tokens(counts, problem.owners, own).computed.max() == minimal_max_load(
+        counts, problem, replicas
     ):
         assert sorted(found.rerouted.tolist()) == sorted(own.rerouted.tolist())
 
@@ -90,9 +90,9 @@ def test_tokens_move_along_paths_of_ranks() -> None:
     """The first rank has a replica on the second only, which is full but hands on to the third."""
     counts = np.zeros((3, 3), np.int64)
     counts[0] = 60, 30, 0
-    setting = BalanceProblem(np.array([0, 1, 2]), 3, 1.0, 1.0, 1.0, 1.0, 1.0)
-    found = split_optimally(counts, setting, np.array([[0, 1], [1, 2]]))
-    assert count_rank_tokens(counts, setting.owners, found).computed.tolist() == [30, 30, 30]
+    problem = BalanceProblem(np.array([0, 1, 2]), 3, 1.0, 1.0, 1.0, 1.0, 1.0)
+    found = split_optimally(counts, problem, np.array([[0, 1], [1, 2]]))
+    assert count_rank_tokens(counts, problem.owners, found).computed.tolist() == [30, 30, 30]
     assert found.rerouted.tolist() == [[0, 0, 1, 30], [1, 0, 2, 30]]
 
 
@@ -101,12 +101,12 @@ def test_many_ranks_reach_the_mean_load() -> None:
     draw = np.random.default_rng(0)
     odds = draw.permutation(np.arange(1, 257.0) ** -0.8)
     counts = draw.multinomial(4096, odds / odds.sum(), size=64)
-    setting = BalanceProblem(np.arange(256) // 4, 64, 4e6, 2048.0, 1e10, 1e7, 1e7)
-    found = lp(counts, setting, replicas_per_rank=2)
-    after = count_rank_tokens(counts, setting.owners, found).computed
+    problem = BalanceProblem(np.arange(256) // 4, 64, 4e6, 2048.0, 1e10, 1e7, 1e7)
+    found = lp(counts, problem, replicas_per_rank=2)
+    after = count_rank_tokens(counts, problem.owners, found).computed
     assert after.max() == -(-counts.sum() // 64)
     spread = count_rank_tokens(
-        counts, setting.owners, eplb(counts, setting, replicas_per_rank=2)
+        counts, problem.owners, eplb(counts, problem, replicas_per_rank=2)
     ).computed
     assert after.max() < spread.max()
     assert np.bincount(found.replicas[:, 1], minlength=64).max() <= 2
@@ -115,5 +115,5 @@ def test_many_ranks_reach_the_mean_load() -> None:
 @pytest.mark.parametrize("each", [0, 3])
 def test_without_replicas_all_tokens_stay_with_owners(each: int) -> None:
     counts = np.zeros((4, 8), np.int64)
-    setting = BalanceProblem(np.arange(8) // 2, 4, 1.0, 1.0, 1.0, 1.0, 1.0)
-    assert all(map(np.array_equal, lp(counts, setting, each), no_replicas()))
+    problem = BalanceProblem(np.arange(8) // 2, 4, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert all(map(np.array_equal, lp(counts, problem, each), no_replicas()))

@@ -157,8 +157,10 @@ def test_migrated_experts_are_reported(tmp_path: Path) -> None:
     log = EventLog(directory / "events" / "rank-0.jsonl")
     for step, layer, before in ((10, 0, 1.9), (20, 0, 1.5), (20, 2, 1.71)):
         log.emit(
-            "experts_migrated", step=step, layer=layer, moves=[[3, 0, 1], [4, 1, 0]],
-            bytes=1 << 20, imbalance_before=before, imbalance_after=1.08,
+            "decisions", step=step, migration=[{
+                "layer": layer, "moves": [[3, 0, 1], [4, 1, 0]], "bytes": 1 << 20,
+                "imbalance_before": before, "imbalance_after": 1.08,
+            }],
         )  # fmt: skip
     run = RunStats.read(directory)
     assert (

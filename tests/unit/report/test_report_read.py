@@ -149,7 +149,7 @@ def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
             '[1]\n{"event": "step", "step": "six"}\n{"event": "later", "step": 5}\n'
             '{"event": "step", "time": 9.0, "step": 6, "phases": 3}\n'
             '{"event": "run_start", "time": 9.0, "step": 3, "rank_hosts": [{}]}\n'
-            '{"event": "experts_migrated", "time": 9.0, "step": 5, "layer": "odd", "moves": 3}\n'
+            '{"event": "decisions", "time": 9.0, "step": 5, "migration": [{"layer": "odd"}]}\n'
             '{"time": 1760000099.0, "event": "step", "step": 6, "lo'
         )
     after = RunStats.read(directory)

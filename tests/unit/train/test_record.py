@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.base.decisions import Decision
 from moesaic.base.errors import ConfigError
 from moesaic.base.events import read_events
 from moesaic.base.records import read_records
 from moesaic.dist.world import World
-from moesaic.facts.balance import BalanceDecision, BalanceProblem
+from moesaic.facts.balance import BalanceDecision, BalanceFacts, BalanceProblem
+from moesaic.policy.balance import balance_stats
 from moesaic.testing.jobs import tiny_job
-from moesaic.train.balance_stats import BalanceStats
+from moesaic.train.balancing import LayerBalance
+from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.record import MlflowSink, RunRecord, WandbSink, open_sinks
-from moesaic.train.run import StepFacts
 
 
-def facts(step: int) -> StepFacts:
-    return StepFacts(
+def step_stats(step: int) -> LMStepStats:
+    return LMStepStats(
         step=step, loss=5.0 - step, total_loss=5.5 - step, balance_loss=1.0, z_loss=2.0,
         grad_norm=0.5, lr=1e-3, tokens=96, num_replay_mismatches=0, dropped={0: 1, 1: 2},
         counts={0: torch.tensor([3, 4]), 1: torch.tensor([7, 0])},
@@ -35,8 +37,8 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     job = tiny_job(log={"loads_every": 2})
     record = RunRecord(tmp_path, job, World.solo())
     for step in (1, 2, 3, 4):
-        figures = record.write_step(facts(step), 0.5)
-    record.write_validation(4, 1.25, 200, 0.1)
+        figures = record.write_step(step_stats(step), 0.5)
+    record.write_validation(4, {"loss": 1.25, "tokens": 200}, 0.1)
     record.close()
     assert (figures["tokens_per_s"], figures["dropped"]) == (192.0, 3)
     events = list(read_events(tmp_path / "events" / "rank-0.jsonl"))
@@ -57,17 +59,17 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
 def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
     """Sinks get no unknown figure; rows hold NaN for it."""
     counts, replicas = np.array([[3, 1], [2, 0]]), np.array([[0, 1]])
-    setting = BalanceProblem(
+    problem = BalanceProblem(
         np.array([0, 1]), 2, 1.0, 1.0, 1.0, expert_bytes=2.0, gradient_bytes=3.0
     )
-    stats = BalanceStats.from_balance(
-        counts, setting, BalanceDecision(replicas, np.array([[0, 1, 1, 2]])), 0
-    )
-    stats = (
-        stats.with_times({"forward exchange": 0.5, "backward exchange": 0.25}) if clock else stats
-    )
+    outcome = BalanceDecision(replicas, np.array([[0, 1, 1, 2]]))
+    decisions = [Decision(BalanceFacts(problem, counts), outcome, 0.125)]
+    stats = balance_stats(decisions, 2, 0)
+    if clock:
+        stats.replica_wait_s, stats.gradient_wait_s = 0.5, 0.25
+    balance = LayerBalance(decisions, stats)
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    figures = record.write_step(replace(facts(1), balance_stats={0: stats, 1: stats}), 0.5)
+    figures = record.write_step(replace(step_stats(1), balance={0: balance, 1: balance}), 0.5)
     record.close()
     recorded = {
         name: figures.get(name) for name in ("replicas", "replica_bytes", "replica_exposed_s")
@@ -79,15 +81,23 @@ def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
     }
     [part] = read_records(tmp_path / "balance")
     assert part.column("layer").to_pylist() == [0, 1]
-    assert part.column("tokens_after").to_pylist() == [[3, 3]] * 2
+    assert part.column("tokens_before").to_pylist() == [[5, 1]] * 2
+    [event] = [
+        e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "decisions"
+    ]
+    assert event["step"] == 1
+    assert event["balance"] == [
+        {"layer": layer, "is_ahead": False, "replicas": [[0, 1, 2]], "planning_s": 0.125}
+        for layer in (0, 1)
+    ]
     assert np.isnan(part.column("replica_wait_s").to_numpy()).tolist() == [not clock] * 2
 
 
 def test_the_loss_scale_is_recorded_if_there_is_one(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    assert "loss_scale" not in record.write_step(facts(1), 0.5)
+    assert "loss_scale" not in record.write_step(step_stats(1), 0.5)
     record.write_step(
-        replace(facts(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5
+        replace(step_stats(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5
     )
     record.close()
     events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]
@@ -101,7 +111,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, extra, None)
         job = tiny_job(log={extra: "somewhere", "tensorboard": False})
         with pytest.raises(ConfigError, match=rf"log\.{extra} = 'somewhere'.*moesaic\[{extra}\]"):
-            open_sinks(job.log, job, tmp_path)
+            open_sinks(job, tmp_path)
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

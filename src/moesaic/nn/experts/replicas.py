@@ -81,9 +81,9 @@ class Replicas:
         )
         order = placement.replica_order(balance)
         self._replicas = balance.replicas[order]
-        self._is_late = np.ones(len(order), bool)
+        self._is_prefetched = np.zeros(len(order), bool)
         if balance.prefetched is not None:
-            self._is_late = ~balance.prefetched[order]
+            self._is_prefetched = balance.prefetched[order]
         num_replicas = int((self._replicas[:, 1] == rank).sum())
         self.arena = bank_arena
         """Own slots; their gradient includes that of all replicas."""
@@ -91,9 +91,9 @@ class Replicas:
         """Parameters of this rank's replicas, valid once `all_to_alls` have been awaited."""
         self.all_to_alls = list[AsyncAllToAll]()
 
-    def send(self, *, early: bool) -> None:
-        """Start to send the prefetched replicas (`early`) or the others, on all EP ranks alike."""
-        experts, ranks = self._replicas[self._is_late != early].T
+    def send(self, *, prefetched: bool) -> None:
+        """Start to send the prefetched replicas or the others, on all EP ranks alike."""
+        experts, ranks = self._replicas[self._is_prefetched == prefetched].T
         if not len(experts):
             return
         placement, rank = self._placement, self._rank

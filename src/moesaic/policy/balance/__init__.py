@@ -7,11 +7,12 @@ Each is a pure function of routed tokens [ranks, experts] and costs, and returns
 
 from moesaic.policy.balance.balancer import (
     LayerBalancer,
+    LayerDecision,
     Method,
     Policy,
     compile_notice,
     expert_owners,
-    layer_setting,
+    layer_problem,
     load_drift,
 )
 from moesaic.policy.balance.cost_model import (
@@ -29,6 +30,7 @@ from moesaic.policy.balance.faster_moe import faster_moe
 from moesaic.policy.balance.migration import (
     Migration,
     MigrationCosts,
+    MigrationFacts,
     can_migrate,
     migration_costs,
     plan_migration,
@@ -36,18 +38,23 @@ from moesaic.policy.balance.migration import (
 from moesaic.policy.balance.prices import RankDevice, default_prices, predict_prices
 from moesaic.policy.balance.pro_prophet import ProphetSearch, pro_prophet
 from moesaic.policy.balance.quota import assign_to_replicas, quota
+from moesaic.policy.balance.stats import BalanceStats, balance_stats
 
 __all__ = [
+    "BalanceStats",
     "LayerBalancer",
+    "LayerDecision",
     "LayerTimes",
     "Method",
     "Migration",
     "MigrationCosts",
+    "MigrationFacts",
     "Policy",
     "ProphetSearch",
     "RankDevice",
     "assign_evenly",
     "assign_to_replicas",
+    "balance_stats",
     "break_even_tokens",
     "can_migrate",
     "compile_notice",
@@ -57,7 +64,7 @@ __all__ = [
     "eplb",
     "expert_owners",
     "faster_moe",
-    "layer_setting",
+    "layer_problem",
     "layer_times",
     "load_drift",
     "load_imbalance",

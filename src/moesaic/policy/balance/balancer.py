@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
+from moesaic.base.decisions import Decision, decide
+from moesaic.facts.balance import (
+    BalanceDecision,
+    BalanceFacts,
+    BalanceProblem,
+    IntArray,
+    no_replicas,
+)
 from moesaic.facts.job import BalanceConfig, Job, Prices
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload import COMPUTED_BYTES, STORED_BYTES
@@ -20,7 +27,7 @@ from moesaic.policy.balance.eplb import assign_evenly, eplb
 from moesaic.policy.balance.faster_moe import faster_moe
 from moesaic.policy.balance.pro_prophet import pro_prophet
 from moesaic.policy.balance.quota import assign_to_replicas, quota
-from moesaic.policy.balance.replica_prefetch import early_replica_mask
+from moesaic.policy.balance.replica_prefetch import prefetch_mask
 
 _EXPERTS_PER_REPLICA_SLOT = 4
 """Experts per rank for each replica slot of quota, if `balance.max_replicas` is unset."""
@@ -31,15 +38,17 @@ Policy = Callable[[IntArray, BalanceProblem], BalanceDecision]
 TokenAssigner = Callable[[IntArray, BalanceProblem, IntArray], BalanceDecision]
 """Assigns routed tokens to owners and to given replicas (expert, rank)."""
 
+LayerDecision = Decision[BalanceFacts, BalanceDecision]
+
 
 class Method(NamedTuple):
     """Implementation of a policy."""
 
     policy: Policy
-    spread: TokenAssigner = assign_to_replicas
-    """Assignment of current tokens to replicas that were planned by previous loads."""
+    assign_tokens: TokenAssigner = assign_to_replicas
+    """Assignment of current tokens to replicas that were placed by previous loads."""
     compiles: bool = False
-    """True if numba compiles the policy, or a `spread` other than quota's."""
+    """True if numba compiles the policy, or an `assign_tokens` other than quota's."""
 
 
 class LayerBalancer:
@@ -48,7 +57,7 @@ class LayerBalancer:
     def __init__(
         self,
         config: BalanceConfig,
-        setting: BalanceProblem,
+        problem: BalanceProblem,
         *,
         follows_expert_layer: bool = False,
         method: Method | None = None,
@@ -57,75 +66,91 @@ class LayerBalancer:
 
         Args:
             config: the policy and its settings.
-            setting: costs of the layer.
+            problem: costs of the layer.
             follows_expert_layer: whether replicas may be sent while another expert layer computes.
             method: implementation of the policy; None to choose it by `config`.
         """
-        method = method or _policy_of(config)
-        self.setting, self._config = setting, config
-        self._policy, self._assign_tokens, compiles = method
-        self.early, self._follows_expert_layer = config.uses_past_loads, follows_expert_layer
+        self._method = method or _policy_of(config)
+        self.problem, self._config = problem, config
+        self.prefetches, self._follows_expert_layer = config.uses_past_loads, follows_expert_layer
         self._checks_gain = not config.as_published
-        # These policies check current loads themselves, but early replicas take other tokens.
+        # These policies check current loads themselves, but prefetched replicas take other tokens.
         if config.has_cost_check:
-            self._checks_gain = self.early and config.policy != "none"
-        self._compiles = compiles or (self.early and self._assign_tokens is assign_to_replicas)
+            self._checks_gain = self.prefetches and config.policy != "none"
+        self._decisions = list[LayerDecision]()
         self._last_counts: IntArray | None = None
-        self._planned_counts: IntArray | None = None
-        self._planned, self._age = no_replicas(), 0
-        self._next_balance: BalanceDecision | None = None
+        self._placed_counts: IntArray | None = None
+        """Loads that placed the prefetched replicas."""
+        self._placed, self._age = no_replicas(), 0
 
-    def early_replicas(self) -> BalanceDecision:
+    def prefetched_replicas(self) -> BalanceDecision:
         """Return the replicas to send before this forward's tokens are counted."""
-        self.plan_next()
-        self._next_balance = self._planned
-        return self._next_balance
+        self.place_next_replicas()
+        return self._placed
 
-    def plan_next(self) -> None:
-        """Plan replicas by the previous loads, if these are known and a new plan is due."""
+    def place_next_replicas(self) -> None:
+        """Place replicas by the previous loads, if these are known and a new placement is due."""
         last = self._last_counts
         if last is not None and self._is_due(last):
-            replicas = self._drop_if_slower(last, self._policy(last, self.setting)).replicas
+            facts = BalanceFacts(self.problem, last, is_ahead=True)
+            replicas = self._decide(self._place, facts).replicas
             # The order of a `BalanceDecision`.
             replicas = replicas[np.lexsort((replicas[:, 1], replicas[:, 0]))]
             prefetched = (
-                early_replica_mask(replicas, self.setting) if self._follows_expert_layer else None
+                prefetch_mask(replicas, self.problem) if self._follows_expert_layer else None
             )
-            self._planned = no_replicas()._replace(replicas=replicas, prefetched=prefetched)
-            self._planned_counts, self._age = last, 0
-
-    def _drop_if_slower(self, counts: IntArray, balance: BalanceDecision) -> BalanceDecision:
-        """Return `balance`, or no replicas if they cost more than they save, unless checks are off.
-
-        Early replicas are rated with the tokens that they would be assigned.
-        """
-        if not self._checks_gain:
-            return balance
-        if self.early:
-            balance = self._assign_tokens(counts, self.setting, balance.replicas)
-        return drop_if_slower(counts, self.setting, balance)
+            self._placed = no_replicas()._replace(replicas=replicas, prefetched=prefetched)
+            self._placed_counts, self._age = last, 0
 
     def _is_due(self, last: IntArray) -> bool:
-        """Return whether replicas must be planned anew, given the `last` loads."""
-        if self._planned_counts is None or self._age >= self._config.replan_every:
+        """Return whether replicas must be placed anew, given the `last` loads."""
+        if self._placed_counts is None or self._age >= self._config.replan_every:
             return True
         max_drift = self._config.replan_drift
-        return max_drift is not None and load_drift(self._planned_counts, last) > max_drift
+        return max_drift is not None and load_drift(self._placed_counts, last) > max_drift
 
     def __call__(self, counts: IntArray) -> BalanceDecision:
         """Return the decision for routed tokens `counts`, [ranks, experts]."""
-        if not self.early:
-            return self._drop_if_slower(counts, self._policy(counts, self.setting))
-        early = self.early_replicas() if self._next_balance is None else self._next_balance
-        self._last_counts, self._next_balance = counts, None
+        if not self.prefetches:
+            return self._decide(self._place, BalanceFacts(self.problem, counts))
+        placed = self.prefetched_replicas()
+        self._last_counts = counts
         self._age += 1
-        spread = self._assign_tokens(counts, self.setting, early.replicas)
-        return spread._replace(prefetched=early.prefetched)
+        facts = BalanceFacts(self.problem, counts, placed.replicas)
+        return self._decide(self._assign, facts)._replace(prefetched=placed.prefetched)
+
+    def _decide(
+        self, policy: Callable[[BalanceFacts], BalanceDecision], facts: BalanceFacts
+    ) -> BalanceDecision:
+        return decide(policy, facts, self._decisions)
+
+    def _place(self, facts: BalanceFacts) -> BalanceDecision:
+        """Return the policy's decision, or no replicas if they cost more than they save, unless
+        checks are off.
+
+        Prefetched replicas are rated with the tokens that they would be assigned.
+        """
+        problem, counts = facts.problem, facts.counts
+        balance = self._method.policy(counts, problem)
+        if not self._checks_gain:
+            return balance
+        if self.prefetches:
+            balance = self._method.assign_tokens(counts, problem, balance.replicas)
+        return drop_if_slower(counts, problem, balance)
+
+    def _assign(self, facts: BalanceFacts) -> BalanceDecision:
+        assert facts.replicas is not None
+        return self._method.assign_tokens(facts.counts, facts.problem, facts.replicas)
+
+    def take_decisions(self) -> list[LayerDecision]:
+        """Return the decisions since the last call."""
+        taken, self._decisions = self._decisions, []
+        return taken
 
     def set_owners(self, owners: IntArray) -> None:
-        """Set new owner ranks and plan anew: a replica may now be on its expert's owner rank."""
-        self.setting = self.setting._replace(owners=owners)
-        self._planned, self._planned_counts, self._next_balance = no_replicas(), None, None
+        """Set new owner ranks and place anew: a replica may now be on its expert's owner rank."""
+        self.problem = self.problem._replace(owners=owners)
+        self._placed, self._placed_counts = no_replicas(), None
 
     def warm_up(self, on_compile: Callable[[bool], None] | None = None) -> None:
         """Compile the policy, if it uses numba.
@@ -133,16 +158,17 @@ class LayerBalancer:
         Before a compilation that is not in the cache, `on_compile` is called with whether its
         result can be cached.
         """
-        if not self._compiles:
+        policy, assign_tokens, compiles = self._method
+        if not (compiles or (self.prefetches and assign_tokens is assign_to_replicas)):
             return  # Importing numba is slow.
         from moesaic.base.compiled import notify_on_compile
 
-        counts = np.zeros((self.setting.num_ranks, len(self.setting.owners)), np.int64)
+        counts = np.zeros((self.problem.num_ranks, len(self.problem.owners)), np.int64)
         counts[:, 0] = 1 << 20
-        replica = np.array([[0, (self.setting.owners[0] + 1) % self.setting.num_ranks]])
+        replica = np.array([[0, (self.problem.owners[0] + 1) % self.problem.num_ranks]])
         with nullcontext() if on_compile is None else notify_on_compile(on_compile):
-            self._assign_tokens(counts, self.setting, replica)
-            self._policy(counts, self.setting)
+            assign_tokens(counts, self.problem, replica)
+            policy(counts, self.problem)
 
 
 def compile_notice(is_cached: bool) -> str:
@@ -157,7 +183,7 @@ def compile_notice(is_cached: bool) -> str:
 
 def _policy_of(config: BalanceConfig) -> Method:
     methods = {
-        "none": Method(lambda counts, setting: no_replicas()),
+        "none": Method(lambda counts, problem: no_replicas()),
         "quota": Method(quota, compiles=True),
         "pro-prophet": Method(
             pro_prophet, lambda counts, _, replicas: use_local_replicas(counts, replicas)
@@ -188,7 +214,7 @@ def expert_owners(plan: Plan, layer: int) -> IntArray:
     return np.argsort(plan.slot_experts(layer)) // (plan.experts // plan.ep)
 
 
-def layer_setting(
+def layer_problem(
     job: Job, plan: Plan, config: BalanceConfig, prices: Prices, layer: int
 ) -> BalanceProblem:
     """Return the costs of a layer's tokens and replicas."""

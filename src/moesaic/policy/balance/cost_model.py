@@ -13,7 +13,7 @@ and the CPU time of overlapped replica traffic.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,112 +75,111 @@ def load_imbalance(computed: IntArray) -> float:
 
 
 def count_replica_transfers(
-    balance: BalanceDecision, setting: BalanceProblem
+    balance: BalanceDecision, problem: BalanceProblem
 ) -> tuple[IntArray, IntArray]:
     """Return the replicas that each rank sends, and those that it receives."""
-    sent, received = (np.zeros(setting.num_ranks, np.int64) for _ in range(2))
+    sent, received = (np.zeros(problem.num_ranks, np.int64) for _ in range(2))
     experts, ranks = balance.replicas.T
-    np.add.at(sent, setting.owners[experts], 1)
+    np.add.at(sent, problem.owners[experts], 1)
     np.add.at(received, ranks, 1)
     return sent, received
 
 
-def layer_times(counts: IntArray, setting: BalanceProblem, balance: BalanceDecision) -> LayerTimes:
+def layer_times(counts: IntArray, problem: BalanceProblem, balance: BalanceDecision) -> LayerTimes:
     """Return the layer's times under `balance`."""
     return layer_times_from_tokens(
-        count_rank_tokens(counts, setting.owners, balance),
-        *count_replica_transfers(balance, setting),
-        setting,
+        count_rank_tokens(counts, problem.owners, balance),
+        *count_replica_transfers(balance, problem),
+        problem,
     )
 
 
 def drop_if_slower(
-    counts: IntArray, setting: BalanceProblem, balance: BalanceDecision
+    counts: IntArray, problem: BalanceProblem, balance: BalanceDecision
 ) -> BalanceDecision:
     """Return `balance`, or no replicas if the model rates these faster."""
     if not len(balance.replicas):
         return balance
-    return min((balance, no_replicas()), key=lambda one: layer_times(counts, setting, one).total_s)
+    return min((balance, no_replicas()), key=lambda one: layer_times(counts, problem, one).total_s)
 
 
 def layer_times_from_tokens(
     rank_tokens: RankTokens,
     replicas_sent: IntArray,
     replicas_received: IntArray,
-    setting: BalanceProblem,
+    problem: BalanceProblem,
 ) -> LayerTimes:
     """Return the layer's times, given tokens and replicas by rank."""
-    busiest = _max_link_load(rank_tokens.sent, rank_tokens.received, setting)
-    exchange = busiest * setting.token_bytes / setting.bytes_per_s
-    exchange += setting.latency_s * (busiest > 0)
     # A replica's weights are read as well, by the rank that has it.
-    weights_s = setting.weight_read_s * (1 + replicas_received / setting.experts_per_rank)
-    experts = float((rank_tokens.computed / setting.expert_tokens_per_s + weights_s).max())
-    most_replicas = _max_link_load(replicas_sent, replicas_received, setting)
-    if setting.overlaps:
-        all_in_turn = -(-int(replicas_sent.sum()) // setting.num_ranks)
-        most_replicas = max(
-            int(replicas_received.max()) if setting.uses_relays else most_replicas, all_in_turn
-        )
-    send_s, return_s = (  # All transfers between two ranks form one message.
-        most_replicas * size / setting.bytes_per_s + setting.latency_s * (most_replicas > 0)
-        for size in (setting.expert_bytes, setting.gradient_bytes)
+    weights_s = problem.weight_read_s * (1 + replicas_received / problem.experts_per_rank)
+    experts_s = float((rank_tokens.computed / problem.expert_tokens_per_s + weights_s).max())
+    most_replicas = _max_link_load(replicas_sent, replicas_received, problem)
+    if problem.overlaps:
+        most_replicas = max(most_replicas, -(-int(replicas_sent.sum()) // problem.num_ranks))
+    return layer_times_of_busiest(
+        _max_link_load(rank_tokens.sent, rank_tokens.received, problem),
+        experts_s,
+        most_replicas,
+        int((replicas_sent + replicas_received).max()),
+        problem,
     )
-    overlapped_s = (experts + setting.dense_compute_s) * setting.overlaps
-    each_s = (
-        int(_replicas_handled(replicas_sent, replicas_received, setting).max())
-        * setting.cpu_s_per_byte
-        * setting.overlaps
-    )
-    send_cpu_s, return_cpu_s = each_s * setting.expert_bytes, each_s * setting.gradient_bytes
-    cpu_total_s = setting.num_forwards * send_cpu_s + return_cpu_s
-    exposed = setting.num_forwards * max(0.0, send_s - overlapped_s - send_cpu_s)
-    exposed += max(0.0, return_s - 2 * overlapped_s - return_cpu_s)
-    total_s = (
-        setting.num_exchanges * exchange + setting.num_passes * experts + cpu_total_s + exposed
-    )
-    return LayerTimes(exchange, experts, send_s, return_s, cpu_total_s, exposed, total_s)
 
 
-def replica_cpu_s(
-    rank: int, replicas_sent: IntArray, replicas_received: IntArray, setting: BalanceProblem
-) -> float:
-    """Return the CPU seconds that replica traffic takes from one rank's computing."""
-    num_bytes = setting.num_forwards * setting.expert_bytes + setting.gradient_bytes
-    num_replicas = int(_replicas_handled(replicas_sent, replicas_received, setting)[rank])
-    return num_replicas * num_bytes * setting.cpu_s_per_byte * setting.overlaps
+def layer_times_of_busiest(
+    max_tokens: float, experts_s: float, max_replicas: float, max_handled: int, costs: Any
+) -> LayerTimes:
+    """Return the layer's times, given what its busiest ranks do.
+
+    quota's search compiles this function; `costs` is a `BalanceProblem` or its `SearchCosts`.
+
+    Args:
+        max_tokens: tokens over the busiest link.
+        experts_s: forward seconds of the slowest rank's experts.
+        max_replicas: replicas over the busiest link.
+        max_handled: most replicas that one rank sends and receives.
+        costs: costs of the layer.
+    """
+    exchange_s = max_tokens * costs.token_bytes / costs.bytes_per_s
+    exchange_s += costs.latency_s * (max_tokens > 0)
+    # All transfers between two ranks form one message.
+    message_s = costs.latency_s * (max_replicas > 0)
+    send_s = max_replicas * costs.expert_bytes / costs.bytes_per_s + message_s
+    return_s = max_replicas * costs.gradient_bytes / costs.bytes_per_s + message_s
+    overlapped_s = (experts_s + costs.dense_compute_s) * costs.overlaps
+    handled_s = max_handled * costs.cpu_s_per_byte * costs.overlaps
+    send_cpu_s, return_cpu_s = handled_s * costs.expert_bytes, handled_s * costs.gradient_bytes
+    cpu_s = costs.num_forwards * send_cpu_s + return_cpu_s
+    exposed_s = costs.num_forwards * max(0.0, send_s - overlapped_s - send_cpu_s)
+    exposed_s += max(0.0, return_s - 2 * overlapped_s - return_cpu_s)
+    total_s = costs.num_exchanges * exchange_s + costs.num_passes * experts_s + cpu_s + exposed_s
+    return LayerTimes(exchange_s, experts_s, send_s, return_s, cpu_s, exposed_s, total_s)
 
 
-def _replicas_handled(sent: IntArray, received: IntArray, setting: BalanceProblem) -> IntArray:
-    """Return the replicas that pass each rank; a relayed replica is received and sent on."""
-    return 2 * received if setting.uses_relays else sent + received
-
-
-def _max_link_load(sent: IntArray, received: IntArray, setting: BalanceProblem) -> float:
+def _max_link_load(sent: IntArray, received: IntArray, problem: BalanceProblem) -> float:
     """Return the largest load of a rank's link.
 
     Links are full duplex. Ranks that move bytes by themselves alternate, so half of the sum counts.
     """
-    if setting.overlaps:
+    if problem.overlaps:
         return max(int(sent.max()), int(received.max()))
     return int((sent + received).max()) / 2
 
 
-def break_even_tokens(setting: BalanceProblem) -> float:
+def break_even_tokens(problem: BalanceProblem) -> float:
     """Return the tokens whose computing costs as much as one replica without overlap.
 
     A replica that takes fewer off the busiest rank pays only if it saves traffic.
     """
-    fraction = 1.0 if setting.overlaps else 0.5
+    fraction = 1.0 if problem.overlaps else 0.5
 
     def replica_s(size: float) -> float:
-        transfer_s = fraction * size / setting.bytes_per_s + setting.latency_s
-        return max(transfer_s, size * setting.cpu_s_per_byte * setting.overlaps)
+        transfer_s = fraction * size / problem.bytes_per_s + problem.latency_s
+        return max(transfer_s, size * problem.cpu_s_per_byte * problem.overlaps)
 
-    total_s = setting.num_forwards * replica_s(setting.expert_bytes) + replica_s(
-        setting.gradient_bytes
+    total_s = problem.num_forwards * replica_s(problem.expert_bytes) + replica_s(
+        problem.gradient_bytes
     )
-    return total_s * setting.expert_tokens_per_s / setting.num_passes
+    return total_s * problem.expert_tokens_per_s / problem.num_passes
 
 
 def use_local_replicas(counts: IntArray, replicas: IntArray) -> BalanceDecision:

@@ -10,13 +10,13 @@ import numpy as np
 from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
 
 
-def eplb(counts: IntArray, setting: BalanceProblem, replicas_per_rank: int = 1) -> BalanceDecision:
+def eplb(counts: IntArray, problem: BalanceProblem, replicas_per_rank: int = 1) -> BalanceDecision:
     """Return `replicas_per_rank` replicas on each rank and an even split of tokens over them."""
-    replicas = place_replicas(counts, setting, replicas_per_rank)
-    return assign_evenly(counts, setting, replicas) if len(replicas) else no_replicas()
+    replicas = place_replicas(counts, problem, replicas_per_rank)
+    return assign_evenly(counts, problem, replicas) if len(replicas) else no_replicas()
 
 
-def place_replicas(counts: IntArray, setting: BalanceProblem, replicas_per_rank: int) -> IntArray:
+def place_replicas(counts: IntArray, problem: BalanceProblem, replicas_per_rank: int) -> IntArray:
     """Return `replicas_per_rank` replicas (expert, rank) on each rank, sorted.
 
     The expert with the most tokens per replica gets another one, repeatedly. Then replicas are
@@ -24,22 +24,22 @@ def place_replicas(counts: IntArray, setting: BalanceProblem, replicas_per_rank:
     `max_replicas_sent` limits the replicas that they send.
     """
     room = min(
-        replicas_per_rank, len(setting.owners) - int(np.bincount(setting.owners).min(initial=0))
+        replicas_per_rank, len(problem.owners) - int(np.bincount(problem.owners).min(initial=0))
     )
     totals = counts.sum(axis=0)
-    replicas = _count_replicas(totals, setting.num_ranks, room * setting.num_ranks)
+    replicas = _count_replicas(totals, problem.num_ranks, room * problem.num_ranks)
     load = totals / replicas
-    ranks_load = np.zeros(setting.num_ranks)
-    np.add.at(ranks_load, setting.owners, load)
-    slots_left = np.full(setting.num_ranks, room)
+    ranks_load = np.zeros(problem.num_ranks)
+    np.add.at(ranks_load, problem.owners, load)
+    slots_left = np.full(problem.num_ranks, room)
     sends_left = np.full(
-        setting.num_ranks,
-        replicas.sum() if setting.max_replicas_sent is None else setting.max_replicas_sent,
+        problem.num_ranks,
+        replicas.sum() if problem.max_replicas_sent is None else problem.max_replicas_sent,
     )
     pairs = list[tuple[int, int]]()
     order = np.argsort(-load, kind="stable")
     for expert in order[replicas[order] > 1].tolist():
-        owner = setting.owners[expert]
+        owner = problem.owners[expert]
         eligible = slots_left > 0
         eligible[owner] = False
         for _ in range(min(int(replicas[expert]) - 1, int(sends_left[owner]))):
@@ -71,14 +71,14 @@ def _count_replicas(totals: IntArray, num_ranks: int, num_extra: int) -> IntArra
     return np.array(replicas, np.int64)
 
 
-def assign_evenly(counts: IntArray, setting: BalanceProblem, replicas: IntArray) -> BalanceDecision:
+def assign_evenly(counts: IntArray, problem: BalanceProblem, replicas: IntArray) -> BalanceDecision:
     """Return an even split of each rank's tokens of an expert over its owner and replicas.
 
     The position of the remainder depends on the source rank, so remainders spread out.
     """
     rerouted = list[tuple[int, int, int, int]]()
     for expert in np.unique(replicas[:, 0]).tolist():
-        targets = [int(setting.owners[expert]), *replicas[replicas[:, 0] == expert, 1].tolist()]
+        targets = [int(problem.owners[expert]), *replicas[replicas[:, 0] == expert, 1].tolist()]
         for source in np.flatnonzero(counts[:, expert]).tolist():
             each, rest = divmod(int(counts[source, expert]), len(targets))
             for turn, rank in enumerate(targets[1:], 1):

@@ -33,6 +33,17 @@ class MigrationCosts(NamedTuple):
     """Seconds per exchange, independent of its size."""
 
 
+class MigrationFacts(NamedTuple):
+    """What decides on a migration."""
+
+    expert_tokens: IntArray
+    """Routed tokens of each expert, [experts]."""
+    slots: Sequence[int]
+    """Expert in each slot of two ranks or more."""
+    num_ranks: int
+    costs: MigrationCosts
+
+
 class Migration(NamedTuple):
     """New slots of a layer's experts, with their gain."""
 
@@ -55,26 +66,22 @@ def can_migrate(job: Job, plan: Plan) -> bool:
 
 
 def migration_costs(
-    setting: BalanceProblem, expert_bytes: float, num_groups: int
+    problem: BalanceProblem, expert_bytes: float, num_groups: int
 ) -> MigrationCosts:
     """Return prices for `num_groups` groups of ranks that share a layer's tokens equally.
 
     Every rank of a group sends equally many tokens. The busiest rank's traffic is what it receives,
     except its own tokens.
     """
-    remote_fraction = (1 - 1 / setting.num_ranks) * (1.0 if setting.overlaps else 0.5)
-    row_s = setting.num_passes / setting.expert_tokens_per_s
-    row_s += setting.num_exchanges * remote_fraction * setting.token_bytes / setting.bytes_per_s
-    return MigrationCosts(row_s / num_groups, expert_bytes / setting.bytes_per_s, setting.latency_s)
+    remote_fraction = (1 - 1 / problem.num_ranks) * (1.0 if problem.overlaps else 0.5)
+    row_s = problem.num_passes / problem.expert_tokens_per_s
+    row_s += problem.num_exchanges * remote_fraction * problem.token_bytes / problem.bytes_per_s
+    return MigrationCosts(row_s / num_groups, expert_bytes / problem.bytes_per_s, problem.latency_s)
 
 
-def plan_migration(
-    expert_tokens: IntArray, slots: Sequence[int], num_ranks: int, cost: MigrationCosts
-) -> Migration:
-    """Return new owners for experts with `expert_tokens`, [experts].
-
-    `slots` is the expert in each slot of two ranks or more.
-    """
+def plan_migration(facts: MigrationFacts) -> Migration:
+    """Return new owners for the experts."""
+    expert_tokens, slots, num_ranks, cost = facts
     each = len(slots) // num_ranks
     owners: IntArray = np.argsort(slots) // each
     best, best_s = owners, 0.0

@@ -24,24 +24,22 @@ class ProphetSearch(NamedTuple):
     """
     num_excluded_ranks: int = 0
     """Ranks that get no replica of a chosen expert."""
-    overlaps: bool = True
-    """True if replica traffic overlaps with computing, where ranks can do so."""
 
 
 _PAPER_SEARCH = ProphetSearch()
 
 
 def pro_prophet(
-    counts: IntArray, setting: BalanceProblem, search: ProphetSearch = _PAPER_SEARCH
+    counts: IntArray, problem: BalanceProblem, search: ProphetSearch = _PAPER_SEARCH
 ) -> BalanceDecision:
     """Return the placement of the paper's greedy search, for any number of experts per rank."""
-    owners, chosen, best = setting.owners, list[tuple[int, IntArray]](), 0
-    by_rank = [np.flatnonzero(owners == rank) for rank in range(setting.num_ranks)]
-    state = _State.from_counts(counts, setting)
-    best_s = state.step_s(setting, 0, search)
+    owners, chosen, best = problem.owners, list[tuple[int, IntArray]](), 0
+    by_rank = [np.flatnonzero(owners == rank) for rank in range(problem.num_ranks)]
+    state = _State.from_counts(counts, problem)
+    best_s = state.layer_s(problem, 0, search)
     used = np.zeros(len(owners), bool)
     total = int(counts.sum())
-    while np.ptp(state.computed) >= search.imbalance_tolerance * total / setting.num_ranks:
+    while np.ptp(state.computed) >= search.imbalance_tolerance * total / problem.num_ranks:
         hottest = int(state.computed.argmax())
         unused = by_rank[hottest][~used[by_rank[hottest]]]
         if not len(unused):
@@ -52,9 +50,9 @@ def pro_prophet(
         receivers = _receivers(counts[:, expert], hottest, search.num_excluded_ranks)
         state.replicate(counts[:, expert], hottest, receivers)
         chosen.append((expert, receivers))
-        step_s = state.step_s(setting, len(chosen), search)
-        if step_s < best_s:
-            best_s, best = step_s, len(chosen)
+        layer_s = state.layer_s(problem, len(chosen), search)
+        if layer_s < best_s:
+            best_s, best = layer_s, len(chosen)
     pairs = [(expert, int(rank)) for expert, ranks in chosen[:best] for rank in ranks]
     return use_local_replicas(counts, np.array(pairs, np.int64)) if pairs else no_replicas()
 
@@ -74,12 +72,12 @@ class _State(NamedTuple):
     received: IntArray
 
     @classmethod
-    def from_counts(cls, counts: IntArray, setting: BalanceProblem) -> _State:
+    def from_counts(cls, counts: IntArray, problem: BalanceProblem) -> _State:
         """Start with all tokens on owner ranks."""
-        computed, received = (np.zeros(setting.num_ranks, np.int64) for _ in range(2))
-        experts = np.arange(len(setting.owners))
-        np.add.at(computed, setting.owners, counts.sum(axis=0))
-        np.add.at(received, setting.owners, counts.sum(axis=0) - counts[setting.owners, experts])
+        computed, received = (np.zeros(problem.num_ranks, np.int64) for _ in range(2))
+        experts = np.arange(len(problem.owners))
+        np.add.at(computed, problem.owners, counts.sum(axis=0))
+        np.add.at(received, problem.owners, counts.sum(axis=0) - counts[problem.owners, experts])
         return cls(computed, received)
 
     def replicate(self, tokens: IntArray, owner: int, receivers: IntArray) -> None:
@@ -89,20 +87,20 @@ class _State(NamedTuple):
         self.computed[owner] -= stay
         self.received[owner] -= stay
 
-    def step_s(self, setting: BalanceProblem, num_replicated: int, search: ProphetSearch) -> float:
+    def layer_s(self, problem: BalanceProblem, num_replicated: int, search: ProphetSearch) -> float:
         """Return the layer's seconds by equations (6) and (8) of the paper.
 
         They count received tokens only, and spread replica traffic evenly over all ranks.
         """
-        exchange = int(self.received.max()) * setting.token_bytes / setting.bytes_per_s
-        experts = int(self.computed.max()) / setting.expert_tokens_per_s
+        exchange = int(self.received.max()) * problem.token_bytes / problem.bytes_per_s
+        experts = int(self.computed.max()) / problem.expert_tokens_per_s
         each = (
             num_replicated
-            * (setting.num_ranks - search.num_excluded_ranks)
-            / setting.num_ranks
-            / setting.bytes_per_s
+            * (problem.num_ranks - search.num_excluded_ranks)
+            / problem.num_ranks
+            / problem.bytes_per_s
         )
-        out, back = each * setting.expert_bytes, each * setting.gradient_bytes
-        hidden = (experts + setting.dense_compute_s) * (search.overlaps and setting.overlaps)
-        exposed = setting.num_forwards * max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
-        return setting.num_exchanges * exchange + setting.num_passes * experts + exposed
+        out, back = each * problem.expert_bytes, each * problem.gradient_bytes
+        hidden = (experts + problem.dense_compute_s) * problem.overlaps
+        exposed = problem.num_forwards * max(0.0, out - hidden) + max(0.0, back - 2 * hidden)
+        return problem.num_exchanges * exchange + problem.num_passes * experts + exposed

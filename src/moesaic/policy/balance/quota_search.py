@@ -11,7 +11,13 @@ import numpy as np
 
 from moesaic.base.compiled import cached_njit
 from moesaic.facts.balance import BalanceDecision, BalanceProblem, IntArray, no_replicas
-from moesaic.policy.balance.cost_model import RankTokens, count_replica_transfers
+from moesaic.policy.balance.cost_model import (
+    count_rank_tokens,
+    count_replica_transfers,
+    layer_times_of_busiest,
+)
+
+_layer_times_of_busiest = cached_njit(layer_times_of_busiest)
 
 STRATEGIES = range(4)
 """Tokens that a replica takes from the busiest rank; the last one moves all of a rank's own tokens
@@ -25,8 +31,8 @@ class SearchState(NamedTuple):
     counts_ED: Any
     remaining_ED: Any
     """Tokens left for the owner by expert and source, valid for split experts, [E, D]."""
-    has_replica_ED: Any
-    """Replicas that exist or are not allowed, [E, D]."""
+    is_taken_ED: Any
+    """Replicas that exist already or may not be made, [E, D]."""
     is_split_E: Any
     """Experts with replicas, [E]."""
     owners_E: IntArray
@@ -51,29 +57,28 @@ class SearchState(NamedTuple):
     """First position of each rank in `experts_by_owner`, and the end, [D + 1]."""
 
     @classmethod
-    def from_counts(
-        cls, counts: IntArray, setting: BalanceProblem, start: RankTokens
-    ) -> SearchState:
-        """Start with all tokens on owner ranks, as counted in `start`."""
+    def from_counts(cls, counts: IntArray, problem: BalanceProblem) -> SearchState:
+        """Start with all tokens on owner ranks."""
+        start = count_rank_tokens(counts, problem.owners, no_replicas())
         # A narrow type, for the array is large.
         counts_ED = np.ascontiguousarray(counts.T, np.int32)
-        experts = len(setting.owners)
-        room = experts if setting.max_replicas is None else setting.max_replicas
+        experts = len(problem.owners)
+        room = experts if problem.max_replicas is None else problem.max_replicas
         return cls(
             counts_ED, np.empty_like(counts_ED), np.zeros(counts_ED.shape, np.bool_),
-            np.zeros(experts, np.bool_), np.ascontiguousarray(setting.owners, np.int64),
-            counts.sum(axis=0), *start, *count_replica_transfers(no_replicas(), setting),
+            np.zeros(experts, np.bool_), np.ascontiguousarray(problem.owners, np.int64),
+            counts.sum(axis=0), *start, *count_replica_transfers(no_replicas(), problem),
             start.computed.copy(),
-            np.full(setting.num_ranks, room, np.int64), np.empty(setting.num_ranks, np.int64),
-            np.empty(setting.num_ranks), np.argsort(setting.owners, kind="stable"),
-            np.searchsorted(np.sort(setting.owners), np.arange(setting.num_ranks + 1)),
+            np.full(problem.num_ranks, room, np.int64), np.empty(problem.num_ranks, np.int64),
+            np.empty(problem.num_ranks), np.argsort(problem.owners, kind="stable"),
+            np.searchsorted(np.sort(problem.owners), np.arange(problem.num_ranks + 1)),
         )  # fmt: skip
 
     def clone(self) -> SearchState:
         """Return a copy of an initial state."""
         fresh = [one.copy() for one in self[4:]]
         return SearchState(
-            self.counts_ED, np.empty_like(self.remaining_ED), self.has_replica_ED.copy(),
+            self.counts_ED, np.empty_like(self.remaining_ED), self.is_taken_ED.copy(),
             np.zeros_like(self.is_split_E), *fresh,
         )  # fmt: skip
 
@@ -82,37 +87,36 @@ class SearchCosts(NamedTuple):
     """Prices of tokens and replicas, as plain numbers for numba."""
 
     mean: int
+    """Mean load of a rank, rounded up."""
     min_replica_tokens: int
+    max_replicas_sent: int
+    """Replicas that a rank may send."""
     expert_tokens_per_s: float
     token_bytes: float
     bytes_per_s: float
     expert_bytes: float
     gradient_bytes: float
     latency_s: float
-    dense_s: float
+    dense_compute_s: float
     weight_read_s: float
     experts_per_rank: float
     overlaps: bool
     cpu_s_per_byte: float
     num_forwards: int
-    forward_equivalents: int
+    num_passes: int
     num_exchanges: int
-    relays: bool
-    max_replicas_sent: int
-    """Replicas that a rank may send."""
 
     @classmethod
-    def from_setting(cls, counts: IntArray, setting: BalanceProblem) -> SearchCosts:
-        """Take the prices of `setting`, and the mean load of `counts`, rounded up."""
+    def from_problem(cls, counts: IntArray, problem: BalanceProblem) -> SearchCosts:
+        """Take the costs of `problem`, and the mean load of `counts`."""
         return cls(
-            -(-int(counts.sum()) // setting.num_ranks), max(setting.min_replica_tokens, 1),
-            float(setting.expert_tokens_per_s), float(setting.token_bytes),
-            float(setting.bytes_per_s), float(setting.expert_bytes), float(setting.gradient_bytes),
-            float(setting.latency_s), float(setting.dense_compute_s), float(setting.weight_read_s),
-            setting.experts_per_rank, setting.overlaps,
-            float(setting.cpu_s_per_byte) * setting.overlaps, setting.num_forwards,
-            setting.num_passes, setting.num_exchanges, setting.uses_relays,
-            counts.size if setting.max_replicas_sent is None else setting.max_replicas_sent,
+            -(-int(counts.sum()) // problem.num_ranks), max(problem.min_replica_tokens, 1),
+            counts.size if problem.max_replicas_sent is None else problem.max_replicas_sent,
+            float(problem.expert_tokens_per_s), float(problem.token_bytes),
+            float(problem.bytes_per_s), float(problem.expert_bytes), float(problem.gradient_bytes),
+            float(problem.latency_s), float(problem.dense_compute_s), float(problem.weight_read_s),
+            problem.experts_per_rank, problem.overlaps, float(problem.cpu_s_per_byte),
+            problem.num_forwards, problem.num_passes, problem.num_exchanges,
         )  # fmt: skip
 
 
@@ -136,9 +140,9 @@ def search_replicas(
         _add_replica(state, expert, rank, number)
         replicas.append((expert, rank, number))
         top = _largest(state.computed)
-        step_s, later_s = _layer_s(state, costs, len(replicas))
-        if step_s < limit_s:
-            limit_s, best = step_s, len(replicas)
+        layer_s, later_s = _layer_s(state, costs, len(replicas))
+        if layer_s < limit_s:
+            limit_s, best = layer_s, len(replicas)
         if later_s >= limit_s:
             break
     found = np.zeros((len(replicas), 3), np.int64)
@@ -149,13 +153,13 @@ def search_replicas(
 
 def balance_from_replicas(replicas: IntArray, state: SearchState) -> BalanceDecision:
     """Return the decision for `replicas` (expert, rank, tokens), applied to an initial state."""
-    rerouted = _split_by_source(replicas, state.clone())
+    rerouted = split_by_source(replicas, state.clone())
     pairs = replicas[:, :2]
     return BalanceDecision(pairs[np.lexsort(pairs.T[::-1])], rerouted)
 
 
 @cached_njit
-def _split_by_source(replicas: IntArray, state: SearchState) -> Any:
+def split_by_source(replicas: IntArray, state: SearchState) -> Any:
     """Return rows (expert, source, rank, tokens) of each replica.
 
     A replica takes its own rank's tokens first, then those of other ranks, and the owner's last.
@@ -236,8 +240,8 @@ def _best_receiver(
 ) -> tuple[int, int]:
     """Return the rank that saves most by taking some of `num_tokens`, and how many; (-1, 0) if
     none."""
-    counts_D, has_D, saves = state.counts_ED[expert], state.has_replica_ED[expert], state.saved_s
-    each_row = costs.forward_equivalents / costs.expert_tokens_per_s
+    counts_D, has_D, saves = state.counts_ED[expert], state.is_taken_ED[expert], state.saved_s
+    each_row = costs.num_passes / costs.expert_tokens_per_s
     each_local = costs.num_exchanges * costs.token_bytes / costs.bytes_per_s
     computed, own, room, mean = state.computed, state.movable_tokens, state.free_slots, costs.mean
     takes, most = state.accepted, 0.0
@@ -274,7 +278,7 @@ def _next_local_replica(
 
     It relieves the rank with the most traffic, sent or received.
     """
-    each_row = costs.forward_equivalents / costs.expert_tokens_per_s
+    each_row = costs.num_passes / costs.expert_tokens_per_s
     each_local = costs.num_exchanges * costs.token_bytes / costs.bytes_per_s
     source, owner = state.sent.argmax(), state.received.argmax()
     leaves = state.sent[source] >= state.received[owner]
@@ -286,7 +290,7 @@ def _next_local_replica(
         if state.replicas_sent[at] >= costs.max_replicas_sent:
             continue
         left = state.remaining_ED[expert] if state.is_split_E[expert] else state.counts_ED[expert]
-        has_D = state.has_replica_ED[expert]
+        has_D = state.is_taken_ED[expert]
         for rank in range(source, source + 1) if leaves else range(len(left)):
             one = left[rank]
             if (
@@ -325,7 +329,7 @@ def _index_of(value: Any, values: Any) -> int:
 def _add_replica(state: SearchState, expert: int, rank: int, num_tokens: int) -> None:
     """Apply a replica to the state.
 
-    Tokens are taken in the order of `_split_by_source`; here only local and remote ones differ.
+    Tokens are taken in the order of `split_by_source`; here only local and remote ones differ.
     """
     owner, left = state.owners_E[expert], _remaining_tokens(state, expert)
     rest = num_tokens
@@ -354,47 +358,33 @@ def _add_replica(state: SearchState, expert: int, rank: int, num_tokens: int) ->
     state.replicas_sent[owner] += 1
     state.replicas_received[rank] += 1
     state.free_slots[rank] -= 1
-    state.has_replica_ED[expert, rank] = True
+    state.is_taken_ED[expert, rank] = True
 
 
 @cached_njit
 def _layer_s(state: SearchState, costs: SearchCosts, num_replicas: int) -> tuple[float, float]:
-    """Return the layer's seconds, as `layer_times_from_tokens`, and a lower bound after further
-    replicas.
+    """Return the layer's seconds, and a lower bound after further replicas.
 
     Each further replica adds traffic and leaves less computing to overlap with.
     """
-    busiest = _max_link_load(state.sent, state.received, costs)
-    exchange = busiest * costs.token_bytes / costs.bytes_per_s
-    exchange += costs.latency_s * (busiest > 0)
-    experts = 0.0
+    experts_s = 0.0
     for rank in range(len(state.computed)):
         weights_s = costs.weight_read_s * (
             1 + state.replicas_received[rank] / costs.experts_per_rank
         )
-        experts = max(experts, state.computed[rank] / costs.expert_tokens_per_s + weights_s)
+        experts_s = max(experts_s, state.computed[rank] / costs.expert_tokens_per_s + weights_s)
     most = _max_link_load(state.replicas_sent, state.replicas_received, costs)
     if costs.overlaps:
-        most = float(_largest(state.replicas_received)) if costs.relays else most
         most = max(most, float(-(-num_replicas // len(state.replicas_sent))))
-    send_s = most * costs.expert_bytes / costs.bytes_per_s + costs.latency_s * (most > 0)
-    return_s = most * costs.gradient_bytes / costs.bytes_per_s + costs.latency_s * (most > 0)
-    overlapped_s = (experts + costs.dense_s) * costs.overlaps
-    each_s = 0.0
-    if costs.cpu_s_per_byte > 0:
-        num_handled = (
-            2 * _largest(state.replicas_received)
-            if costs.relays
-            else _max_sent_and_received(state.replicas_sent, state.replicas_received)
-        )
-        each_s = num_handled * costs.cpu_s_per_byte
-    send_cpu_s, return_cpu_s = each_s * costs.expert_bytes, each_s * costs.gradient_bytes
-    cpu_s = costs.num_forwards * send_cpu_s + return_cpu_s
-    exposed = costs.num_forwards * max(0.0, send_s - overlapped_s - send_cpu_s)
-    exposed += max(0.0, return_s - 2 * overlapped_s - return_cpu_s)
-    total_s = costs.num_exchanges * exchange + costs.forward_equivalents * experts + cpu_s + exposed
-    least = costs.mean / costs.expert_tokens_per_s + costs.weight_read_s
-    return total_s, costs.forward_equivalents * least + cpu_s + exposed
+    times = _layer_times_of_busiest(
+        _max_link_load(state.sent, state.received, costs),
+        experts_s,
+        most,
+        _max_sent_and_received(state.replicas_sent, state.replicas_received),
+        costs,
+    )
+    least_s = costs.mean / costs.expert_tokens_per_s + costs.weight_read_s
+    return times.total_s, costs.num_passes * least_s + times.cpu_s + times.exposed_s
 
 
 @cached_njit

@@ -13,19 +13,19 @@ import numpy as np
 from moesaic.facts.balance import BalanceProblem, BoolArray, IntArray
 
 
-def early_replica_mask(replicas: IntArray, setting: BalanceProblem) -> BoolArray:
+def prefetch_mask(replicas: IntArray, problem: BalanceProblem) -> BoolArray:
     """Return the mask of `replicas` (expert, rank) to send during experts of the previous layer.
 
     In their order, replicas that a rank can send or receive during the dense layers stay out of it.
     """
     mask = np.zeros(len(replicas), bool)
-    each_s = setting.expert_bytes / setting.bytes_per_s + setting.latency_s
-    if not setting.overlaps or not each_s:
+    each_s = problem.expert_bytes / problem.bytes_per_s + problem.latency_s
+    if not problem.overlaps or not each_s:
         return mask
-    num_fitting = min(setting.dense_compute_s / each_s, len(replicas))
+    num_fitting = min(problem.dense_compute_s / each_s, len(replicas))
     sent, received = Counter[int](), Counter[int]()
     for place, (expert, rank) in enumerate(replicas.tolist()):
-        owner = int(setting.owners[expert])
+        owner = int(problem.owners[expert])
         mask[place] = max(sent[owner], received[rank]) + 1 > num_fitting
         sent[owner] += not mask[place]
         received[rank] += not mask[place]

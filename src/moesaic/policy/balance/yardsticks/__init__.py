@@ -15,7 +15,7 @@ from moesaic.policy.balance.yardsticks.top_k import top_k_broadcast
 __all__ = ["best", "llep", "lp", "make_balancer", "split_optimally", "top_k_broadcast"]
 
 
-def make_balancer(config: YardstickConfig, setting: BalanceProblem) -> LayerBalancer:
+def make_balancer(config: YardstickConfig, problem: BalanceProblem) -> LayerBalancer:
     """Return the balancer that `config` names: a training policy or a yardstick."""
     each = 1 if config.max_replicas is None else config.max_replicas
     yardsticks = {
@@ -23,4 +23,4 @@ def make_balancer(config: YardstickConfig, setting: BalanceProblem) -> LayerBala
         "lp": Method(partial(lp, replicas_per_rank=each), split_optimally, compiles=True),
         "top-k-broadcast": Method(top_k_broadcast),
     }  # fmt: skip
-    return LayerBalancer(config, setting, method=yardsticks.get(config.policy))
+    return LayerBalancer(config, problem, method=yardsticks.get(config.policy))

@@ -14,21 +14,21 @@ from moesaic.policy.balance.yardsticks.spill import llep
 from moesaic.policy.balance.yardsticks.split import lp, split_optimally
 
 
-def best(counts: IntArray, setting: BalanceProblem) -> BalanceDecision:
+def best(counts: IntArray, problem: BalanceProblem) -> BalanceDecision:
     """Return the fastest decision that respects the replica limits; quota's always counts."""
-    ours = quota(counts, setting)
-    others = [policy(counts, setting) for policy in (llep, pro_prophet, faster_moe)]
-    if setting.max_replicas != 0:
-        others += [eplb(counts, setting), lp(counts, setting)]
-    others.append(split_optimally(counts, setting, ours.replicas))
-    fitting = [ours, *(balance for balance in others if _fits_limits(balance, setting))]
-    return min(fitting, key=lambda balance: layer_times(counts, setting, balance).total_s)
+    ours = quota(counts, problem)
+    others = [policy(counts, problem) for policy in (llep, pro_prophet, faster_moe)]
+    if problem.max_replicas != 0:
+        others += [eplb(counts, problem), lp(counts, problem)]
+    others.append(split_optimally(counts, problem, ours.replicas))
+    fitting = [ours, *(balance for balance in others if _fits_limits(balance, problem))]
+    return min(fitting, key=lambda balance: layer_times(counts, problem, balance).total_s)
 
 
-def _fits_limits(balance: BalanceDecision, setting: BalanceProblem) -> bool:
+def _fits_limits(balance: BalanceDecision, problem: BalanceProblem) -> bool:
     """Return whether the replicas that ranks send and receive respect the limits."""
-    of = (setting.owners[balance.replicas[:, 0]], balance.replicas[:, 1])
+    of = (problem.owners[balance.replicas[:, 0]], balance.replicas[:, 1])
     return all(
         limit is None or int(np.bincount(ranks).max(initial=0)) <= limit
-        for limit, ranks in zip((setting.max_replicas_sent, setting.max_replicas), of, strict=True)
+        for limit, ranks in zip((problem.max_replicas_sent, problem.max_replicas), of, strict=True)
     )

@@ -31,14 +31,14 @@ class ReplicaSlots(NamedTuple):
     """Slots, ordered by rank, [P]."""
 
     @classmethod
-    def from_replicas(cls, replicas: IntArray, setting: BalanceProblem) -> ReplicaSlots:
+    def from_replicas(cls, replicas: IntArray, problem: BalanceProblem) -> ReplicaSlots:
         """Lay out slots of sorted replicas (expert, rank)."""
         experts, first, number = np.unique(replicas[:, 0], return_index=True, return_counts=True)
-        rank = np.insert(replicas[:, 1], first, setting.owners[experts])
+        rank = np.insert(replicas[:, 1], first, problem.owners[experts])
         return cls(
             experts, np.append(0, np.cumsum(number + 1)),
             np.repeat(np.arange(len(experts)), number + 1), rank,
-            np.append(0, np.cumsum(np.bincount(rank, minlength=setting.num_ranks))),
+            np.append(0, np.cumsum(np.bincount(rank, minlength=problem.num_ranks))),
             np.argsort(rank, kind="stable"),
         )  # fmt: skip
 
@@ -154,43 +154,3 @@ def _find_path(
                 if load[to] < target:
                     return reached, to
     return reached, -1
-
-
-@cached_njit
-def split_by_source(counts_XD: Any, slot_tokens: IntArray, slots: ReplicaSlots) -> Any:
-    """Return rows (expert, source, target, tokens) of every replica, given the tokens by slot.
-
-    A replica takes its own rank's tokens first, then those left on other ranks in their order. All
-    other tokens stay with the owner.
-    """
-    size = 2 * len(slot_tokens) + counts_XD.size
-    found, at = np.empty((size, 4), np.int64), 0
-    for expert in range(len(slots.experts)):
-        left, owner_slot, end = (
-            counts_XD[expert].copy(),
-            slots.expert_offsets[expert],
-            slots.expert_offsets[expert + 1],
-        )
-        rest = slot_tokens[owner_slot:end].copy()
-        for turn in range(len(rest)):
-            rank = slots.slot_rank[owner_slot + turn]
-            own = min(left[rank], rest[turn])
-            left[rank] -= own
-            rest[turn] -= own
-            if turn > 0 and own > 0:
-                found[at, 0], found[at, 1] = slots.experts[expert], rank
-                found[at, 2], found[at, 3] = rank, own
-                at += 1
-        source = 0
-        for turn in range(1, len(rest)):
-            while rest[turn] > 0:
-                taken = min(left[source], rest[turn])
-                if taken == 0:
-                    source += 1
-                    continue
-                left[source] -= taken
-                rest[turn] -= taken
-                found[at, 0], found[at, 1] = slots.experts[expert], source
-                found[at, 2], found[at, 3] = slots.slot_rank[owner_slot + turn], taken
-                at += 1
-    return found[:at].copy()
