@@ -9,7 +9,6 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from moesaic.facts.job.model import ModelConfig
 from moesaic.models.init import InitialSource
@@ -97,21 +96,6 @@ def test_by_products_have_gradients() -> None:
     ):  # fmt: skip
         (grad,) = torch.autograd.grad(kept.square().sum(), model.embed.weight, retain_graph=True)
         assert bool(grad.any())
-
-
-def test_fsdp_sees_the_losses_of_a_report_and_copies_inputs() -> None:
-    model = make_model()
-    _, reports = run(model, keep=frozenset())
-    moe = reports["layers.0"].moe
-    assert moe is not None
-    leaves = torch.utils._pytree.tree_leaves(reports)  # As FSDP2 searches outputs.
-    assert any(leaf is moe.balance_loss for leaf in leaves)
-    assert any(leaf is moe.z_loss for leaf in leaves)
-    inputs = replace(make_inputs(model), samples=torch.ones(2, requires_grad=True))
-    group = object.__new__(fsdp.FSDPParamGroup)
-    (copied,), _ = group._register_post_backward_hook((inputs,), {})
-    assert isinstance(copied, Inputs)
-    assert copied.rotary is inputs.rotary
 
 
 def test_detached_reports_keep_no_graph() -> None:
