@@ -178,7 +178,7 @@ def _print_warnings(facts: dict[str, Any], warnings: Sequence[str | None]) -> No
             screen.print_warning(warning)
 
 
-def _resolve_plan(loaded: LoadedJob, nproc: int | None, cluster: Cluster) -> Plan:
+def _resolve_plan(loaded: LoadedJob[Job], nproc: int | None, cluster: Cluster) -> Plan:
     """Return the given plan, or the job's own, with places for its ranks on `cluster`."""
     plan = loaded.plan
     if plan is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
@@ -35,10 +35,10 @@ from moesaic.nn.inputs import LOW_PRECISION, ByProduct, Inputs, autocast_to
 from moesaic.nn.reports import MoEReport
 from moesaic.policy.balance import reason_not_to_balance
 from moesaic.train import loss_scale
-from moesaic.train.balance_stats import BalanceStats
 from moesaic.train.balancing import Balancer
 from moesaic.train.data import Batch, Samples
 from moesaic.train.expert_migration import ExpertMigration, LayerMigration
+from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.objectives import lm
 from moesaic.train.optim import AdamW, FlatParams, learning_rate
 from moesaic.train.phases import PhaseTimer
@@ -48,36 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from moesaic.train.pipeline import MicroBatchFlow, Pipeline
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """Facts of one step, equal on every rank except for `phases` and `balance_stats`."""
-
-    step: int
-    loss: float
-    total_loss: float
-    balance_loss: float
-    z_loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    num_replay_mismatches: int
-    dropped: dict[int, int]
-    counts: dict[int, Tensor]
-    """Tokens per expert of each expert layer over the whole batch, [experts]."""
-    counts_by_rank: dict[int, Tensor]
-    """Tokens per rank and expert of this pipeline rank's layers, [ranks, experts]. Only ranks that
-    between them dispatch each token once have a row."""
-    phases: dict[str, float]
-    loss_scale: float | None = None
-    """Loss scale of fp16 in this step; None in other precisions."""
-    is_skipped: bool = False
-    """True if the gradient overflowed and the update was skipped."""
-    balance_stats: dict[int, BalanceStats] = field(default_factory=dict)
-    """Balance statistics by layer, for layers and EP groups of this rank."""
-    migrations: Sequence[LayerMigration] = ()
-    """Experts of all layers that migrated after this step."""
 
 
 @dataclass
@@ -107,6 +77,8 @@ class Run:
     """Function to call with the name of each phase as it begins."""
     routing_recorder: RoutingRecorder | None = None
     routing_replay: RoutingReplay | None = None
+    files: ExitStack = field(default_factory=ExitStack)
+    """Files that are open as long as the run."""
     migration: ExpertMigration | None = None
     """Expert migration between steps; None if experts stay."""
 
@@ -122,7 +94,7 @@ class Run:
         shards += () if self.migration is None else self.migration.state_shards()
         return State(shards, dict(self.counters))
 
-    def step(self, samples: Samples) -> StepFacts:
+    def step(self, samples: Samples) -> LMStepStats:
         """Take one optimizer step on the next global batch of `samples`."""
         phases = PhaseTimer(self.world.device, self.phase_hook)
         with phases("data"):
@@ -154,7 +126,7 @@ class Run:
                 for layer, moe in self.model.expert_layers()
                 if isinstance(moe.balancer, Balancer)
             }
-            facts = self._make_step_facts(losses, grad_norm, lr, targets, phases)
+            facts = self._step_stats(losses, grad_norm, lr, targets, phases)
         is_scaled = loss_scale.EXPONENT in self.counters
         facts = replace(
             facts,
@@ -408,9 +380,9 @@ class Run:
         total = loss + routing.balance_loss * balance + routing.z_loss * z
         return total, loss, balance, z, all_mismatches
 
-    def _make_step_facts(
+    def _step_stats(
         self, losses: list[lm.Losses], norm: float, lr: float, targets: int, phases: PhaseTimer
-    ) -> StepFacts:
+    ) -> LMStepStats:
         total, loss, balance, z, mismatches = self._reduce_losses(losses)
         by_rank: dict[int, Tensor] = {}
         dropped: dict[int, int] = {}
@@ -422,7 +394,7 @@ class Run:
         counts = {layer: rows.sum(0) for layer, rows in by_rank.items()}
         if self.pipeline is not None:
             counts, dropped = self.pipeline.gather_expert_counts(counts, dropped)
-        return StepFacts(
+        return LMStepStats(
             step=self.counters["step"], loss=loss, total_loss=total, balance_loss=balance,
             z_loss=z, grad_norm=norm, lr=lr, tokens=targets,
             num_replay_mismatches=int(mismatches), dropped=dropped,
@@ -459,8 +431,14 @@ class Run:
         with self.autocast():
             return lm.compute_loss(self.model, batch, make_inputs(batch), self.job, 1)[1]
 
+    def flush(self) -> None:
+        """Write the routing recorded so far."""
+        if self.routing_recorder is not None:
+            self.routing_recorder.flush()
+
     def close(self) -> None:
-        """Release the model; the world stays."""
+        """Release the model and files; the world stays."""
+        self.files.close()
         self.trainable.clear()
         self.flat_params.clear()
         self.frozen.clear()

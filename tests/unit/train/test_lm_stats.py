@@ -19,7 +19,8 @@ from moesaic.nn.reports import MoEReport
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.run import StepFacts, _copy_to_host
+from moesaic.train.lm_stats import LMStepStats
+from moesaic.train.run import _copy_to_host
 
 SIGMOIDS = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared_experts": 1,
@@ -29,7 +30,7 @@ SIGMOIDS = {
 """Model whose routers have biases, which follow loads."""
 
 
-def train_steps(**tables: Any) -> tuple[list[StepFacts], list[Tensor]]:
+def train_steps(**tables: Any) -> tuple[list[LMStepStats], list[Tensor]]:
     """Return the facts of three steps of a run, and its state."""
     job = tiny_job(**tables)
     run = assemble(
@@ -74,7 +75,7 @@ def test_counts_on_the_device_give_the_same_step(
     assert all(torch.equal(a, b) for a, b in zip(state, due_state, strict=True))
 
 
-def _figures(facts: StepFacts) -> dict[str, Any]:
+def _figures(facts: LMStepStats) -> dict[str, Any]:
     """Return all facts except times, with tables as lists."""
     figures = {key: value for key, value in vars(facts).items() if key != "phases"}
     for key in ("counts", "counts_by_rank"):
