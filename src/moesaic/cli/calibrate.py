@@ -31,7 +31,7 @@ from moesaic.facts.plan import WARMUP_STEPS, Plan, check_plan, placement_mismatc
 
 if TYPE_CHECKING:
     from moesaic.policy.cost.calibrate import Factors, Observation
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
 Runs = Annotated[
     list[Path] | None,
@@ -113,7 +113,7 @@ def _write(path: Path, out: Path | None, cluster: Cluster, calibration: Calibrat
         flags.write_new_file("--out", out, result)
 
 
-def _fit_factors(runs: Sequence[RunFacts], cluster: Cluster) -> tuple[Calibration, dict[str, Any]]:
+def _fit_factors(runs: Sequence[RunStats], cluster: Cluster) -> tuple[Calibration, dict[str, Any]]:
     """Return the factors that fit `runs`, and a summary as plain data."""
     from moesaic.policy.cost.calibrate import KINDS, fit_factors, fit_leave_one_out
 
@@ -141,11 +141,11 @@ def _check_unique(runs: Sequence[Path]) -> Sequence[Path]:
     return runs
 
 
-def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
+def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunStats:
     """Return the run at `path`; raise UserError if the factors cannot be fitted to it."""
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
-    run = RunFacts.read(path)
+    run = RunStats.read(path)
     if run.prediction is None:
         missing = "predictions in its plan" if not run.plan.get("predictions") else "measured step"
         raise UserError(
@@ -158,9 +158,9 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
             f"RUN '{path}' was planned for cluster '{name}', but '{cluster_path}' describes "
             f"'{cluster.name}': give runs that were planned for '{cluster.name}'"
         )
-    num_steps = int((run.steps.step > (run.parts[-1].step if run.parts else 0)).sum())
+    num_steps = int((run.steps.step > (run.launches[-1].step if run.launches else 0)).sum())
     if num_steps <= WARMUP_STEPS:
-        since = " since it was resumed" if len(run.parts) > 1 else ""
+        since = " since it was resumed" if len(run.launches) > 1 else ""
         raise UserError(
             f"RUN '{path}' has {num_steps} steps{since}, and the first {WARMUP_STEPS} after a "
             "start are slower than others: give a longer run"
@@ -186,15 +186,15 @@ def _read_run(path: Path, cluster: Cluster, cluster_path: Path) -> RunFacts:
     return run
 
 
-def _job(run: RunFacts) -> Job:
+def _job(run: RunStats) -> Job:
     return parse(Job, run.job, str(run.directory / "job.json"))
 
 
-def _plan(run: RunFacts) -> Plan:
+def _plan(run: RunStats) -> Plan:
     return parse(Plan, run.plan, str(run.directory / "plan.json"))
 
 
-def _observe_run(run: RunFacts, cluster: Cluster) -> Observation:
+def _observe_run(run: RunStats, cluster: Cluster) -> Observation:
     """Return the measured step of `run` and its prediction from uncalibrated figures and the
     recorded loads."""
     from moesaic.policy.cost.calibrate import UNCALIBRATED

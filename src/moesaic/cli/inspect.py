@@ -158,13 +158,13 @@ def _inspect_job(path: Path, num_samples: int) -> dict[str, Any]:
 
 def _inspect_run(path: Path, verify: bool) -> dict[str, Any]:
     from moesaic.dist.checkpoint import list_committed
-    from moesaic.report import RunFacts, summary
+    from moesaic.report import RunStats, summary
 
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
     head: dict[str, Any] = {}
     try:
-        head = summary(RunFacts.read(path))
+        head = summary(RunStats.read(path))
     except StoreError as error:
         damaged.append(str(error))
     for directory in list_committed(path / "checkpoints"):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 def recorded_loads(run: Path, job: Job) -> list[NDArray[np.float64]]:
     """Return the expert loads of each layer over the last quarter of the recorded steps."""
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
-    loads = RunFacts.read(run).loads
+    loads = RunStats.read(run).loads
     if loads is None:
         raise ConfigError(
             f"--loads '{run}' has recorded no expert loads, like every run of a dense model: give "

@@ -168,9 +168,9 @@ def replay_run(
 
     `log` gets a line before a slow compilation.
     """
-    from moesaic.report import RunFacts  # Slow to import, like the imports below.
+    from moesaic.report import RunStats  # Slow to import, like the imports below.
 
-    facts = RunFacts.read(run)
+    facts = RunStats.read(run)
     job = parse(Job, facts.job, str(run / "job.json"))
     plan = parse(Plan, facts.plan, str(run / "plan.json"))
     if plan.ep == 1:

@@ -41,7 +41,7 @@ from moesaic.facts.workload.parameters import describe_trainable
 from moesaic.train.job_file import LoadedJob, apply_plan, check_inputs, check_no_run, load_job
 
 if TYPE_CHECKING:
-    from moesaic.report import RunFacts
+    from moesaic.report import RunStats
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="JOB.toml", help="Job file.", show_default=False)
@@ -256,11 +256,11 @@ def _resume_command(task: TrainTask, ranks: int) -> str:
 
 def _write_report(out: Path, as_json: bool) -> None:
     """Write the report and print a summary of the run."""
-    from moesaic.report import RunFacts, summary, write_report
+    from moesaic.report import RunStats, summary, write_report
 
     page = out / "report.html"
     write_report([out], page)
-    run = RunFacts.read(out)
+    run = RunStats.read(out)
     facts = summary(run)
     if as_json:
         screen.print_json({**facts, "report": str(page)})
@@ -275,7 +275,7 @@ def _write_report(out: Path, as_json: bool) -> None:
         )
 
 
-def _print_summary(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) -> None:
+def _print_summary(out: Path, run: RunStats, facts: dict[str, Any], page: Path) -> None:
     screen.print_line(_headline(facts))
     chat = " --chat" if run.setting("data.format") == "chat" else ""
     prompt = f'moesaic generate {shlex.quote(str(out))}{chat} --prompt "..."'
@@ -285,9 +285,9 @@ def _print_summary(out: Path, run: RunFacts, facts: dict[str, Any], page: Path) 
             f"  a step took {ratio:.2f} times the predicted time (median without the first three "
             "steps)"
         )
-    replicas = (facts["balance"] or {}).get("verdict")
-    if replicas is not None and replicas["kind"] != "no_replicas":
-        screen.print_line(f"  {replicas['title'][0].lower()}{replicas['title'][1:]}")
+    for finding in facts["findings"]:
+        if finding["kind"].startswith("replicas_"):
+            screen.print_line(f"  {finding['title'][0].lower()}{finding['title'][1:]}")
     rows = {"run": out, "checkpoint": facts["newest_checkpoint"], "report": page, "next": prompt}
     for name, value in rows.items():
         screen.print_line(f"  {name:<11} {value}")
