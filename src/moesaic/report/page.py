@@ -152,7 +152,7 @@ def _prediction_section(run: RunFacts, group: list[Figure]) -> str:
     rows = [(name, timing(one), timing(other), _ratio(one, other)) for name, one, other in times]
     rate, reached = predicted.tokens_per_s, measured.tokens_per_s
     rows.append(("tokens a second", count(rate), count(reached), _ratio(rate, reached)))
-    peak = predicted.memory_bytes.get("peak", math.nan)
+    peak = predicted.used_bytes_by_kind.get("peak", math.nan)
     most = figure_or_unknown(measured.peak_bytes)
     whole = measured.memory == "resident"
     ratio = UNKNOWN if whole else _ratio(peak, most)
