@@ -16,10 +16,10 @@ from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.facts.workload.loads import dedup_token_bytes, routed_by_layer
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.dispatch.permute import Permutation
 from moesaic.testing.hosts import sent_bytes, unsupported_reason
-from moesaic.train.assemble import make_dispatch_ranks
 
 METHODS: dict[str, dict[str, Any]] = {
     "all_to_all": {"dispatch": "all_to_all"},

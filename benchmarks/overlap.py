@@ -14,11 +14,11 @@ from benchmarks import measure
 from benchmarks.hosts import identity, layer_job
 from benchmarks.on_ranks import in_turn, on_ranks, plan_of
 from moesaic.dist.world import World
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.nn.dispatch.all_to_all import DispatchGroups as Alone
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.testing.hosts import unsupported_reason
-from moesaic.train.assemble import make_dispatch_ranks
 
 FIRST: dict[str, Any] = {"overlap_local": True}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -112,7 +112,7 @@ class Layer:
         sent = self.dispatcher.start_dispatch(
             self.tokens, self.weights, self.dispatcher.assign_slots(counted)
         )
-        with self.bank.expert_function(self.dispatcher.num_computations) as compute:
+        with self.bank.expert_function(self.dispatcher.num_expert_calls) as compute:
             return self._back(sent.run_experts(compute))
 
     def exchange(self) -> Tensor:

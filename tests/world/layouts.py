@@ -19,7 +19,7 @@ from moesaic.facts.balance import BalanceDecision, IntArray, no_replicas
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.nn.moe import MoE
 from moesaic.testing.jobs import RandomSamples
 from moesaic.testing.ranks import RankPool
@@ -105,12 +105,14 @@ def run_layout(
             moe.balancer = Shaken(owners, [shaken, layer])
     ahead = [Ahead(moe) for _, moe in run.model.expert_layers()]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
-    run.replay = RoutingReplay(Path(replay), job, "samples") if replay else None
+    run.routing_replay = RoutingReplay(Path(replay), job, "samples") if replay else None
     gradients = first_gradients(run, world.rank)
     facts = []
     with ExitStack() as stack:
         if record:
-            run.recorder = stack.enter_context(open_recorder(Path(record), world, "samples", 0))
+            run.routing_recorder = stack.enter_context(
+                open_recorder(Path(record), world, "samples", 0)
+            )
         for _ in range(steps):
             step = run.step(samples)
             facts.append(
@@ -129,8 +131,8 @@ def run_layout(
                     "late": sum(one.late for one in ahead),
                 }
             )  # fmt: skip
-        if run.recorder:
-            run.recorder.flush()
+        if run.routing_recorder:
+            run.routing_recorder.flush()
     state = [plain(shard) for shard in run.state().shards]
     run.close()
     return facts, gradients, state
@@ -140,13 +142,14 @@ class Ahead:
     """Count prefetched replicas, and those that were too late for it."""
 
     def __init__(self, moe: MoE) -> None:
-        self._moe, self._begin, self.number, self.late = moe, moe.start_early_replicas, 0, 0
-        moe.start_early_replicas = self  # type: ignore[assignment]
+        self._moe, self._begin, self.number, self.late = moe, moe.prefetch_replicas, 0, 0
+        moe.prefetch_replicas = self  # type: ignore[assignment]
 
-    def __call__(self, context: Context, dtype: torch.dtype) -> None:
+    def __call__(self, inputs: Inputs, dtype: torch.dtype) -> None:
         """Start the replicas, and count them."""
-        self._begin(context, dtype)
-        replicas = context.replicas.get(self._moe.router.layer)
+        self._begin(inputs, dtype)
+        begun = self._moe._next_pass
+        replicas = None if begun is None else begun.replicas
         if replicas is not None and replicas.all_to_alls:
             self.number += int((~replicas._is_late).sum())
             self.late += int(replicas._is_late.sum())

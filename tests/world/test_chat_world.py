@@ -15,6 +15,7 @@ from moesaic.testing.jobs import tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankPool
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
 
 
@@ -33,7 +34,7 @@ def run_job(
     )  # fmt: skip
     watch = RecordingProgress()
     try:
-        train(LoadedJob(job, "", []), Path(place) / out, resume, world, watch)
+        train(LoadedJob(job, "", []), Path(place) / out, resume, world, watch, LanguageModelKind())
     except DataError as error:
         return str(error)
     return [(figures["loss"], figures["step"]) for figures in watch.figures]

@@ -18,12 +18,12 @@ from test_dedup import DROPS, PLACEMENT, TP_SIZES
 from moesaic.dist.all_to_all import Transport, Work
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.nn.dispatch.all_to_all import ExpertInputs
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import make_dispatch_ranks
 
 STEPS = 2
 ROWS, VISITS = {"dispatch": "all_to_all"}, {"dispatch": "dedup"}
@@ -134,7 +134,7 @@ def order_of_things(world: World, layout: dict[str, Any]) -> list[list[str]]:
     chosen = torch.rand(12, 8).topk(3, dim=1)
     weights = chosen.values.requires_grad_()
 
-    with bank.expert_function(dispatcher.num_computations) as compute:
+    with bank.expert_function(dispatcher.num_expert_calls) as compute:
 
         def telling(*there: Any) -> torch.Tensor:
             told.append("compute")

@@ -35,6 +35,7 @@ from moesaic.testing.ranks import RankPool
 from moesaic.train import expert_migration
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
 
 STEPS = 5
@@ -199,7 +200,7 @@ def run_job(
     watch = RecordingProgress()
     given = None if plan is None else Plan.model_validate(plan)
     loaded = LoadedJob(tiny_job(**tables), "", [], given)
-    train(loaded, Path(out), resume, world, watch)
+    train(loaded, Path(out), resume, world, watch, LanguageModelKind())
     return [figures["loss"] for figures in watch.figures], watch.messages
 
 

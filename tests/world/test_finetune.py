@@ -24,6 +24,7 @@ from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
 from moesaic.train.assemble import assemble
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
 
 LORA = {"method": "lora", "rank": 3, "alpha": 6.0}
@@ -220,7 +221,7 @@ def run_job(
         }
     )  # fmt: skip
     watch = RecordingProgress()
-    train(LoadedJob(job, "", []), Path(out), resume, world, watch)
+    train(LoadedJob(job, "", []), Path(out), resume, world, watch, LanguageModelKind())
     return [figures["loss"] for figures in watch.figures], watch.messages
 
 

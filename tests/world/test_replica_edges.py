@@ -164,7 +164,7 @@ def opened(world: World, job: Job, shaken: int | None) -> Run:
 def one_expert(world: World, job: Job, shaken: int | None) -> Any:
     """Gradients, and losses of steps."""
     run, samples = opened(world, job, shaken), RandomSamples(job.model.vocab, job.data.sequence)
-    run.replay = ToOne(job)  # type: ignore[assignment]
+    run.routing_replay = ToOne(job)  # type: ignore[assignment]
     gradients = first_gradients(run, world.rank)
     facts = [run.step(samples) for _ in range(STEPS)]
     state = [plain(piece) for piece in run.state().shards]

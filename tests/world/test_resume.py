@@ -25,6 +25,7 @@ from moesaic.testing.jobs import tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.testing.ranks import RankFailed, RankPool
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.trainer import train
 
 LAYOUTS = {
@@ -55,7 +56,9 @@ def run_job(
     for table, keys in changes.items():
         tables[table] = {**tables.get(table, {}), **keys}
     watch = RecordingProgress()
-    train(LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch)
+    train(
+        LoadedJob(tiny_job(**tables), "", []), Path(out), resume, world, watch, LanguageModelKind()
+    )
     return [figures["loss"] for figures in watch.figures]
 
 

@@ -23,7 +23,7 @@ from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import Embedding
-from moesaic.nn.context import Context, Rotary
+from moesaic.nn.inputs import Inputs, Rotary
 from moesaic.nn.loss import HeadLoss, _local_targets
 from moesaic.nn.tensor_parallel import TensorParallel
 from moesaic.testing.jobs import RandomSamples, tiny_job
@@ -74,7 +74,7 @@ def embed(world: World, ids: Tensor, weight: Tensor, upstream: Tensor) -> tuple[
     embedding = Embedding(*weight.shape, tp).double()
     embedding.weight.data = weight[tp.shard_slice(len(weight))].clone()
     unused = Rotary(ids, ids)
-    found = embedding(ids, Context(unused))
+    found, _ = embedding(ids, Inputs(unused))
     found.backward(upstream.flatten(0, 1)[tp.shard_slice(ids.numel())][None])
     assert embedding.weight.grad is not None
     return found.detach()[0], embedding.weight.grad
@@ -125,7 +125,7 @@ def test_token_ids_outside_the_vocabulary_raise() -> None:
     """The rank with the last vocabulary shard raises IndexError, as without TP."""
     last, first = (TensorParallel(index, 2, cast(Group, object())) for index in (1, 0))
     with pytest.raises(IndexError):
-        Embedding(10, 5, last)(torch.tensor([[3, 10]]), Context(Rotary(*[torch.empty(0)] * 2)))
+        Embedding(10, 5, last)(torch.tensor([[3, 10]]), Inputs(Rotary(*[torch.empty(0)] * 2)))
     present = torch.ones(3, dtype=torch.bool)
     targets = torch.tensor([9, 12, 3])
     assert _local_targets(targets, present, 5, last)[1].flatten().tolist() == [4, 7, 0]

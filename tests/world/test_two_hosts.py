@@ -16,10 +16,10 @@ from moesaic.dist.all_to_all import PairwiseAllToAll
 from moesaic.dist.world import World
 from moesaic.facts.job import Job
 from moesaic.facts.plan import plan_from_layout
+from moesaic.models.build import make_dispatch_ranks
 from moesaic.testing.hosts import join_across_hosts, two_hosts, unsupported_reason
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.ranks import RankPool
-from moesaic.train.assemble import make_dispatch_ranks
 
 TOLERANCE = 0.03
 """Share of bytes for headers, token counts and agreement between ranks."""

@@ -213,7 +213,7 @@ def one_step(
     def keep(*args: Any) -> Any:
         losses = gradients(*args)
         for one in losses:
-            loads.append({n: expert_load(facts) for n, facts in one.context.layer_facts.items()})
+            loads.append({n: expert_load(report) for n, report in one.moe_reports.items()})
         return losses
 
     recorder = CollectiveRecorder()

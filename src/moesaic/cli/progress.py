@@ -119,7 +119,9 @@ class ProgressLines:
 
 def format_figures(figures: Mapping[str, float]) -> str:
     """Return loss and speed of a step as text."""
-    return f"loss {figures['loss']:.4f}, {figures['tokens_per_s']:,.0f} tokens/s"
+    speed = next(name for name in figures if name.endswith("_per_s"))
+    unit = speed.removesuffix("_per_s")
+    return f"loss {figures['loss']:.4f}, {figures[speed]:,.0f} {unit}/s"
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def train(  # noqa: PLR0913 - a parameter for each flag
     return _run_task(task, own_ranks)
 
 
-def _count_ranks(loaded: LoadedJob, nproc: int | None, *, dry_run: bool) -> int:
+def _count_ranks(loaded: LoadedJob[Job], nproc: int | None, *, dry_run: bool) -> int:
     """Return the number of ranks: that of the plan, if there is one."""
     requested, plan, origin = num_ranks(nproc), loaded.plan, loaded.plan_origin
     if plan is None:
@@ -148,7 +148,7 @@ def _holds_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*/COMMIT"))
 
 
-def _warnings(loaded: LoadedJob, plan: Plan, *, is_new: bool) -> list[str]:
+def _warnings(loaded: LoadedJob[Job], plan: Plan, *, is_new: bool) -> list[str]:
     """Return warnings about the job; a new run also checks its initial weights."""
     warnings, idle = list(loaded.warnings), idle_ranks_warning(plan, loaded.job)
     if idle is not None:
@@ -294,7 +294,7 @@ def _headline(facts: dict[str, Any]) -> str:
 
 
 def _print_dry_run(
-    path: Path, loaded: LoadedJob, plan: Plan, warnings: list[str], as_json: bool
+    path: Path, loaded: LoadedJob[Job], plan: Plan, warnings: list[str], as_json: bool
 ) -> None:
     """Print the resolved job, the plan and the memory of a rank."""
     from moesaic.policy.cost.memory import fullest_rank

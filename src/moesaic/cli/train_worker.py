@@ -62,6 +62,7 @@ def run_train_task(task: TrainTask) -> tuple[Path, bool]:
     """Train; return the run directory and whether this is rank 0."""
     with exit_on_interrupt():
         from moesaic.dist.world import World
+        from moesaic.train.lm import LanguageModelKind
         from moesaic.train.trainer import collective_timeout, train
 
     plan = None if task.plan is None else Path(task.plan)
@@ -73,7 +74,7 @@ def run_train_task(task: TrainTask) -> tuple[Path, bool]:
         console = screen.err() if task.as_json else screen.out()
         progress = make_progress(console, world.is_rank_zero)
         try:
-            train(loaded, out, task.resume, world, progress)
+            train(loaded, out, task.resume, world, progress, LanguageModelKind())
         finally:
             progress.done()
     except BaseException:

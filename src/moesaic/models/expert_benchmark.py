@@ -20,8 +20,8 @@ from moesaic.facts.plan import block_names
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import describe_backend, matmul
 from moesaic.models.lm import LanguageModel
-from moesaic.nn.context import LOW_PRECISION, Context, Rotary, autocast_to
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import LOW_PRECISION, Inputs, Rotary, autocast_to
 from moesaic.nn.moe import MoE
 from moesaic.nn.router import Routing
 
@@ -235,12 +235,11 @@ class FixedRouter(nn.Module):
         self.weights, self._choices, self._whole = weights, itertools.cycle(choices), whole
         self._scores = weights.new_zeros(len(weights), experts)
 
-    def forward(self, tokens: Tensor, context: Context) -> Routing:
+    def forward(self, tokens: Tensor, inputs: Inputs) -> Routing:
         """Return the choices of the next step."""
-        del tokens, context
-        return Routing(
-            next(self._choices), self.weights, self._scores, self._scores, 0, self._whole
-        )
+        del tokens, inputs
+        experts = next(self._choices)
+        return Routing(experts, experts, self.weights, self._scores, self._scores, 0, self._whole)
 
 
 class ExpertLayerBenchmark:
@@ -429,17 +428,18 @@ class Passes:
     def __init__(self, moe: MoE, x: Tensor, precision: str, training: bool) -> None:
         self.x, self.grad = x.requires_grad_(), torch.randn_like(x)
         self._moe, self._precision = moe, precision
-        self._context = context = Context(Rotary(x, x))  # The layer applies no rotary embedding.
-        context.training = training
-        context.samples = torch.zeros(1, dtype=torch.int64, device=x.device)
-        context.positions = torch.arange(x.shape[1], device=x.device)
+        self._inputs = Inputs(
+            Rotary(x, x),  # The layer applies no rotary embedding.
+            training=training,
+            samples=torch.zeros(1, dtype=torch.int64, device=x.device),
+            positions=torch.arange(x.shape[1], device=x.device),
+        )
         self._leaves = [x, *moe.parameters()]
 
     def run(self) -> Tensor:
         """Go forward and return the sums by token, with their graph."""
-        self._context.layer_facts.clear()
         with autocast_to(self._precision, self.x.device):
-            result: Tensor = self._moe(self.x, self._context)
+            result: Tensor = self._moe(self.x, self._inputs)[0]
         return result
 
     def forward(self) -> None:

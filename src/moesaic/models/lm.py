@@ -1,4 +1,4 @@
-"""Decoder language model: a list of named blocks `(x, context) -> x`.
+"""Decoder language model: a list of named blocks `(x, inputs) -> (x, report)`.
 
 The blocks are embed, layers.0 ... layers.N-1 and head. Parameter names are the logical names of
 `facts.workload`. Experts are the exception: they are views of their bank's arena.
@@ -16,14 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.facts.job import ModelConfig, RoutingConfig
 from moesaic.facts.plan import Plan, block_names
 from moesaic.nn.attention import Attention, FeedForward
-from moesaic.nn.context import Context, Rotary, compute_dtype
 from moesaic.nn.dispatch.all_to_all import DispatchGroups
 from moesaic.nn.dispatch.dispatcher import Dispatcher
 from moesaic.nn.experts.bank import ExpertBank
+from moesaic.nn.inputs import Inputs, Rotary, compute_dtype
 from moesaic.nn.latent_attention import LatentAttention
 from moesaic.nn.loss import HeadLoss
-from moesaic.nn.moe import MoE
+from moesaic.nn.moe import BalancePass, MoE
 from moesaic.nn.norm import RMSNorm, TensorParallelRMSNorm
+from moesaic.nn.reports import BlockReport, Reports
 from moesaic.nn.router import Router, SigmoidRouter
 from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
 from moesaic.nn.tensor_parallel import NO_TP, TensorParallel, to_local
@@ -44,9 +45,12 @@ class Embedding(nn.Module):
         self.tp, self.column_shard = tp, column_shard
         self.weight = tp.parameter(vocab, hidden // column_shard.num_ranks, shard_dim=0)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return embeddings [batch, sequence, hidden] of the token ids `x`."""
-        del context
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
+        """Return embeddings [batch, sequence, hidden] of the token ids `x`, and an empty report."""
+        del inputs
+        return self._look_up(x), BlockReport()
+
+    def _look_up(self, x: Tensor) -> Tensor:
         if self.tp.group is None:
             return self.column_shard.look_up(x, self.weight)
         weight = to_local(self.weight)
@@ -75,24 +79,33 @@ class DecoderLayer(nn.Module):
         self.ffn = ffn if isinstance(ffn, FeedForward) else None
         self.recompute = False
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the layer's output; with `recompute`, keep only the input for backward."""
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
+        """Return the layer's output and its report; with `recompute`, keep only the input for
+        backward."""
+        balancing = None if self.moe is None else self.moe.begin_pass()
         if self.recompute and torch.is_grad_enabled():
-            result: Tensor = checkpoint(
-                self._compute, x, context, use_reentrant=False, preserve_rng_state=False
+            result: tuple[Tensor, BlockReport] = checkpoint(
+                self._compute, x, inputs, balancing, use_reentrant=False, preserve_rng_state=False
             )
             return result
-        return self._compute(x, context)
+        return self._compute(x, inputs, balancing)
 
-    def _compute(self, x: Tensor, context: Context) -> Tensor:
+    def _compute(
+        self, x: Tensor, inputs: Inputs, balancing: BalancePass | None
+    ) -> tuple[Tensor, BlockReport]:
+        if self.moe is not None and balancing is not None:
+            self.moe.start_replicas(balancing, inputs, compute_dtype(x))
+        attended, attention_report = self.attention(self.attention_norm(x), inputs)
+        x = x + attended
+        normed, moe_report = self.ffn_norm(x), None
         if self.moe is not None:
-            self.moe.start_replicas(context, compute_dtype(x))
-        x = x + self.attention(self.attention_norm(x), context)
-        normed = self.ffn_norm(x)
-        inner = self.moe if self.moe is not None else self.ffn
-        assert inner is not None
-        result: Tensor = x + inner(normed, context)
-        return result
+            out, moe_report = self.moe(normed, inputs, balancing)
+        else:
+            assert self.ffn is not None
+            out = self.ffn(normed)
+        x = x + out
+        hidden_states = x if "hidden_states" in inputs.keep else None
+        return x, BlockReport(attention_report, moe_report, hidden_states)
 
 
 class LMHead(nn.Module):
@@ -111,18 +124,21 @@ class LMHead(nn.Module):
         self.norm = RMSNorm(width, epsilon)
         self.weight, self.tp, self.column_shard = weight, tp, column_shard
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses."""
-        x = self.tp.gather_tokens(self.norm(x))
-        if context.targets is None:
+    def forward(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, BlockReport]:
+        """Return logits [batch, sequence, vocab], or the scaled sum of the targets' losses, and an
+        empty report."""
+        return self._compute(self.tp.gather_tokens(self.norm(x)), inputs), BlockReport()
+
+    def _compute(self, x: Tensor, inputs: Inputs) -> Tensor:
+        if inputs.targets is None:
             return F.linear(x, self.column_shard.gather_table(to_local(self.weight)))
         tokens = x.flatten(0, 1).to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            targets = context.targets.flatten()
+            targets = inputs.targets.flatten()
             weight = to_local(self.weight if torch.is_grad_enabled() else self.weight.detach())
             # Only the loss refers to the gathered table, so it is freed together with the loss.
             loss: Tensor = HeadLoss.apply(
-                tokens, self.column_shard.gather_table(weight), targets, context.loss_scale, self.tp
+                tokens, self.column_shard.gather_table(weight), targets, inputs.loss_scale, self.tp
             )
         return loss
 
@@ -260,12 +276,12 @@ class LanguageModel(nn.Module):
             positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling
         )
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """Run all blocks in order and return the last output."""
-        x = tokens
-        for _, block in self.blocks():
-            x = block(x, context)
-        return x
+    def forward(self, tokens: Tensor, inputs: Inputs) -> tuple[Tensor, Reports]:
+        """Run all blocks in order; return the last output and the reports of all."""
+        x, reports = tokens, Reports()
+        for name, block in self.blocks():
+            x, reports[name] = block(x, inputs)
+        return x, reports
 
 
 def _qk_norms(config: ModelConfig, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:

@@ -9,6 +9,7 @@ import torch
 from moesaic.base.errors import ConfigError
 from moesaic.dist.state import PRECISIONS
 from moesaic.facts.job.train import GroupedMM
+from moesaic.models.build import allocate_model, build_model
 from moesaic.models.hf.origin import Origin
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
@@ -35,9 +36,8 @@ def load_model(
             f'grouped_mm = "{grouped_mm}" with weights in fp64, which the Triton kernels do not '
             'support: set it to "torch", or precision to "fp32"'
         )
-    with torch.device("meta"):
-        model = LanguageModel(origin.model)
-    model.to(dtype).materialise(device)
+    model = build_model(origin.model, dtype)
+    allocate_model(model, device)
     for _, moe in model.expert_layers():
         moe.bank.backend = grouped_mm
     for shard in tensor_shards(model):

@@ -11,24 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.dist.buckets import GradientBuckets, ReducedParameter
 from moesaic.dist.state import Source
 from moesaic.dist.world import Group, World
 from moesaic.facts.job import Job
-from moesaic.facts.plan import Plan, stage_blocks
+from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
 from moesaic.kernels.grouped_mm import check_backend
-from moesaic.models.finetune import prepare_for_finetuning
-from moesaic.models.lm import Embedding, LanguageModel, LMHead
-from moesaic.models.state import TP_DIM, LocalParam, local_params
-from moesaic.nn.dispatch.all_to_all import DispatchGroups
-from moesaic.nn.experts.bank import ExpertBank
-from moesaic.nn.experts.lora import Adapters
-from moesaic.nn.sharded_embedding import UNSHARDED, ShardedEmbedding
-from moesaic.nn.tensor_parallel import NO_TP, TensorParallel
+from moesaic.models.build import ModelRanks, allocate_model, build_model
+from moesaic.models.lm import LanguageModel
+from moesaic.models.state import LocalParam, local_params
 from moesaic.policy import balance as policies
 from moesaic.train import balancing, loss_scale
 from moesaic.train.expert_migration import ExpertMigration
@@ -62,23 +55,14 @@ def assemble(
     check_backend(plan.grouped_mm if job.model.experts else "auto", world.device)
     migrates = policies.can_migrate(job, plan)
     needs_prices = migrates or policies.should_balance(job, plan)
-    groups = make_dispatch_ranks(plan, world, replicas=needs_prices)
-    (mesh, tp), column_shard = _make_dense_mesh(plan, world), _make_column_shard(plan, world)
-    local_stages = stage_blocks(plan, job.model)[plan.pp_rank(world.rank) :: plan.pp]
-    block_names = [name for stage in local_stages for name in stage]
-    with torch.device("meta"):
-        model = LanguageModel(job.model, job.routing, plan, groups, tp, block_names, column_shard)
-        if job.finetune is not None:
-            prepare_for_finetuning(model, job.finetune)
-    model.to(DTYPES[job.train.precision])
+    ranks = ModelRanks.by_plan(plan, world, replicas=needs_prices)
+    dtype = DTYPES[job.train.precision]
+    model = build_model(job.model, dtype, plan, world.rank, ranks, job.routing, job.finetune)
     for layer in model.decoder_layers():
         layer.recompute = job.train.recompute if plan.recompute is None else plan.recompute
     pipeline = _make_pipeline(job, plan, world, model)
-    if mesh is not None and plan.dp_shard > 1:
-        roots = [model] if pipeline is None else list(pipeline.stages.values())
-        _apply_fsdp(model, roots, plan, mesh, world.device)
-    else:
-        model.materialise(world.device)
+    stages = [] if pipeline is None else list(pipeline.stages.values())
+    allocate_model(model, world.device, plan, ranks, stages)
     devices.activate(world.device)
     run = _allocate_run(job, plan, world, model, pipeline)
     run.counters.update(counters or {})
@@ -118,21 +102,6 @@ def _allocate_run(
     except BaseException:
         buckets.close()  # Parameter hooks keep the model alive.
         raise
-
-
-def make_dispatch_ranks(plan: Plan, world: World, *, replicas: bool = False) -> DispatchGroups:
-    """Return the dispatch groups of this rank, which are numbered within its pipeline rank. With
-    `replicas`, add a transport for expert replicas and migration."""
-    ep_group = next(group for group in plan.ep_groups() if world.rank in group)
-    transports = (world.transport(groups) for groups in plan.exchange_groups())
-    return DispatchGroups(
-        rank=world.rank % plan.ranks_per_stage // plan.etp,
-        world_group=world.partition(plan.same_etp_rank_groups()),
-        transports=tuple(transport for transport in transports if transport is not None),
-        ep_ranks=tuple(rank % plan.ranks_per_stage // plan.etp for rank in ep_group),
-        replica_transport=world.transport(plan.ep_groups()) if replicas else None,
-        tp=TensorParallel(world.rank % plan.etp, plan.etp, world.partition(plan.etp_groups())),
-    )
 
 
 def _make_buckets(plan: Plan, world: World, trainable: Sequence[LocalParam]) -> GradientBuckets:
@@ -180,13 +149,6 @@ def _make_optimizer(job: Job, world: World, flat_params: Sequence[FlatParams]) -
     return optimizer
 
 
-def _make_column_shard(plan: Plan, world: World) -> ShardedEmbedding:
-    """Return the ranks that shard the embedding's columns."""
-    if plan.embedding_shards == 1:
-        return UNSHARDED
-    return ShardedEmbedding(plan.embedding_shards, world.transport(plan.stage_groups()))
-
-
 def _tied_weight_group(job: Job, plan: Plan, world: World) -> Group | None:
     """Return the group of the first and last pipeline rank if they share a tied weight."""
     if plan.pp == 1 or not job.model.tied:
@@ -200,56 +162,3 @@ def _make_pipeline(job: Job, plan: Plan, world: World, model: LanguageModel) -> 
     from moesaic.train.pipeline import Pipeline  # Slow to import, and rarely used.
 
     return Pipeline(job, plan, world, model)
-
-
-def _make_dense_mesh(plan: Plan, world: World) -> tuple[DeviceMesh | None, TensorParallel]:
-    """Return the device mesh of dense parameters, without dimensions of size 1, and the TP
-    group."""
-    if plan.dp_shard == plan.tp == 1:
-        return None, NO_TP
-    stage_ranks = torch.tensor(plan.stage_groups()[plan.pp_rank(world.rank)])
-    grid = stage_ranks.view(-1, plan.dp_shard, plan.tp)
-    all_groups = {
-        "replicate": world.partition(plan.dp_replicate_groups()),
-        "dp_shard": world.partition(plan.dp_shard_groups()),
-        TP_DIM: world.partition(plan.tp_groups()),
-    }
-    groups = {name: group for name, group in all_groups.items() if group is not None}
-    mesh = DeviceMesh.from_group(
-        list(groups.values()), world.device.type, mesh=grid.squeeze(), mesh_dim_names=tuple(groups)
-    )
-    tp_mesh = mesh[TP_DIM] if plan.tp > 1 else None
-    return mesh, TensorParallel(world.rank % plan.tp, plan.tp, all_groups[TP_DIM], tp_mesh)
-
-
-def _apply_fsdp(
-    model: LanguageModel, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh,
-    device: torch.device,
-) -> None:  # fmt: skip
-    """Shard dense parameters over `plan.dp_shard` ranks by FSDP2, replicate over the rest, and
-    materialise.
-
-    Gradients are summed, not averaged, because losses are already divided by global counts. The
-    root holds embedding and head, so a tied weight is one parameter; each pipeline stage is a root.
-    Experts and column-sharded embeddings are excluded because they are sharded already. A pipeline
-    stage stays unsharded between passes because other micro-batches still need it.
-    """
-    from torch.distributed.fsdp import fully_shard  # Slow to import, and rarely used.
-
-    is_replicated = "replicate" in (mesh.mesh_dim_names or ())
-    mesh = mesh["replicate", "dp_shard"] if is_replicated else mesh["dp_shard"]
-    ignored = {m.arena for m in model.modules() if isinstance(m, ExpertBank | Adapters)}
-    ignored |= {
-        m.weight
-        for m in model.modules()
-        if isinstance(m, Embedding | LMHead) and m.column_shard.num_ranks > 1
-    }
-    reshard = None if plan.pp == 1 else False
-    for module in (*model.layers, *roots):
-        sharded = fully_shard(
-            module, mesh=mesh, ignored_params=ignored, reshard_after_forward=reshard
-        )
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device=device)
-    model.tie()  # to_empty splits a shared parameter into two

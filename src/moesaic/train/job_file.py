@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from moesaic.base import keys
 from moesaic.base.config import apply_sets, parse, parse_toml, read_text, sets_key
@@ -30,11 +30,14 @@ ALLOWED_WITH_FROM = frozenset({"max_positions", "init_std"})
 """
 
 
-@dataclass(frozen=True)
-class LoadedJob:
-    """Job with the text that it came from."""
+J = TypeVar("J")
 
-    job: Job
+
+@dataclass(frozen=True)
+class LoadedJob(Generic[J]):
+    """Job of any kind with the text that it came from."""
+
+    job: J
     text: str
     """Original file, followed by each item of `--set` as a comment."""
     notes: list[str]
@@ -47,14 +50,14 @@ class LoadedJob:
     """Keys of [layout] that the job sets itself; None without a plan."""
 
     @property
-    def warnings(self) -> list[str]:
+    def warnings(self: LoadedJob[Job]) -> list[str]:
         """Warnings for the user: `notes`, and settings that have no effect under the plan."""
         return [*self.notes, *self.job.ineffective_settings(self.layout_keys)]
 
 
 def load_job(
     path: Path, sets: Sequence[str] = (), run: Path | None = None, plan: Path | None = None
-) -> LoadedJob:
+) -> LoadedJob[Job]:
     """Return the job of the file at `path` and the items of `sets` (`a.b=value`), under the plan in
     the file at `plan`. If the model's directory is gone, the resumed `run` supplies the model."""
     text, origin = read_text(path), str(path)
@@ -78,7 +81,7 @@ def load_job(
     return loaded if plan is None else _apply_plan(loaded, plan, sets)
 
 
-def _apply_plan(loaded: LoadedJob, path: Path, sets: Sequence[str]) -> LoadedJob:
+def _apply_plan(loaded: LoadedJob[Job], path: Path, sets: Sequence[str]) -> LoadedJob[Job]:
     """Put `loaded` under the plan in the file at `path`, which overrides layout and recompute.
 
     Raise if an item of `sets` contradicts the plan.

@@ -10,7 +10,6 @@ import torch
 
 from moesaic.dist.collectives import all_gather
 from moesaic.dist.world import World
-from moesaic.facts.job import Job
 from moesaic.facts.plan import MEDIAN_WINDOW, WARMUP_STEPS, Plan, measure
 from moesaic.kernels import device as devices
 
@@ -18,9 +17,10 @@ from moesaic.kernels import device as devices
 class PredictionCheck:
     """Collector of this rank's step times; does nothing if the plan has no predictions."""
 
-    def __init__(self, plan: Plan, job: Job, world: World) -> None:
+    def __init__(self, plan: Plan, units_per_step: int, world: World) -> None:
+        """Compare with the predictions of `plan`; rates count units, such as tokens."""
         self._predicted, self._device = plan.predictions, world.device
-        self._tokens = job.train.batch * job.data.sequence
+        self._units_per_step = units_per_step
         self._steps: deque[tuple[float, Mapping[str, float]]] = deque(
             maxlen=WARMUP_STEPS + MEDIAN_WINDOW
         )
@@ -36,7 +36,7 @@ class PredictionCheck:
             return None
         names = dict.fromkeys(name for _, phases in self._steps for name in phases)
         measured = measure(
-            self._tokens,
+            self._units_per_step,
             [step_s for step_s, _ in self._steps],
             {name: [phases.get(name, 0.0) for _, phases in self._steps] for name in names},
             peak_bytes,

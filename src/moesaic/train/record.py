@@ -1,4 +1,4 @@
-"""Record of a run in its directory: events, expert loads and balance statistics.
+"""Record of a run in its directory: events, and tables such as expert loads.
 
 Rank 0 writes for all; every rank writes its own phases. TensorBoard, Weights & Biases and MLflow
 sinks receive the same scalars.
@@ -6,33 +6,19 @@ sinks receive the same scalars.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
-import torch
 
 from moesaic.base.errors import ConfigError
 from moesaic.base.events import EventLog
 from moesaic.base.records import RecordWriter
 from moesaic.dist.world import World
-from moesaic.facts.job import Job, LogConfig
 from moesaic.kernels import device as devices
-from moesaic.train.balance_stats import BALANCE_SCHEMA, BalanceStats
-from moesaic.train.run import StepFacts
-
-LOADS_SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("layer", pa.int16()),
-        ("counts", pa.list_(pa.int64())),
-        ("dropped", pa.int64()),
-        ("counts_by_rank", pa.list_(pa.int64())),
-    ]
-)
+from moesaic.train.kinds import AnyJob, StepStats
 
 
 class Sink(Protocol):
@@ -66,7 +52,7 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run."""
 
-    def __init__(self, project: str, job: Job, name: str) -> None:
+    def __init__(self, project: str, job: AnyJob, name: str) -> None:
         try:
             import wandb
         except ImportError:
@@ -110,9 +96,10 @@ def _missing_package(key: str, value: str, extra: str) -> ConfigError:
     )
 
 
-def open_sinks(log: LogConfig, job: Job, out: Path) -> list[Sink]:
+def open_sinks(job: AnyJob, out: Path) -> list[Sink]:
     """Return the sinks that the job configures; raise for a missing package."""
     sinks: list[Sink] = []
+    log = job.log
     if log.wandb:
         sinks.append(WandbSink(log.wandb, job, out.name))
     if log.mlflow:
@@ -122,99 +109,60 @@ def open_sinks(log: LogConfig, job: Job, out: Path) -> list[Sink]:
     return sinks
 
 
-def _balance_figures(layers: Sequence[BalanceStats]) -> dict[str, float]:
-    """Return replica totals over all layers, and the imbalance of the worst layer."""
-    exposed_s = sum(one.exposed_s for one in layers)
-    return {
-        "replicas": sum(one.replicas for one in layers),
-        "replica_bytes": sum(one.replica_bytes for one in layers),
-        "planning_s": sum(one.planning_s for one in layers),
-        "imbalance_before": max(one.imbalance_before for one in layers),
-        "imbalance_after": max(one.imbalance_after for one in layers),
-        **({} if math.isnan(exposed_s) else {"replica_exposed_s": exposed_s}),
-    }
-
-
 class RunRecord:
     """Directory of one run, as this rank writes to it."""
 
-    def __init__(self, out: Path, job: Job, world: World) -> None:
+    def __init__(self, out: Path, job: AnyJob, world: World) -> None:
         self.out, self._job, self._world = out, job, world
         self._events = EventLog(out / "events" / f"rank-{world.rank}.jsonl")
-        self._sinks: list[Sink] = open_sinks(job.log, job, out) if world.is_rank_zero else []
-        self._loads = RecordWriter(out / "loads", LOADS_SCHEMA) if world.is_rank_zero else None
-        self._balance: RecordWriter | None = None
-        """None until a step has balance statistics."""
+        self._sinks: list[Sink] = open_sinks(job, out) if world.is_rank_zero else []
+        self._tables: dict[str, RecordWriter] = {}
+        """Tables of the run by name, opened at their first rows."""
 
     def write_event(self, name: str, **fields: Any) -> None:
         """Write an event of the whole run, on rank 0 only."""
         if self._world.is_rank_zero:
             self._events.emit(name, **fields)
 
-    def write_step(self, facts: StepFacts, step_s: float) -> dict[str, float]:
-        """Write one step's figures to events, loads and sinks; return them."""
+    def write_rows(
+        self, table: str, schema: pa.Schema, step: int, rows: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Append rows of `step` to a table, every `log.loads_every` steps, on rank 0 only."""
+        if not self._world.is_rank_zero or step % self._job.log.loads_every:
+            return
+        if table not in self._tables:
+            self._tables[table] = RecordWriter(self.out / table, schema)
+        self._tables[table].add(rows)
+
+    def write_step(self, stats: StepStats, step_s: float) -> dict[str, float]:
+        """Write one step's figures to events, tables and sinks; return them."""
         device = self._world.device
         used, peak = devices.used_bytes(device), devices.peak_bytes(device)
         self._events.emit(
-            "rank_step", step=facts.step, phases=facts.phases, memory_bytes=used, peak_bytes=peak
+            "rank_step", step=stats.step, phases=stats.phases, memory_bytes=used, peak_bytes=peak
         )
-        figures = {
-            "loss": facts.loss, "total_loss": facts.total_loss,
-            "balance_loss": facts.balance_loss, "z_loss": facts.z_loss,
-            "grad_norm": facts.grad_norm, "lr": facts.lr, "tokens": facts.tokens,
-            "step_s": step_s, "tokens_per_s": facts.tokens / max(step_s, 1e-9),
-            "dropped": sum(facts.dropped.values()),
-            "num_replay_mismatches": facts.num_replay_mismatches, "memory_bytes": used,
-        }  # fmt: skip
-        if facts.balance_stats:
-            figures |= _balance_figures(list(facts.balance_stats.values()))
-        if facts.loss_scale is not None:
-            figures |= {"loss_scale": facts.loss_scale, "skipped": float(facts.is_skipped)}
+        figures = {**stats.figures(step_s), "step_s": step_s, "memory_bytes": used}
         if not self._world.is_rank_zero:
             return figures
-        self._events.emit("step", step=facts.step, phases=facts.phases, **figures)
-        for one in facts.migrations:
-            self._events.emit(
-                "experts_migrated", step=facts.step, layer=one.layer, moves=one.decision.moves,
-                bytes=one.num_bytes, seconds=one.seconds, gain_s=one.decision.gain_s,
-                imbalance_before=one.decision.imbalance_before,
-                imbalance_after=one.decision.imbalance_after,
-            )  # fmt: skip
-        for sink in self._sinks:
-            sink.write_scalars(
-                facts.step, {f"train/{key}": value for key, value in figures.items()}
-            )
-        if self._loads is not None and facts.step % self._job.log.loads_every == 0:
-            self._write_loads(self._loads, facts)
+        self._events.emit("step", step=stats.step, phases=stats.phases, **figures)
+        self._write_scalars(stats.step, "train", figures)
+        stats.write(self)
         return figures
 
-    def _write_loads(self, loads: RecordWriter, facts: StepFacts) -> None:
-        none = torch.zeros(0, dtype=torch.int64)  # For layers of other pipeline ranks.
-        loads.add(
-            {
-                "step": facts.step, "layer": layer, "counts": counts.tolist(),
-                "dropped": facts.dropped[layer],
-                "counts_by_rank": facts.counts_by_rank.get(layer, none).flatten().numpy(),
-            }
-            for layer, counts in facts.counts.items()
-        )  # fmt: skip
-        if facts.balance_stats:
-            self._balance = self._balance or RecordWriter(self.out / "balance", BALANCE_SCHEMA)
-            self._balance.add(
-                stats.to_row(facts.step, layer) for layer, stats in facts.balance_stats.items()
-            )
+    def write_validation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
+        """Write the result of one validation pass: the loss, and how many units it is taken
+        over."""
+        self.write_event("validation", step=step, **figures, seconds=seconds)
+        self._write_scalars(step, "validation", {"loss": figures["loss"]})
 
-    def write_validation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Write the result of one validation pass."""
-        self.write_event("validation", step=step, loss=loss, tokens=tokens, seconds=seconds)
+    def _write_scalars(self, step: int, prefix: str, figures: Mapping[str, float]) -> None:
         for sink in self._sinks:
-            sink.write_scalars(step, {"validation/loss": loss})
+            sink.write_scalars(step, {f"{prefix}/{key}": value for key, value in figures.items()})
 
     def flush(self) -> None:
-        """Write buffered loads and balance statistics."""
-        for writer in (self._loads, self._balance):
-            if writer is not None:
-                writer.flush()
+        """Write buffered rows of all tables."""
+        for table in self._tables.values():
+            table.flush()
 
     def close(self) -> None:
         """Close all files and sinks, even if one of them raises."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -17,13 +17,12 @@ from moesaic.base.errors import StoreError, write_error
 from moesaic.base.events import EventLog
 from moesaic.base.lock import LockHeld, fail_if_locked, file_lock
 from moesaic.dist.world import World
-from moesaic.facts.job import Job
 from moesaic.facts.plan import Plan
 from moesaic.kernels import device as devices
-from moesaic.models.tokenizer import Tokenizer
 from moesaic.train.job_file import check_no_run
+from moesaic.train.kinds import AnyJob
 
-LOCK, TOKENIZER = "LOCK", "tokenizer"
+LOCK = "LOCK"
 
 
 @contextmanager
@@ -61,10 +60,10 @@ def lock_run_directory(out: Path, world: World, *, fresh: bool) -> Iterator[None
 
 
 def write_run_metadata(
-    out: Path, text: str, job: Job, plan: Plan, world: World, tokenizer: Tokenizer
+    out: Path, text: str, job: AnyJob, plan: Plan, world: World, data_files: Mapping[str, bytes]
 ) -> None:
-    """Write the facts a run starts from: job as written, resolved job, plan, versions,
-    tokenizer."""
+    """Write the facts a run starts from: job as written, resolved job, plan, versions, and files of
+    its data such as the tokenizer."""
     versions = {
         "moesaic": moesaic.__version__, "torch": torch.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
@@ -77,12 +76,12 @@ def write_run_metadata(
 
     def write() -> str:
         try:
-            for name, content in files.items():
-                (out / name).write_text(content, encoding="utf-8")
-            for name, data in tokenizer.files().items():
-                path = out / TOKENIZER / name
+            for name, facts in files.items():
+                (out / name).write_text(facts, encoding="utf-8")
+            for name, content in data_files.items():
+                path = out / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+                path.write_bytes(content)
         except OSError as error:
             raise write_error(f"--out '{out}'", error) from None
         return ""

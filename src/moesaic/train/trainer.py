@@ -1,44 +1,34 @@
-"""Trainer: from a job and a world to a finished run directory.
+"""Trainer: from a job of any kind and a world to a finished run directory.
 
-It opens the data, finds the starting point (a checkpoint, Hugging Face weights or initial values),
-assembles the run and takes steps. It records events, validates, saves, and ends with a checkpoint.
+It opens the data, finds the starting point (a checkpoint or the kind's initial values), assembles
+the run and takes steps. It records events, validates, saves, and ends with a checkpoint.
 Everything is checked before anything is written to the run's directory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from moesaic.base import keys
 from moesaic.base.errors import ConfigError, DivergedError, StoreError
 from moesaic.dist.checkpoint import Checkpoint, Saver, resume_candidates, set_head
-from moesaic.dist.state import PARAMETER, Source, TensorShard
 from moesaic.dist.world import World
-from moesaic.facts.job import Job, Prices
-from moesaic.facts.plan import Plan, describe_plan, plan_from_job
-from moesaic.facts.workload import count_parameters
-from moesaic.facts.workload.adapters import A, B, describe_trainable
+from moesaic.facts.plan import describe_plan
 from moesaic.kernels import device as devices
-from moesaic.kernels.grouped_mm import check_backend
-from moesaic.models.hf.reader import HFSource
-from moesaic.models.init import InitialSource
-from moesaic.nn.context import LOW_PRECISION
+from moesaic.nn.inputs import LOW_PRECISION
 from moesaic.train import loss_scale
-from moesaic.train.assemble import DTYPES, assemble
-from moesaic.train.data import TextData
-from moesaic.train.expert_migration import LayerMigration
+from moesaic.train.assemble import DTYPES
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.kinds import AnyJob, AnyRun, Data, J, JobKind
 from moesaic.train.prediction_check import PredictionCheck, max_peak_bytes
 from moesaic.train.record import RunRecord
-from moesaic.train.routing_replay import RoutingReplay, open_recorder
-from moesaic.train.run import Run
 from moesaic.train.run_directory import lock_run_directory, write_run_metadata
-from moesaic.train.topology import check_topology, describe_ranks, resolve_dispatch
+from moesaic.train.topology import describe_ranks
 
 
 class Progress(Protocol):
@@ -57,26 +47,13 @@ class Progress(Protocol):
         """End the display."""
 
 
-class PretrainedSource:
-    """Source of parameters from a Hugging Face directory; moments and adapters get initial
-    values."""
-
-    def __init__(self, weights: Source, initial: Source) -> None:
-        self._pretrained, self._initial = weights, initial
-
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Fill shards of all kinds."""
-        pretrained: list[TensorShard] = []
-        new: list[TensorShard] = []
-        for shard in shards:
-            is_initial = shard.kind != PARAMETER or shard.name.endswith((A, B))
-            (new if is_initial else pretrained).append(shard)
-        self._initial.fill(new)
-        self._pretrained.fill(pretrained)
-
-
 def train(
-    loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
+    loaded: LoadedJob[J],
+    out: Path,
+    resume: str | None,
+    world: World,
+    progress: Progress,
+    kind: JobKind[J],
 ) -> dict[str, Any]:
     """Train `loaded.job` into `out` and return the run's last figures.
 
@@ -86,58 +63,42 @@ def train(
         resume: path of a checkpoint, "auto" for the newest one under `out`, None for a new run.
         world: the ranks.
         progress: display of progress.
+        kind: kind of the job.
     """
     with lock_run_directory(out, world, fresh=resume is None):
-        return _train(loaded, out, resume, world, progress)
+        return _train(loaded, out, resume, world, progress, kind)
 
 
 def _train(
-    loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress
+    loaded: LoadedJob[J],
+    out: Path,
+    resume: str | None,
+    world: World,
+    progress: Progress,
+    kind: JobKind[J],
 ) -> dict[str, Any]:
-    job = loaded.job
-    plan = loaded.plan or resolve_dispatch(plan_from_job(job, world.size), job, world)
-    check_topology(plan, world, loaded.plan_origin)
-    if loaded.plan is not None and job.model.experts:
-        check_backend(plan.grouped_mm, world.device, key=f"{loaded.plan_origin}: grouped_mm")
-    data = TextData.open(job.data, job.seed, world, progress.message)
-    data.check_vocab(job.model.vocab)
-    replay = None
-    if job.routing.replay:
-        replay = RoutingReplay(Path(job.routing.replay), job, data.digest)
-    source, counters, origin = _find_start(loaded, out, resume, world, progress, data.digest)
-    with_placement = loaded.plan is None or job.balance.migrate_every > 0
-    plan = _restore_decisions(plan, source, with_placement=with_placement)
-    first_step = (counters or {}).get("step", 0)
-    if replay is not None:
-        replay.check_steps(first_step)
-    run = assemble(job, plan, world, source, counters, progress.message)
-    plan, run.replay = run.plan, replay
-    if origin is not None:
-        _set_resume_point(Path(origin), out, world, progress)
+    job, plan = loaded.job, kind.plan(loaded, world)
+    data = kind.open_data(job, world, progress.message)
+    checkpoint = None
+    if resume is not None:
+        checkpoint = _open_checkpoint(job, out, resume, world, progress)
+        _check_same_run(checkpoint.facts, job, data.digest, checkpoint.path, progress)
+    run = kind.assemble(loaded, plan, world, checkpoint, data, progress.message)
+    if checkpoint is not None:
+        _set_resume_point(checkpoint.path, out, world, progress)
     with ExitStack() as stack:
-        if job.routing.record:
-            record_path = Path(job.routing.record)
-            run.recorder = stack.enter_context(
-                open_recorder(record_path, world, data.digest, first_step)
-            )
-        write_run_metadata(out, loaded.text, job, plan, world, data.tokenizer)
-        session = _Session(run, data, RunRecord(out, job, world), progress, world)
+        write_run_metadata(out, loaded.text, job, run.plan, world, data.files())
+        session = _Session(run, data, RunRecord(out, job, world), progress, world, job, kind)
         stack.enter_context(session)
         if world.size > 1:
-            progress.message(f"plan: {describe_plan(plan)}")
-        return session.train(origin)
+            progress.message(f"plan: {describe_plan(run.plan)}")
+        return session.train(None if checkpoint is None else str(checkpoint.path))
 
 
-def _find_start(
-    loaded: LoadedJob, out: Path, resume: str | None, world: World, progress: Progress, digest: str
-) -> tuple[Source, dict[str, int] | None, str | None]:
-    """Return the source of state, the counters, and the checkpoint's path if there is one."""
-    job = loaded.job
-    if resume is None:
-        initial = InitialSource(job.seed, job.model.init_std)
-        if job.source is None:
-            return initial, None, None
-        return PretrainedSource(HFSource(Path(job.source), job.model), initial), None, None
+def _open_checkpoint(
+    job: AnyJob, out: Path, resume: str, world: World, progress: Progress
+) -> Checkpoint:
+    """Return the checkpoint to resume from, verified in part."""
     path = Path(resume)
     if resume == "auto":
         path = Path(world.run_on_rank_zero(lambda: str(_newest_checkpoint(out / "checkpoints"))))
@@ -149,30 +110,7 @@ def _find_start(
             f"train.steps = {job.train.steps}, but '{path}' has done {checkpoint.step} already: "
             "raise train.steps (--set train.steps=N)"
         )
-    _check_same_run(checkpoint.facts, job, digest, path, progress)
-    return checkpoint, dict(checkpoint.counters), str(path)
-
-
-def _restore_decisions(plan: Plan, source: Source, *, with_placement: bool) -> Plan:
-    """Return `plan` with the prices and expert placement of a checkpoint with the same layout. The
-    resumed run then continues as if it had never stopped. Prices of the plan or the job take
-    precedence, and so does a given plan's placement unless experts migrate."""
-    if not isinstance(source, Checkpoint):
-        return plan
-    saved = {"expert_placement_by_layer": {}, **source.facts["plan"]}
-    now, prices = plan.decisions(), saved.pop("prices", None)
-    saved.pop("grouped_mm", None)
-    del now["prices"], now["grouped_mm"]
-    if with_placement:
-        now |= {key: saved[key] for key in ("expert_placement", "expert_placement_by_layer")}
-    if saved != now:
-        return plan
-    changes: dict[str, Any] = {
-        key: saved[key] for key in ("expert_placement", "expert_placement_by_layer")
-    }
-    if plan.prices is None and prices:
-        changes["prices"] = Prices(**prices)
-    return plan.model_copy(update=changes)
+    return checkpoint
 
 
 def _set_resume_point(origin: Path, out: Path, world: World, progress: Progress) -> None:
@@ -206,7 +144,7 @@ def _newest_checkpoint(directory: Path) -> Path:
 
 
 def _check_same_run(
-    facts: Mapping[str, Any], job: Job, digest: str, path: Path, progress: Progress
+    facts: Mapping[str, Any], job: AnyJob, digest: str, path: Path, progress: Progress
 ) -> None:
     """Raise if the run would resume on other samples or another model; report other changes of the
     job."""
@@ -278,20 +216,27 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-class _Session:
+class _Session(Generic[J]):
     """Training of one process in one call of `train`."""
 
     def __init__(
-        self, run: Run, data: TextData, record: RunRecord, progress: Progress, world: World
+        self,
+        run: AnyRun,
+        data: Data,
+        record: RunRecord,
+        progress: Progress,
+        world: World,
+        job: J,
+        kind: JobKind[J],
     ) -> None:
         self.run, self.data, self.record = run, data, record
-        self.progress, self.world, self.job = progress, world, run.job
+        self.progress, self.world, self.job, self.kind = progress, world, job, kind
         self.saver = Saver(
             record.out / "checkpoints", world, self.job.checkpoint.keep,
             asynchronous=self.job.checkpoint.asynchronous, on_event=record.write_event,
         )  # fmt: skip
         run.phase_hook = self._on_phase
-        self.prediction_check = PredictionCheck(run.plan, run.job, world)
+        self.prediction_check = PredictionCheck(run.plan, kind.units_per_step(job), world)
         self.figures: dict[str, Any] = {}
 
     def train(self, origin: str | None) -> dict[str, Any]:
@@ -299,25 +244,19 @@ class _Session:
         train, began = self.job.train, time.perf_counter()
         first_done = self.run.counters["step"]
         self._write_run_start(origin)
-        for line in (self.run.describe_backends(), self.run.describe_balance()):
-            if line is not None:
-                self.progress.message(line)
-        for line in describe_trainable(self.job) if self.job.finetune is not None else ():
+        for line in self.kind.describe(self.run):
             self.progress.message(line)
         if train.precision in LOW_PRECISION and self.world.device.type == "cpu":
             self.progress.message(
                 f'train.precision = "{train.precision}" on a CPU: few CPUs are fast at it, '
                 'try "fp32"'
             )
-        is_pinned = self.job.kernels.grouped_mm != "auto" and self.job.model.experts > 0
-        if is_pinned and self.world.device.type == "cpu":
-            self.progress.message("kernels.grouped_mm has no effect on a CPU")
         self.saver.prepare(self.run.state())
         self.progress.start(train.steps, first_done)
         rates: list[float] = []
         for step in range(first_done + 1, train.steps + 1):
             self._step()
-            rates.append(self.figures["tokens_per_s"])
+            rates.append(self.figures[f"{self.kind.unit}_per_s"])
             if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                 self._validate()
             save_every = self.job.checkpoint.every
@@ -340,7 +279,7 @@ class _Session:
         rates.sort()
         return {
             **self.figures, "seconds": seconds, "step": self.run.counters["step"],
-            "tokens_per_s_median": rates[len(rates) // 2] if rates else 0.0,
+            f"{self.kind.unit}_per_s_median": rates[len(rates) // 2] if rates else 0.0,
             "checkpoint": str(self.saver.newest), "out": str(self.record.out),
         }  # fmt: skip
 
@@ -357,37 +296,35 @@ class _Session:
             with ExitStack() as stack:
                 stack.callback(self.run.close)
                 stack.callback(self.record.close)
-                if self.run.recorder is not None:
-                    stack.callback(self.run.recorder.flush)
+                stack.callback(self.run.flush)
                 stack.callback(self.saver.abandon)
         except (OSError, StoreError):
             if kind is None:
                 raise
 
     def _write_run_start(self, origin: str | None) -> None:
-        counts, train = count_parameters(self.job.model), self.job.train
         self.record.write_event(
             "run_start", step=self.run.counters["step"] + 1, resumed_from=origin,
             ranks=self.world.size, device=devices.describe(self.world.device),
-            parameters_total=counts.total, parameters_active=counts.active,
-            plan=self.run.plan.decisions(), tokens_per_step=train.batch * self.job.data.sequence,
-            rank_hosts=describe_ranks(self.world), backends=self.run.describe_backends(),
+            plan=self.run.plan.decisions(), rank_hosts=describe_ranks(self.world),
+            **{f"{self.kind.unit}_per_step": self.kind.units_per_step(self.job)},
+            **self.kind.start_fields(self.run),
         )  # fmt: skip
 
     def _step(self) -> None:
         began = time.perf_counter()
         try:
-            facts = self.run.step(self.data.train)
+            stats = self.run.step(self.data.train)
         except DivergedError as error:
             separator = "; else" if loss_scale.EXPONENT in self.run.counters else ":"
             raise DivergedError(f"{error}{separator} {self._divergence_advice()}") from None
         step_s = time.perf_counter() - began
-        self.prediction_check.add_step(step_s, facts.phases)
-        self.figures = {**self.figures, **self.record.write_step(facts, step_s)}
-        self.figures["step"] = facts.step
+        self.prediction_check.add_step(step_s, stats.phases)
+        self.figures = {**self.figures, **self.record.write_step(stats, step_s)}
+        self.figures["step"] = stats.step
         self.progress.step(self.figures)
-        if facts.migrations:
-            self.progress.message(f"step {facts.step}: {_describe_migrations(facts.migrations)}")
+        for message in stats.messages():
+            self.progress.message(f"step {stats.step}: {message}")
 
     def _divergence_advice(self) -> str:
         """Return the remedy for divergence."""
@@ -405,17 +342,17 @@ class _Session:
             return
         began = time.perf_counter()
         limit = self.job.train.validation_samples
-        loss, tokens = self.run.validate(self.data.validation, limit)
+        loss, units = self.run.validate(self.data.validation, limit)
+        figures = {"loss": loss, self.kind.unit: units}
         self.record.write_validation(
-            self.run.counters["step"], loss, tokens, time.perf_counter() - began
+            self.run.counters["step"], figures, time.perf_counter() - began
         )
         self.figures["validation_loss"] = loss
         self.progress.message(f"step {self.run.counters['step']}: validation loss {loss:.4f}")
 
     def _save(self) -> None:
         self.record.flush()
-        if self.run.recorder is not None:
-            self.run.recorder.flush()
+        self.run.flush()
         facts = {
             "job": self.job.model_dump(mode="json"), "plan": self.run.plan.decisions(),
             "data": self.data.digest,
@@ -423,19 +360,6 @@ class _Session:
         self.saver.save(self.run.state(), self.run.counters["step"], facts, overlap=True)
 
 
-def _describe_migrations(migrations: Sequence[LayerMigration]) -> str:
-    """Describe migrated experts for the user."""
-    number = sum(len(migration.decision.moves) for migration in migrations)
-    layers = f"{len(migrations)} layer{'s'[: len(migrations) > 1]}"
-    size = f"{sum(migration.num_bytes for migration in migrations) / 1e6:,.3g} MB"
-    worst = max(migrations, key=lambda migration: migration.decision.imbalance_before)
-    return (
-        f"migrated {number} experts of {layers}, {size}; the busiest rank of layer {worst.layer} "
-        f"had {worst.decision.imbalance_before:.2f} times the mean tokens, "
-        f"{worst.decision.imbalance_after:.2f} under the new placement"
-    )
-
-
-def collective_timeout(job: Job) -> timedelta:
+def collective_timeout(job: AnyJob) -> timedelta:
     """Return how long a rank of `job` waits for its peers."""
     return timedelta(seconds=job.train.collective_timeout_s)

@@ -298,9 +298,8 @@ def test_forward_pass_saves_predicted_bytes(name: str, precision: str, recompute
     parameter_storages = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
     batch = RandomSamples(job.model.vocab, job.data.sequence).batch(range(job.train.batch))
     batch = replace(batch, inputs=batch.inputs.clone())
-    context = lm.make_context(run.model, batch, job, 0)
-    context.training = True
-    assert context.mask is not None
+    inputs = replace(lm.make_inputs(run.model, batch, job, 0), training=True)
+    assert inputs.mask is not None
     storages: dict[int, int] = {}
     saved_tensors: list[Tensor] = []
 
@@ -313,11 +312,9 @@ def test_forward_pass_saves_predicted_bytes(name: str, precision: str, recompute
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with hooks, run.autocast():
-        total, losses = lm.compute_loss(run.model, batch, context, job, 1)
+        total, losses = lm.compute_loss(run.model, batch, inputs, job, 1)
     saved = activation_bytes(job, plan, 0)
-    excluded = (
-        saved["context"] if recompute else context.mask.nbytes
-    )  # These belong to the context.
+    excluded = saved["context"] if recompute else inputs.mask.nbytes  # These belong to the inputs.
     expected = memory(job, plan).activations_bytes + saved["head"] - excluded
     # Forward saves only inputs; backward has those before a layer, and all of that layer.
     if recompute:

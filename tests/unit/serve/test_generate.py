@@ -15,7 +15,7 @@ from moesaic.facts.job.train import GroupedMM
 from moesaic.models.init import InitialSource
 from moesaic.models.lm import LanguageModel
 from moesaic.models.state import tensor_shards
-from moesaic.nn.context import Context
+from moesaic.nn.inputs import Inputs
 from moesaic.serve.cache import KeyValueCache
 from moesaic.serve.generate import Sampling, generate, sample_tokens
 from moesaic.train.objectives.lm import attention_mask
@@ -65,9 +65,10 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
 def slow_greedy(model: LanguageModel, prompt: list[int], max_tokens: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        context = Context(model.rotary(torch.arange(len(tokens))[None]))
-        context.mask = attention_mask(torch.zeros(1, len(tokens)), model.config.window)
-        tokens.append(int(model(torch.tensor([tokens]), context)[0, -1].argmax()))
+        mask = attention_mask(torch.zeros(1, len(tokens)), model.config.window)
+        inputs = Inputs(model.rotary(torch.arange(len(tokens))[None]), mask=mask)
+        logits, _ = model(torch.tensor([tokens]), inputs)
+        tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 

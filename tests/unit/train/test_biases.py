@@ -42,7 +42,7 @@ def train_steps(**tables: dict[str, Any]) -> tuple[Run, Choices, int]:
     job = tiny_job(model=MODEL, routing=routing, **tables)
     plan, choices = plan_from_layout(job.layout, job.model, 1), Choices()
     run = assemble(job, plan, World.solo(), InitialSource(job.seed, job.model.init_std))
-    run.recorder = choices  # type: ignore[assignment]
+    run.routing_recorder = choices  # type: ignore[assignment]
     samples = RandomSamples(job.model.vocab, job.data.sequence)
     dropped = sum(sum(run.step(samples).dropped.values()) for _ in range(6))
     return run, choices, dropped

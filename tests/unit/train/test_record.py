@@ -16,12 +16,12 @@ from moesaic.dist.world import World
 from moesaic.facts.balance import BalanceDecision, BalanceProblem
 from moesaic.testing.jobs import tiny_job
 from moesaic.train.balance_stats import BalanceStats
+from moesaic.train.lm_stats import LMStepStats
 from moesaic.train.record import MlflowSink, RunRecord, WandbSink, open_sinks
-from moesaic.train.run import StepFacts
 
 
-def facts(step: int) -> StepFacts:
-    return StepFacts(
+def step_stats(step: int) -> LMStepStats:
+    return LMStepStats(
         step=step, loss=5.0 - step, total_loss=5.5 - step, balance_loss=1.0, z_loss=2.0,
         grad_norm=0.5, lr=1e-3, tokens=96, num_replay_mismatches=0, dropped={0: 1, 1: 2},
         counts={0: torch.tensor([3, 4]), 1: torch.tensor([7, 0])},
@@ -35,8 +35,8 @@ def test_events_loads_and_tensorboard(tmp_path: Path) -> None:
     job = tiny_job(log={"loads_every": 2})
     record = RunRecord(tmp_path, job, World.solo())
     for step in (1, 2, 3, 4):
-        figures = record.write_step(facts(step), 0.5)
-    record.write_validation(4, 1.25, 200, 0.1)
+        figures = record.write_step(step_stats(step), 0.5)
+    record.write_validation(4, {"loss": 1.25, "tokens": 200}, 0.1)
     record.close()
     assert (figures["tokens_per_s"], figures["dropped"]) == (192.0, 3)
     events = list(read_events(tmp_path / "events" / "rank-0.jsonl"))
@@ -67,7 +67,7 @@ def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
         stats.with_times({"forward exchange": 0.5, "backward exchange": 0.25}) if clock else stats
     )
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    figures = record.write_step(replace(facts(1), balance_stats={0: stats, 1: stats}), 0.5)
+    figures = record.write_step(replace(step_stats(1), balance_stats={0: stats, 1: stats}), 0.5)
     record.close()
     recorded = {
         name: figures.get(name) for name in ("replicas", "replica_bytes", "replica_exposed_s")
@@ -85,9 +85,9 @@ def test_waiting_is_recorded_with_a_clock(tmp_path: Path, clock: bool) -> None:
 
 def test_the_loss_scale_is_recorded_if_there_is_one(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, tiny_job(log={"tensorboard": False}), World.solo())
-    assert "loss_scale" not in record.write_step(facts(1), 0.5)
+    assert "loss_scale" not in record.write_step(step_stats(1), 0.5)
     record.write_step(
-        replace(facts(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5
+        replace(step_stats(2), loss_scale=512.0, is_skipped=True, grad_norm=float("inf")), 0.5
     )
     record.close()
     events = [e for e in read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "step"]
@@ -101,7 +101,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, extra, None)
         job = tiny_job(log={extra: "somewhere", "tensorboard": False})
         with pytest.raises(ConfigError, match=rf"log\.{extra} = 'somewhere'.*moesaic\[{extra}\]"):
-            open_sinks(job.log, job, tmp_path)
+            open_sinks(job, tmp_path)
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

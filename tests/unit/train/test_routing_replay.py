@@ -16,6 +16,7 @@ from moesaic.dist.world import World
 from moesaic.testing.jobs import tiny_job
 from moesaic.testing.progress import RecordingProgress
 from moesaic.train.job_file import LoadedJob
+from moesaic.train.lm import LanguageModelKind
 from moesaic.train.routing_replay import RoutingRecorder, RoutingReplay, open_recorder
 from moesaic.train.trainer import train
 
@@ -40,7 +41,9 @@ def losses(text: Path, out: str, resume: str | None = None, **tables: Any) -> li
         common[table] = {**common.get(table, {}), **keys}
     job = tiny_job(**common).model_copy(update={"seed": seed})
     watch = RecordingProgress()
-    train(LoadedJob(job, "", []), text.parent / out, resume, World.solo(), watch)
+    train(
+        LoadedJob(job, "", []), text.parent / out, resume, World.solo(), watch, LanguageModelKind()
+    )
     return [figures["loss"] for figures in watch.figures]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,8 @@ class Job(Section):
 
     resolved_keys: ClassVar[frozenset[str]] = frozenset({"source"})
 
+    kind: Literal["lm"] = "lm"
+    """Kind of job. lm: one language model, trained on next-token prediction."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of all randomness: initial weights, order of samples, noise."""
     source: str | None = None

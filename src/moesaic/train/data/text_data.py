@@ -16,6 +16,7 @@ from moesaic.base.errors import DataError
 from moesaic.dist.world import World
 from moesaic.facts.job import DataConfig
 from moesaic.kernels.randomness import uniform
+from moesaic.models.hf.origin import TOKENIZER
 from moesaic.models.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from moesaic.train.data.batch import PackedSamples, Samples, make_token_stream
 from moesaic.train.data.chat import ChatEncoder
@@ -62,6 +63,10 @@ class TextData:
             lambda beat: _open(config, seed, beat, log),
             lambda data: data.digest,
         )
+
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer's files, by path in a run's directory."""
+        return {f"{TOKENIZER}/{name}": data for name, data in self.tokenizer.files().items()}
 
     def check_vocab(self, vocab: int) -> None:
         """Raise unless a model with `vocab` embeddings covers every token."""

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moesaic.dist.world import World
 from moesaic.facts.plan import plan_from_layout
 from moesaic.models.init import InitialSource
-from moesaic.nn.context import LayerFacts
 from moesaic.nn.dispatch.dispatcher import DispatchCounts, Dispatcher
+from moesaic.nn.reports import MoEReport
 from moesaic.testing.blocks import expert_load
 from moesaic.testing.jobs import RandomSamples, tiny_job
 from moesaic.train.assemble import assemble
-from moesaic.train.run import StepFacts, _copy_to_host
+from moesaic.train.lm_stats import LMStepStats
+from moesaic.train.run import _copy_to_host
 
 SIGMOIDS = {
     "family": "deepseek_v3", "kv_heads": 4, "layers": 3, "dense_layers": 1, "shared_experts": 1,
@@ -29,7 +30,7 @@ SIGMOIDS = {
 """Model whose routers have biases, which follow loads."""
 
 
-def train_steps(**tables: Any) -> tuple[list[StepFacts], list[Tensor]]:
+def train_steps(**tables: Any) -> tuple[list[LMStepStats], list[Tensor]]:
     """Return the facts of three steps of a run, and its state."""
     job = tiny_job(**tables)
     run = assemble(
@@ -54,9 +55,14 @@ def test_counts_on_the_device_give_the_same_step(
     calls = list[bool]()
 
     def count(
-        one: Dispatcher, experts_TK: Tensor, *, training: bool, is_complete: bool, backend: str
+        one: Dispatcher,
+        experts_TK: Tensor,
+        *,
+        training: bool,
+        allow_device_counts: bool,
+        backend: str,
     ) -> DispatchCounts:
-        calls.append(training and is_complete)
+        calls.append(training and allow_device_counts)
         return one.count_on_device(experts_TK)
 
     monkeypatch.setattr(Dispatcher, "count", count)
@@ -69,7 +75,7 @@ def test_counts_on_the_device_give_the_same_step(
     assert all(torch.equal(a, b) for a, b in zip(state, due_state, strict=True))
 
 
-def _figures(facts: StepFacts) -> dict[str, Any]:
+def _figures(facts: LMStepStats) -> dict[str, Any]:
     """Return all facts except times, with tables as lists."""
     figures = {key: value for key, value in vars(facts).items() if key != "phases"}
     for key in ("counts", "counts_by_rank"):
@@ -81,8 +87,8 @@ def _figures(facts: StepFacts) -> dict[str, Any]:
 
 def test_expert_load_without_deduplication() -> None:
     zero, counts = torch.zeros(()), torch.tensor([[3, 0, 2]])
-    facts = LayerFacts(zero, zero, counts[0], counts, 0, None, 0)
-    assert expert_load(facts) == [[3, 0, 2]]
+    report = MoEReport(2, zero, zero, counts[0], counts, 0, None, 0)
+    assert expert_load(report) == [[3, 0, 2]]
 
 
 class Copies(TorchDispatchMode):
